@@ -1,0 +1,104 @@
+"""mpidist: the tf.distribute programming model on the ranks of an MPI job, without TensorFlow.
+
+Write a program once against a strategy and start it with ``mpirun -n N python train.py``.
+"""
+
+from mpidist.core.settings import warn_about_unknown
+from mpidist.core.version import __version__
+from mpidist.topology import install_excepthook, prepare_environment
+
+prepare_environment()
+install_excepthook()
+warn_about_unknown()
+
+# MPI reads its environment when it starts, so the lines above come before everything that could start it.
+from mpidist import cluster_resolver, experimental, v1  # noqa: E402
+from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
+from mpidist.collectives import Communicator  # noqa: E402
+from mpidist.core.context import (  # noqa: E402
+    experimental_set_strategy,
+    get_loss_reduction,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    variable_creator_scope,
+)
+from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization  # noqa: E402
+from mpidist.core.errors import (  # noqa: E402
+    CollectiveTimeoutError,
+    LaunchError,
+    MismatchError,
+    OutOfRangeError,
+    PeerError,
+)
+from mpidist.core.options import RunOptions  # noqa: E402
+from mpidist.cross_device_ops import (  # noqa: E402
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from mpidist.input import (  # noqa: E402
+    AutoShardPolicy,
+    Dataset,
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from mpidist.strategies import (  # noqa: E402
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    ReplicaContext,
+    Strategy,
+    StrategyExtended,
+)
+from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
+
+__all__ = [
+    "AutoShardPolicy",
+    "ClusterSpec",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "CrossDeviceOps",
+    "Dataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "LaunchError",
+    "MirroredStrategy",
+    "MismatchError",
+    "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "OutOfRangeError",
+    "PeerError",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "__version__",
+    "cluster_resolver",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "v1",
+    "variable_creator_scope",
+]

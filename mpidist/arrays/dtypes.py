@@ -1,0 +1,56 @@
+"""Which dtypes collectives take, and in which dtype a sum is formed.
+
+float16 and bfloat16 are summed in float32, the mean of integers is formed in float64, everything else in its
+own dtype. bfloat16 is the dtype of the ml_dtypes package and known here by its name only.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mpidist.core.enums import ReduceOp
+
+DType = np.dtype[Any]
+
+_HALF = ("float16", "bfloat16")
+
+
+def check_transportable(dtype: DType, what: str) -> None:
+    """Raise TypeError unless elements of ``dtype`` are plain numbers or bools in this machine's byte order."""
+    if dtype.kind in "biufc" and dtype.isnative:
+        return
+    if dtype.name == "bfloat16":
+        return
+    raise TypeError(
+        f"{what} takes numbers and bools in native byte order, and was given dtype {dtype!r}; "
+        "convert it first, for example with array.astype('float32')"
+    )
+
+
+@lru_cache(maxsize=256)
+def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
+    """Return the dtype in which ``op`` over values of ``dtype`` is formed, and the dtype of its result.
+
+    Raises:
+        TypeError: The dtype cannot be reduced by ``op``.
+
+    >>> reduction_dtypes(np.dtype("float16"), ReduceOp.SUM)
+    (dtype('float32'), dtype('float16'))
+    >>> reduction_dtypes(np.dtype("int64"), ReduceOp.MEAN)
+    (dtype('float64'), dtype('float64'))
+    """
+    if dtype.kind == "b":
+        raise TypeError(
+            f"{op.name} of bool is not defined; cast it first: value.astype('int32'), or 'float32' for a share"
+        )
+    check_transportable(dtype, f"reduction {op.name}")
+    if dtype.name in _HALF:
+        return np.dtype(np.float32), dtype
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"{op.name} of {dtype} is not defined: complex numbers have no order; use SUM, MEAN or PROD")
+    if dtype.kind in "iu" and op is ReduceOp.MEAN:
+        return np.dtype(np.float64), np.dtype(np.float64)
+    return dtype, dtype

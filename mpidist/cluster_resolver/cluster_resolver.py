@@ -1,0 +1,92 @@
+"""ClusterResolver: the questions about a cluster that every resolver answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from mpidist.cluster_resolver.accelerators import visible_devices
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+
+
+class ClusterResolver(ABC):
+    """Tells a strategy who takes part and which task this process is.
+
+    For a source of your own, derive a class that implements :meth:`cluster_spec` and :meth:`master`, and set
+    ``task_type`` and ``task_id``. Source: ``tf.distribute.cluster_resolver.ClusterResolver``.
+
+    >>> class OneHost(ClusterResolver):
+    ...     def cluster_spec(self):
+    ...         return ClusterSpec({"worker": ["localhost:1"]})
+    ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
+    ...         return "localhost:1"
+    >>> resolver = OneHost()
+    >>> resolver.task_type, resolver.task_id = "worker", 0
+    >>> resolver.cluster_spec().task_address(resolver.task_type, resolver.task_id)
+    'localhost:1'
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster as it is now."""
+
+    @abstractmethod
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task, with ``rpc_layer`` as its scheme where there is one."""
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Return ``{"GPU": k}`` for the k CUDA devices of this process, ``{}`` for none; imports CuPy.
+
+        Args:
+            task_type: Only count if this process is of this type.
+            task_id: Only count if this process has this id. Devices of other processes are not known here:
+            {}.
+        """
+        other_type = task_type is not None and task_type != self.task_type
+        other_id = task_id is not None and task_id != self.task_id
+        devices = () if other_type or other_id else visible_devices()
+        return {"GPU": len(devices)} if devices else {}
+
+    @property
+    def environment(self) -> str:
+        """Where the program runs; the empty string in all environments that mpidist knows."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``; None if not known."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job; None if not known."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The scheme of the addresses that :meth:`master` returns; None for none."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def format_master_url(master: str, rpc_layer: str | None = None) -> str:
+    """Return ``"rpc_layer://master"``, or ``master`` alone where there is no scheme.
+
+    >>> format_master_url("node7:3", "mpi")
+    'mpi://node7:3'
+    """
+    return f"{rpc_layer}://{master}" if rpc_layer else master

@@ -1,0 +1,156 @@
+"""ClusterSpec: the jobs of a cluster and the addresses of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Tasks = Sequence[str] | Mapping[int, str]
+
+
+class ClusterSpec:
+    """The jobs of a cluster and the address of each of their tasks (``tf.train.ClusterSpec``).
+
+    Args:
+        cluster: ``{job: ["host:port", ...]}``, or ``{job: {index: "host:port"}}`` where not all tasks are
+            known, or another ClusterSpec, which is copied.
+
+    Raises:
+        TypeError: Not of that form.
+        ValueError: A task index below 0.
+
+    >>> spec = ClusterSpec({"chief": ["a:1"], "worker": {1: "b:1"}})
+    >>> spec
+    ClusterSpec({'chief': ['a:1'], 'worker': {1: 'b:1'}})
+    >>> spec.job_tasks("worker")
+    [None, 'b:1']
+    """
+
+    # Equal specs compare equal, also with a dict, and a dict has no hash.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
+        self._jobs: dict[str, dict[int, str]]
+        if isinstance(cluster, ClusterSpec):
+            self._jobs = {job: dict(tasks) for job, tasks in cluster._jobs.items()}
+        elif isinstance(cluster, Mapping):
+            self._jobs = {_job_name(job): _tasks_by_index(job, tasks) for job, tasks in cluster.items()}
+        else:
+            raise TypeError(
+                f"cluster is {cluster!r} of type {type(cluster).__name__}; expected a dict from job names to "
+                "lists of addresses such as {'worker': ['host0:1', 'host1:1']}, or a ClusterSpec"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        if isinstance(other, Mapping):
+            try:
+                return self == ClusterSpec(other)
+            except (TypeError, ValueError):
+                return False
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order given."""
+        return list(self._jobs)
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Return ``{job: [address, ...]}``; for a job with gaps ``{job: {index: address}}``."""
+        return {job: _list_if_dense(tasks) for job, tasks in self._jobs.items()}
+
+    def as_cluster_def(self) -> dict[str, dict[int, str]]:
+        """Return ``{job: {index: address}}``, the content of a ClusterDef message, jobs in sorted order."""
+        return {job: dict(sorted(self._jobs[job].items())) for job in sorted(self._jobs)}
+
+    def num_tasks(self, job_name: str) -> int:
+        """Return how many tasks of ``job_name`` are known.
+
+        Raises:
+            ValueError: No such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Return the indices of the known tasks of ``job_name``, ascending.
+
+        Raises:
+            ValueError: No such job.
+        """
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Return the address of one task.
+
+        Raises:
+            ValueError: No such job, or no such task in it.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ValueError(f"task_index is {task_index!r}; job {job_name!r} has the tasks {sorted(tasks)}")
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Return the addresses of ``job_name`` by task index, None for a task that is not known.
+
+        Raises:
+            ValueError: No such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
+            raise ValueError(f"job_name is {job_name!r}; the jobs of this cluster are {self.jobs}")
+        return self._jobs[job_name]
+
+
+def _job_name(job: Any) -> str:
+    if not isinstance(job, str):
+        raise TypeError(f"a job is named {job!r} ({type(job).__name__}); expected a string such as 'worker'")
+    return job
+
+
+def _tasks_by_index(job: str, tasks: Any) -> dict[int, str]:
+    if isinstance(tasks, list | tuple):
+        by_index: dict[Any, Any] = dict(enumerate(tasks))
+    elif isinstance(tasks, Mapping):
+        by_index = dict(tasks)
+    else:
+        raise TypeError(
+            f"the tasks of job {job!r} are {tasks!r} of type {type(tasks).__name__}; expected a list of "
+            "addresses or a dict from task index to address"
+        )
+    return {_task_index(job, index): _address(job, address) for index, address in by_index.items()}
+
+
+def _task_index(job: str, index: Any) -> int:
+    try:
+        number = int(index)  # JSON, as in TF_CONFIG, has only strings as keys.
+    except (TypeError, ValueError):
+        raise TypeError(f"a task index of job {job!r} is {index!r}; expected a whole number") from None
+    if number < 0:
+        raise ValueError(f"a task index of job {job!r} is {number}; expected at least 0")
+    return number
+
+
+def _address(job: str, address: Any) -> str:
+    if not isinstance(address, str):
+        raise TypeError(
+            f"an address of job {job!r} is {address!r} of type {type(address).__name__}; expected 'host:port'"
+        )
+    return address
+
+
+def _list_if_dense(tasks: dict[int, str]) -> list[str] | dict[int, str]:
+    indices = sorted(tasks)
+    if indices and indices == list(range(len(indices))):
+        return [tasks[index] for index in indices]
+    return {index: tasks[index] for index in indices}

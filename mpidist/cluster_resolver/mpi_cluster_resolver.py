@@ -1,0 +1,229 @@
+"""MPIClusterResolver: the ranks of an MPI job as the tasks of a cluster."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpidist.cluster_resolver.accelerators import share_of_each, visible_devices
+from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.core import settings
+from mpidist.topology.launcher import check_world, import_mpi
+from mpidist.topology.topology import Topology, world_topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class _Survey(NamedTuple):
+    """What the ranks told each other: where they are."""
+
+    hosts: tuple[str, ...]
+    node_of_rank: tuple[int, ...]
+
+
+class MPIClusterResolver(ClusterResolver):
+    """Gives the ranks of a communicator their tasks, in rank order.
+
+    Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. Making
+    a resolver, :attr:`task_type`, :attr:`task_id`, ``rank`` and ``size`` are local. :meth:`cluster_spec`,
+    :meth:`master`, :attr:`local_rank` and :attr:`num_nodes` are collective the first time one of them is
+    asked, and local after that; :meth:`num_accelerators` is collective the first time by itself.
+
+    Args:
+        comm: An mpi4py intracommunicator; None for all ranks of the job. The user's own traffic on it is not
+            disturbed.
+        jobs: ``{job: number of tasks}``, which together are all ranks, for example
+            ``{"ps": 1, "worker": 3}``: rank 0 is ps 0, ranks 1 to 3 are workers 0 to 2. None reads
+            ``MPIDIST_JOBS="ps:1,worker:3"``.
+        port_base: The address of rank r is ``"host:(port_base + r)"``.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: A count below 1, or counts that do not add up to the size of ``comm``.
+        LaunchError: There is no MPI library, or the launcher started more ranks than the world has.
+
+    Source: an extension; TensorFlow's resolver for Slurm has the same order of ranks and jobs.
+
+    >>> resolver = MPIClusterResolver(jobs={"worker": 1})
+    >>> resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+    ('worker', 0, 1)
+    """
+
+    _rpc_layer = "mpi"
+
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, jobs: Mapping[str, int] | None = None, port_base: int = 0
+    ) -> None:
+        if isinstance(port_base, bool) or not isinstance(port_base, int) or port_base < 0:
+            raise ValueError(f"port_base is {port_base!r}; expected a whole number of at least 0")
+        self._port_base = port_base
+        mpi = import_mpi()
+        if comm is not None and not isinstance(comm, mpi.Intracomm):
+            raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
+        self._comm = comm
+        world: MPI.Intracomm = mpi.COMM_WORLD
+        if comm is None:
+            check_world(world.Get_size())
+        shown = world if comm is None else comm
+        self.rank = shown.Get_rank()
+        self.size = shown.Get_size()
+        self._tasks = _deal_tasks(jobs, self.size)
+        self._survey: _Survey | None = None
+        self._shares: list[int] | None = None
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator given; without one the world of mpidist (collective the first time)."""
+        return world_topology().world if self._comm is None else self._comm
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this rank; local. What is assigned to it is returned instead."""
+        return self._task_type if self._task_type is not None else self._tasks[self.rank][0]
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this rank in its job; local. What is assigned to it is returned instead."""
+        return self._task_id if self._task_id is not None else self._tasks[self.rank][1]
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return ``(task_type, task_id)`` of this rank; local."""
+        return self.task_type, self.task_id
+
+    @property
+    def local_rank(self) -> int:
+        """The position of this rank on its node; collective the first time: ask on every rank."""
+        nodes = self._ask().node_of_rank
+        return nodes[: self.rank].count(nodes[self.rank])
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes (ranks of one share memory); collective the first time: ask on every rank."""
+        return len(set(self._ask().node_of_rank))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs and the addresses of all ranks, the same on every rank.
+
+        Collective the first time: call it on every rank, in the same order. Later calls are local, as neither
+        the ranks of an MPI communicator nor their places change.
+        """
+        cluster: dict[str, list[str]] = {}
+        for rank, (host, (job, _)) in enumerate(zip(self._ask().hosts, self._tasks, strict=True)):
+            cluster.setdefault(job, []).append(f"{host}:{self._port_base + rank}")
+        return ClusterSpec(cluster)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task such as ``"mpi://node7:3"``.
+
+        Collective the first time: call it on every rank, in the same order; later calls are local.
+
+        Args:
+            task_type: The job; that of this rank by default.
+            task_id: The index in the job; that of this rank by default.
+            rpc_layer: The scheme, instead of the property :attr:`rpc_layer`.
+
+        Raises:
+            ValueError: No such task.
+        """
+        job, index = self._named_task(task_type, task_id)
+        return format_master_url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Return ``{"GPU": k}`` for the k CUDA devices that are a task's share, ``{}`` for none.
+
+        Collective the first time: call it on every rank, in the same order. Ranks of one node that see the
+        same devices share them out. Imports CuPy, if it is installed.
+
+        Args:
+            task_type: The job; that of this rank by default.
+            task_id: The index in the job; that of this rank by default.
+
+        Raises:
+            ValueError: No such task.
+        """
+        task = self._named_task(task_type, task_id)
+        if task not in self._tasks:
+            raise ValueError(f"the task is {task!r}; the tasks of this cluster are {self._tasks}")
+        share = self._share_of_ranks()[self._tasks.index(task)]
+        return {"GPU": share} if share else {}
+
+    def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
+        """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
+
+        Collective over those ranks alone (MPI_Comm_create_group). A chief comes first, then the workers in order.
+        """
+        members = [(job != "chief", job, index, rank) for rank, (job, index) in enumerate(self._tasks) if job in jobs]
+        base = import_mpi().COMM_WORLD if self._comm is None else self._comm
+        everyone = base.Get_group()
+        group = everyone.Incl([rank for *_, rank in sorted(members)])
+        comm: MPI.Intracomm = base.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return comm
+
+    def _named_task(self, task_type: str | None, task_id: int | None) -> tuple[str, int]:
+        job, index = self._tasks[self.rank]
+        return task_type or self._task_type or job, _first(task_id, self._task_id, index)
+
+    def _ask(self) -> _Survey:
+        if self._survey is None:
+            topology = world_topology() if self._comm is None else Topology(self._comm)
+            hosts = topology.world.allgather(socket.gethostname())
+            self._survey = _Survey(tuple(hosts), topology.node_of_rank)
+            if self._comm is not None:
+                topology.close()
+        return self._survey
+
+    def _share_of_ranks(self) -> list[int]:
+        if self._shares is None:
+            nodes = self._ask().node_of_rank
+            duplicate = self.comm.Dup()
+            seen = duplicate.allgather(visible_devices())
+            duplicate.Free()
+            shares = [0] * self.size
+            for node in set(nodes):
+                ranks = [rank for rank in range(self.size) if nodes[rank] == node]
+                for rank, share in zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True):
+                    shares[rank] = share
+            self._shares = shares
+        return self._shares
+
+
+def _first(*numbers: int | None) -> int:
+    return next(number for number in numbers if number is not None)
+
+
+def _deal_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
+    """Return the task of every rank, in rank order."""
+    if jobs is None:
+        jobs, source = settings.JOBS.read(), settings.JOBS.name
+    else:
+        source = "jobs"
+    if jobs is None:
+        return [("worker", rank) for rank in range(size)]
+    if not isinstance(jobs, Mapping):
+        raise TypeError(f"jobs is {jobs!r}; expected a dict such as {{'ps': 1, 'worker': 3}}")
+    for job, count in jobs.items():
+        if not isinstance(job, str) or isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{source} has {job!r}: {count!r}; expected the name of a job and a whole number")
+        if count < 1:
+            raise ValueError(f"{source} has {count} tasks of {job!r}; expected at least 1")
+    tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
+    if len(tasks) != size:
+        raise ValueError(
+            f"{source} has {' + '.join(f'{count} {job}' for job, count in jobs.items())} = {len(tasks)} "
+            f"tasks, and there are {size} ranks. Expected: one task for each rank; type: mpirun -n "
+            f"{len(tasks)} ..., or change {source}"
+        )
+    return tasks

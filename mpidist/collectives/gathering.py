@@ -1,0 +1,101 @@
+"""All-gather, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
+from mpidist.collectives import mpi_types
+from mpidist.collectives.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
+from mpidist.collectives.waiting import Steps, until_done
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[Array]:
+    """Return the ``lengths`` of every rank: int64 of shape (ranks, len(lengths)) (MPI_Iallgather)."""
+    mpi = import_mpi()
+    mine = np.array(lengths, np.int64)
+    everyone = np.empty((comm.Get_size(), mine.size), np.int64)
+    yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
+    return everyone
+
+
+def all_gather_flat(comm: MPI.Intracomm, mine: Array, counts: list[int]) -> Steps[Array]:
+    """Return the flat arrays of all ranks, one after the other (MPI_Iallgatherv).
+
+    Args:
+        comm: The communicator.
+        mine: Flat contiguous array of this rank.
+        counts: Elements of every rank.
+    """
+    size = mine.dtype.itemsize
+    result = np.empty(sum(counts), mine.dtype)
+    source, target = as_bytes(mine), as_bytes(result)
+    byte_counts = [count * size for count in counts]
+    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
+    per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
+    if max(byte_counts, default=0) <= per_rank:
+        yield from _gather_round(comm, source, target, byte_counts)
+        return result
+    for start in range(0, max(byte_counts), per_rank):
+        round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
+        piece = np.empty(sum(round_counts), np.uint8)
+        yield from _gather_round(comm, source[start : start + per_rank], piece, round_counts)
+        offset = 0
+        for border, count in zip(borders, round_counts, strict=False):
+            target[border + start : border + start + count] = piece[offset : offset + count]
+            offset += count
+    return result
+
+
+def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
+    byte = import_mpi().BYTE
+    yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))
+
+
+def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
+    """Copy the flat array ``data`` of ``root`` into that of every rank, whatever its dtype (MPI_Ibcast)."""
+    byte = import_mpi().BYTE
+    raw = as_bytes(data)
+    for a, b in chunks(raw.size):
+        yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
+
+
+def reduce_scatter_rows(
+    comm: MPI.Intracomm, send: Array, rows: list[int], row_size: int, op: ReduceOp, dtype: DType
+) -> Steps[Array]:
+    """Return this rank's rows of the reduction of ``send`` (MPI_Ireduce_scatter, MPI_Ireduce where too large).
+
+    Args:
+        comm: The communicator.
+        send: Flat array of sum(rows) * row_size elements.
+        rows: Rows that go to every rank.
+        row_size: Elements of a row.
+        op: The operation.
+        dtype: Dtype of ``send``.
+    """
+    datatype = mpi_datatype(dtype)
+    counts = [r * row_size for r in rows]
+    rank = comm.Get_rank()
+    result = np.empty(counts[rank], dtype)
+    if sum(counts) <= mpi_types.MAX_COUNT:
+        request = comm.Ireduce_scatter(
+            [send, send.size, datatype], [result, result.size, datatype], tuple(counts), mpi_op(op)
+        )
+        yield from until_done(request)
+        return result
+    start = 0
+    for root, count in enumerate(counts):
+        for a, b in chunks(count):
+            target = [result[a:b], b - a, datatype] if root == rank else None
+            source = [send[start + a : start + b], b - a, datatype]
+            yield from until_done(comm.Ireduce(source, target, mpi_op(op), root))
+        start += count
+    return result

@@ -1,0 +1,116 @@
+"""The exchange that opens every collective: do all ranks make the same call?
+
+Each call of a communicator, whatever it is, begins with one reduction of the same few numbers. One of them is
+the id of the caller's plan, a hash of operation, shapes, dtypes and options. If all ranks passed the same id
+the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what
+*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40), so
+all ranks know at the same point, tell one another what they wanted, and raise the same error. The data
+that follow therefore always have the size that everybody expects.
+
+Small sums of floating point travel in the same message and need no second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.objects import gather_objects
+from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import MismatchError, PeerError
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+INLINE_ELEMENTS = 15
+_ID_BITS = 40
+_FAILURE = "failed"
+
+
+def plan_id(text: str) -> int:
+    """Return the id of the plan that ``text`` describes: the same on every rank and in every run."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Handshake:
+    """The opening exchange on one communicator.
+
+    Args:
+        comm: The private communicator.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        mpi = import_mpi()
+        self._comm = comm
+        self._size = comm.Get_size()
+        # The sum of all ids has to be an exact float64.
+        self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
+        self._mine = np.zeros(1 + INLINE_ELEMENTS)
+        self._sums = np.zeros(1 + INLINE_ELEMENTS)
+        self._send = [self._mine, self._mine.size, mpi.DOUBLE]
+        self._receive = [self._sums, self._sums.size, mpi.DOUBLE]
+        self.payload: Array = self._mine[1:]
+        self.totals: Array = self._sums[1:]
+
+    def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
+        """Meet the other ranks; ``self.payload`` is summed into ``self.totals`` on the way (collective).
+
+        Args:
+            identity: ``plan_id(text)``.
+            text: What this rank is about to do.
+            call_site: Line of the user's program; None finds it on the stack when it is needed.
+
+        Raises:
+            MismatchError: Another rank is about to do something else.
+            PeerError: Another rank failed on its way here.
+        """
+        identity &= self._mask
+        self._mine[0] = identity
+        request = self._comm.Iallreduce(self._send, self._receive)
+        while not request.Test():
+            yield
+        if self._sums[0] != identity * self._size:
+            yield from self._compare(text, call_site)
+
+    def fail(self, error: BaseException, call_site: str) -> Steps[None]:
+        """Take part with an error of this rank instead of a plan; the others raise PeerError (collective)."""
+        self.payload[:] = 0
+        self._mine[0] = identity = plan_id(_FAILURE) & self._mask
+        request = self._comm.Iallreduce(self._send, self._receive)
+        while not request.Test():
+            yield
+        if self._sums[0] != identity * self._size:
+            yield from gather_objects(self._comm, (_FAILURE, f"{type(error).__name__}: {error}", call_site))
+
+    def _compare(self, text: str, call_site: str | None) -> Steps[None]:
+        from mpidist.core.callsite import user_call_site
+
+        mine = ("plan", text, call_site or user_call_site())
+        everyone = yield from gather_objects(self._comm, mine)
+        failures = [
+            f"rank {rank} raised {text} (at {site})"
+            for rank, (kind, text, site) in enumerate(everyone)
+            if kind == _FAILURE
+        ]
+        if failures:
+            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when " + "; ".join(failures))
+        raise MismatchError(_mismatch_message(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
+
+
+def _mismatch_message(everyone: list[tuple[str, str, str]]) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, (_, text, site) in enumerate(everyone):
+        groups.setdefault((text, site), []).append(rank)
+    lines = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}\n      at {site}"
+        for (text, site), ranks in groups.items()
+    ]
+    return (
+        "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
+        "and options on every rank, in the same order:\n" + "\n".join(lines)
+    )

@@ -1,0 +1,55 @@
+"""NumPy dtypes and reduce operations as MPI knows them, and counts that fit into an MPI count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
+MAX_COUNT = 2**31 - 1
+
+
+@cache
+def mpi_op(op: ReduceOp) -> MPI.Op:
+    """Return the MPI operation that forms ``op``; a mean is a sum that is divided afterwards."""
+    mpi = import_mpi()
+    operations: dict[ReduceOp, MPI.Op] = {
+        ReduceOp.SUM: mpi.SUM,
+        ReduceOp.MEAN: mpi.SUM,
+        ReduceOp.MIN: mpi.MIN,
+        ReduceOp.MAX: mpi.MAX,
+        ReduceOp.PROD: mpi.PROD,
+    }
+    return operations[op]
+
+
+@cache
+def mpi_datatype(dtype: DType) -> MPI.Datatype:
+    """Return the MPI datatype of one element that MPI can do arithmetic on."""
+    datatype: MPI.Datatype = import_mpi().Datatype.fromcode(dtype.char)
+    return datatype
+
+
+def as_bytes(array: Array) -> Array:
+    """Return the memory of a contiguous array as a flat array of bytes."""
+    return array.reshape(-1).view("u1")
+
+
+def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, stop)`` ranges that cover ``count`` elements in pieces of at most ``limit``.
+
+    >>> list(chunks(5, limit=2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    limit = MAX_COUNT if limit is None else limit
+    for start in range(0, count, limit):
+        yield start, min(start + limit, count)

@@ -1,0 +1,98 @@
+"""Flat buffers: which arrays travel together, and how they get into one buffer and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
+
+
+def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Return indices grouped into packs: a pack is closed once its size exceeds ``bytes_per_pack``.
+
+    So every pack but the last is larger than ``bytes_per_pack``; 0 makes a single pack.
+
+    Args:
+        sizes: Bytes of each array.
+        bytes_per_pack: See ``CommunicationOptions``.
+
+    >>> group_by_size([16, 16, 16, 16], 16)
+    [[0, 1], [2, 3]]
+    """
+    if bytes_per_pack == 0:
+        return [list(range(len(sizes)))] if sizes else []
+    packs: list[list[int]] = []
+    room = -1
+    for index, size in enumerate(sizes):
+        if room < 0:
+            packs.append([])
+            room = bytes_per_pack
+        packs[-1].append(index)
+        room -= size
+    return packs
+
+
+class Pack:
+    """Arrays of one dtype that travel in one flat buffer.
+
+    Args:
+        indices: Which arrays of the call, in the order they have in the buffer.
+        shapes: Shapes of all arrays of the call.
+        dtype: Dtype of the buffer, in which the reduction is formed.
+        source_dtype: Dtype of the arrays.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], shapes: Sequence[tuple[int, ...]], dtype: DType, source_dtype: DType
+    ) -> None:
+        self.indices = tuple(indices)
+        self.dtype = dtype
+        self._casts = dtype != source_dtype
+        self._shapes = [shapes[i] for i in self.indices]
+        counts = [int(np.prod(shape)) for shape in self._shapes]
+        self._stops = np.cumsum(counts).tolist()
+        self._starts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
+        self.count: int = self._stops[-1]
+        self._buffer: Array | None = None
+
+    def fill(self, arrays: Sequence[Array]) -> Array:
+        """Return the flat input buffer; a lone contiguous array of the right dtype is its own buffer."""
+        if len(self.indices) == 1 and not self._casts:
+            array = arrays[self.indices[0]]
+            if array.flags.c_contiguous:
+                return array.reshape(-1)
+        if self._buffer is None:
+            self._buffer = np.empty(self.count, self.dtype)
+        buffer = self._buffer
+        for index, start, stop, shape in self._slots():
+            np.copyto(buffer[start:stop].reshape(shape), arrays[index])
+        return buffer
+
+    def empty_result(self, out: Sequence[Array] | None) -> Array:
+        """Return the flat buffer for the result: the caller's own array where it can be used as it is."""
+        if out is not None and len(self.indices) == 1:
+            array = out[self.indices[0]]
+            if array.dtype == self.dtype and array.flags.c_contiguous:
+                return array.reshape(-1)
+        return np.empty(self.count, self.dtype)
+
+    def unpack(self, flat: Array, dtype: DType, results: list[Array], out: Sequence[Array] | None) -> None:
+        """Put the parts of ``flat`` into ``results``, as views, or cast to ``dtype``, or copied to ``out``."""
+        if flat.dtype != dtype:
+            flat = flat.astype(dtype)
+        if out is None and len(self.indices) == 1:
+            results[self.indices[0]] = flat.reshape(self._shapes[0])
+            return
+        for index, start, stop, shape in self._slots():
+            part = flat[start:stop].reshape(shape)
+            if out is not None:
+                if not np.may_share_memory(part, out[index]):
+                    np.copyto(out[index], part)
+                part = out[index]
+            results[index] = part
+
+    def _slots(self) -> zip[tuple[int, int, int, tuple[int, ...]]]:
+        return zip(self.indices, self._starts, self._stops, self._shapes, strict=True)

@@ -1,0 +1,134 @@
+"""Plans: what one call of a reduction does, worked out once per signature and kept.
+
+A plan is found by what the caller passed (operation, shapes, dtypes, options) and carries an id that is the
+same on all ranks that passed the same. It is never negotiated: the handshake compares the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.collectives.handshake import INLINE_ELEMENTS, plan_id
+from mpidist.collectives.packing import Pack, group_by_size
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+
+Signature = tuple[tuple[tuple[int, ...], DType], ...]
+
+
+def signature_text(signature: Signature) -> str:
+    """Return shapes and dtypes as text, runs of equal ones once.
+
+    >>> signature_text((((2, 3), np.dtype("f4")), ((2, 3), np.dtype("f4"))))
+    '2 x float32(2, 3)'
+    """
+    parts: list[tuple[str, int]] = []
+    for shape, dtype in signature:
+        text = f"{dtype.name}{shape}"
+        if parts and parts[-1][0] == text:
+            parts[-1] = (text, parts[-1][1] + 1)
+        else:
+            parts.append((text, 1))
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in parts) or "nothing"
+
+
+def _options_text(options: CommunicationOptions) -> str:
+    shown = [
+        f"{name}={getattr(options, name)!r}"
+        for name in ("bytes_per_pack", "wire_dtype", "error_feedback", "deterministic", "algorithm")
+        if getattr(options, name)
+    ]
+    return f" with {', '.join(shown)}" if shown else ""
+
+
+class ReductionPlan:
+    """How a list of arrays is reduced.
+
+    Args:
+        kind: ``"all_reduce"``, ``"reduce to rank 0"`` or the like.
+        op: The operation.
+        signature: Shape and dtype of each array.
+        options: Packing and algorithm.
+        divisor: What a mean divides the sum by.
+        note: What else all ranks must agree on, such as the structure that the arrays came from.
+
+    Raises:
+        TypeError: A dtype that ``op`` cannot reduce.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        op: ReduceOp,
+        signature: Signature,
+        options: CommunicationOptions,
+        divisor: int,
+        note: str = "",
+    ) -> None:
+        self.op = op
+        self.divisor = divisor
+        self.algorithm = options.algorithm
+        over = f" over {divisor}" if op is ReduceOp.MEAN else ""
+        structure = f" as {note}" if note else ""
+        self.text = f"{kind} {op.name}{over} of {signature_text(signature)}{structure}{_options_text(options)}"
+        self.id = plan_id(self.text)
+        self.shapes = [shape for shape, _ in signature]
+        formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
+        self.result_dtypes = [result for _, result in formed]
+        self._counts = [int(np.prod(shape)) for shape in self.shapes]
+        self.inline = (
+            options.algorithm is None
+            and op in (ReduceOp.SUM, ReduceOp.MEAN)
+            and sum(self._counts) <= INLINE_ELEMENTS
+            and all(
+                dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
+                for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
+            )
+        )
+        self.packs = self._make_packs(signature, [wire for wire, _ in formed], options.bytes_per_pack)
+
+    def _make_packs(self, signature: Signature, wires: list[DType], bytes_per_pack: int) -> list[Pack]:
+        by_dtype: dict[tuple[DType, DType], list[int]] = {}
+        # Last arrays first: in a list of gradients they are ready first.
+        for index in reversed(range(len(signature))):
+            by_dtype.setdefault((wires[index], signature[index][1]), []).append(index)
+        packs = []
+        for (wire, source), indices in by_dtype.items():
+            sizes = [self._counts[i] * wire.itemsize for i in indices]
+            for group in group_by_size(sizes, bytes_per_pack):
+                packs.append(Pack([indices[k] for k in group], self.shapes, wire, source))
+        return packs
+
+    def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
+        """Put all elements into the payload of the handshake."""
+        start = 0
+        for array, count in zip(arrays, self._counts, strict=True):
+            payload[start : start + count] = array.reshape(-1)
+            start += count
+        payload[start:] = 0
+
+    def from_inline(self, totals: Array, out: Sequence[Array] | None) -> list[Array]:
+        """Return the results that came with the handshake."""
+        results = []
+        start = 0
+        for index, (shape, count) in enumerate(zip(self.shapes, self._counts, strict=True)):
+            part = totals[start : start + count].reshape(shape)
+            if self.op is ReduceOp.MEAN:
+                part = part / self.divisor
+            if out is None:
+                results.append(np.array(part, self.result_dtypes[index]))
+            else:
+                np.copyto(out[index], part, casting="same_kind")
+                results.append(out[index])
+            start += count
+        return results
+
+    def finish(self, pack: Pack, flat: Array, results: list[Array], out: Sequence[Array] | None) -> None:
+        """Turn the reduced buffer of ``pack`` into results: divide a mean, cast, cut apart."""
+        if self.op is ReduceOp.MEAN:
+            np.true_divide(flat, self.divisor, out=flat)
+        pack.unpack(flat, self.result_dtypes[pack.indices[0]], results, out)

@@ -1,0 +1,82 @@
+"""Waiting without ever blocking in MPI: collectives are generators that yield while a request is open.
+
+A generator is driven by polling, so that a deadline, a warning or another piece of work can act in between.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+_POLLS_BETWEEN_CLOCK_READS = 256
+# A wait this long is no longer about latency: let other threads and processes have the core.
+_SPIN_SECONDS = 1.0
+_NAP_SECONDS = 1e-4
+
+
+def until_done(request: MPI.Request) -> Steps[None]:
+    """Yield until ``request`` is complete."""
+    while not request.Test():
+        yield
+
+
+class Deadline:
+    """When a wait says that it takes long, and when it gives up.
+
+    Args:
+        limit_seconds: After this long ``on_expiry`` is called, which must raise.
+        warn_seconds: After this long ``report`` is called, once, and its text written to stderr.
+        report: Returns a text on what is waited for, given the seconds waited.
+        on_expiry: Raises, given the seconds waited.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        warn_seconds: float,
+        report: Callable[[float], str],
+        on_expiry: Callable[[float], None],
+    ) -> None:
+        self._limit = limit_seconds
+        self._warn = warn_seconds
+        self._report = report
+        self._on_expiry = on_expiry
+        self._start: float | None = None
+        self._warned = False
+
+    def check(self) -> None:
+        """Act if it is time to; called every few hundred polls."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now
+        waited = now - self._start
+        if waited > self._warn and not self._warned:
+            self._warned = True
+            print(self._report(waited), file=sys.stderr, flush=True)
+        if waited > self._limit:
+            self._on_expiry(waited)
+        if waited > _SPIN_SECONDS:
+            time.sleep(_NAP_SECONDS)
+
+
+def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:
+    """Run ``steps`` to the end and return its value; the deadline is made only if that takes a while."""
+    try:
+        for _ in range(_POLLS_BETWEEN_CLOCK_READS):
+            next(steps)
+        deadline = make_deadline()
+        while True:
+            deadline.check()
+            for _ in range(_POLLS_BETWEEN_CLOCK_READS):
+                next(steps)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value

@@ -1,0 +1,114 @@
+"""Work: the handle of a collective that was started and not yet waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist.collectives.waiting import Steps
+
+if TYPE_CHECKING:
+    from mpidist.collectives.communicator import Communicator
+
+
+class Work:
+    """A collective on its way. Its inputs must not be changed until it is done.
+
+    Works of one communicator are carried out in the order in which they were started, on every rank.
+    """
+
+    def __init__(
+        self, communicator: Communicator, steps: Steps[Any], text: str, call_site: str, timeout: float
+    ) -> None:
+        self._communicator = communicator
+        self._steps = steps
+        self._finish: list[Callable[[Any], Any]] = []
+        self._is_done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.text = text
+        self.call_site = call_site
+        self.timeout = timeout
+
+    def then(self, finish: Callable[[Any], Any]) -> Work:
+        """Have ``finish`` turn the result into what ``wait`` returns; returns the handle itself."""
+        self._finish.append(finish)
+        return self
+
+    def done(self) -> bool:
+        """Whether the result is there; moves the collective forward, and does not block."""
+        if not self._is_done:
+            self._communicator.advance()
+        return self._is_done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result once it is there.
+
+        Args:
+            timeout: Seconds after which to stop waiting; the collective goes on, and may be waited for again.
+
+        Raises:
+            TimeoutError: Not done within ``timeout``.
+            CollectiveTimeoutError: Not done within the deadline of the collective itself.
+            MismatchError: The ranks started different collectives.
+        """
+        self._communicator.complete(self, timeout)
+        if self._error is not None:
+            raise self._error
+        while self._finish:
+            self._result = self._finish.pop(0)(self._result)
+        return self._result
+
+    def step(self) -> bool:
+        """Move one step forward; returns whether it is done. Called by the communicator alone."""
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            self._result = stop.value
+            self._is_done = True
+        except Exception as error:  # handed to the caller of wait()
+            self._error = error
+            self._is_done = True
+        return self._is_done
+
+    def settle(self, error: BaseException) -> None:
+        """End with ``error``, which ``wait`` raises. Called by the communicator alone."""
+        self._error = error
+        self._is_done = True
+
+
+class FinishedWork:
+    """The handle of something that was done at once; as ``Work``."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result."""
+        del timeout
+        return self._result
+
+
+class PartOfWork:
+    """One replica's handle of a collective that was started for all replicas of the rank; as ``Work``.
+
+    Args:
+        work: The collective.
+        select: Takes its result and returns the replica's part.
+    """
+
+    def __init__(self, work: Work | FinishedWork, select: Callable[[Any], Any]) -> None:
+        self._work = work
+        self._select = select
+
+    def done(self) -> bool:
+        """See ``Work``."""
+        return self._work.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See ``Work``."""
+        return self._select(self._work.wait(timeout))

@@ -1,0 +1,27 @@
+"""Finding the line of the user's program that led into mpidist, for errors and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from types import FrameType
+
+_CONTEXTLIB = contextlib.__file__
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def user_call_site(frame: FrameType | None = None) -> str:
+    """Return ``file:line (function)`` of the innermost frame outside the package.
+
+    Args:
+        frame: Where to start; the caller by default.
+    """
+    if frame is None:
+        frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE) and code.co_filename != _CONTEXTLIB:
+            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return "unknown"

@@ -1,0 +1,61 @@
+"""Device strings: reading them, and their one canonical form.
+
+A device is ``"cpu:0"`` or ``"gpu:1"``; TensorFlow's longer forms are read too. Numbers of CPU devices are
+virtual: ``cpu:0`` and ``cpu:1`` are two replicas on the same processor.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_DEVICE = re.compile(
+    r"^/?(?:job:(?P<job>[a-zA-Z_]\w*))?/?(?:replica:\d+)?/?(?:task:(?P<task>\d+))?"
+    r"/?(?:device:)?(?P<kind>cpu|gpu)(?::(?P<index>\d+))?$",
+    re.IGNORECASE,
+)
+
+
+class Device(NamedTuple):
+    """A parsed device string; ``job`` and ``task`` are None for a device of this process."""
+
+    kind: str
+    number: int
+    job: str | None = None
+    task: int | None = None
+
+    def __str__(self) -> str:
+        if self.job is None:
+            return f"{self.kind}:{self.number}"
+        return f"/job:{self.job}/task:{self.task}/device:{self.kind.upper()}:{self.number}"
+
+
+def parse_device(text: str) -> Device:
+    """Return the device that ``text`` names.
+
+    Raises:
+        TypeError: Not a string.
+        ValueError: Not a device string.
+
+    >>> str(parse_device("/job:worker/task:0/device:GPU:1"))
+    '/job:worker/task:0/device:GPU:1'
+    >>> str(parse_device("CPU"))
+    'cpu:0'
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"device is {text!r} of type {type(text).__name__}; expected a string such as 'cpu:0'")
+    match = _DEVICE.match(text)
+    if match is None or (match["job"] is None) != (match["task"] is None):
+        raise ValueError(f"device is {text!r}; expected 'cpu:0', 'gpu:1' or '/job:worker/task:0/device:GPU:1'")
+    task = None if match["task"] is None else int(match["task"])
+    return Device(match["kind"].lower(), int(match["index"] or 0), match["job"], task)
+
+
+def canonical_device(text: str) -> str:
+    """Return the canonical form of ``text``; errors as in :func:`parse_device`."""
+    return str(parse_device(text))
+
+
+def looks_like_device(value: object) -> bool:
+    """Whether ``value`` is a string that names a device."""
+    return isinstance(value, str) and _DEVICE.match(value) is not None

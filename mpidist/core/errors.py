@@ -1,0 +1,55 @@
+"""The exceptions that mpidist adds to Python's own.
+
+Wrong arguments raise ``ValueError``, ``TypeError`` or ``RuntimeError`` as in TensorFlow; the classes here are
+for what only a job of several ranks can suffer.
+"""
+
+from __future__ import annotations
+
+
+class MismatchError(ValueError):
+    """Ranks entered one collective with different plans; raised on every rank with the same text.
+
+    Args:
+        message: What each rank asked for and the line of user code it came from.
+        plans: ``{rank: description}`` of what every rank asked for.
+    """
+
+    def __init__(self, message: str, plans: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.plans = plans or {}
+
+
+class CollectiveTimeoutError(TimeoutError):
+    """A collective did not finish within its deadline.
+
+    Args:
+        operation: The collective, as text (operation, shapes and dtypes).
+        sequence: How many collectives this rank had issued on the communicator, this one included.
+        waited_seconds: How long this rank waited.
+        rank: The rank that gave up.
+    """
+
+    def __init__(self, operation: str, sequence: int, waited_seconds: float, rank: int) -> None:
+        self.operation = operation
+        self.sequence = sequence
+        self.waited_seconds = waited_seconds
+        self.rank = rank
+        super().__init__(
+            f"rank {rank} waited {waited_seconds:.1f} s in collective number {sequence}, {operation}, and the "
+            "other ranks did not complete it. Expected: every rank makes the same calls in the same order. "
+            "Look for a rank that stopped, or that skips this call; to allow more time set "
+            "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)."
+        )
+
+
+class PeerError(RuntimeError):
+    """Another rank reported an error of its own while this rank was in a collective."""
+
+
+class LaunchError(RuntimeError):
+    """The processes of the job did not come up as one MPI world, or there is no usable MPI library."""
+
+
+class OutOfRangeError(Exception):
+    """``DistributedIterator.get_next()`` was called after the last element."""

@@ -1,0 +1,148 @@
+"""Nested structures: lists, tuples, named tuples, dicts and attrs classes with anything else as leaves.
+
+Dict entries are visited in the order of their sorted keys, so that ranks which built the same dict in another
+order still agree. What is rebuilt has the type and the key order of the structure it is built like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+_BRANCHES = (list, tuple, dict, Mapping)
+
+
+def is_nest(value: object) -> bool:
+    """Whether ``value`` is a structure rather than a leaf."""
+    return isinstance(value, _BRANCHES) or hasattr(type(value), "__attrs_attrs__")
+
+
+def _keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return sorted(mapping)
+    except TypeError:
+        return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
+
+
+def _children(nest: Any) -> list[tuple[Any, Any]]:
+    """Return ``(key, child)`` pairs of one level, in visiting order."""
+    if isinstance(nest, Mapping):
+        return [(key, nest[key]) for key in _keys(nest)]
+    if isinstance(nest, (list, tuple)):
+        return list(enumerate(nest))
+    return [(a.name, getattr(nest, a.name)) for a in type(nest).__attrs_attrs__]
+
+
+def _rebuild(like: Any, children: list[Any]) -> Any:
+    """Return a structure of ``like``'s type with ``children`` given in visiting order."""
+    if isinstance(like, Mapping):
+        by_key = dict(zip(_keys(like), children, strict=True))
+        ordered = {key: by_key[key] for key in like}
+        return ordered if type(like) is dict else type(like)(ordered)  # type: ignore[call-arg]
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*children)
+    if isinstance(like, (list, tuple)):
+        return type(like)(children)
+    names = [a.name for a in type(like).__attrs_attrs__]
+    return type(like)(**dict(zip(names, children, strict=True)))
+
+
+def flatten(nest: Any) -> list[Any]:
+    """Return the leaves of ``nest`` in visiting order; a leaf gives a list of itself.
+
+    >>> flatten({"b": [1, 2], "a": (3,)})
+    [3, 1, 2]
+    """
+    if not is_nest(nest):
+        return [nest]
+    return [leaf for _, child in _children(nest) for leaf in flatten(child)]
+
+
+def flatten_with_path(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(path, leaf)`` in visiting order; paths look like ``"['a'][0]"``, that of a lone leaf is empty."""
+    if not is_nest(nest):
+        yield path, nest
+        return
+    for key, child in _children(nest):
+        yield from flatten_with_path(child, f"{path}[{key!r}]")
+
+
+def pack_like(structure: Any, leaves: Iterable[Any]) -> Any:
+    """Return ``structure`` with its leaves replaced, in visiting order, by ``leaves``.
+
+    Raises:
+        ValueError: There are more or fewer leaves than the structure has.
+
+    >>> pack_like({"b": [0, 0], "a": (0,)}, "xyz")
+    {'b': ['y', 'z'], 'a': ('x',)}
+    """
+    leaves = list(leaves)
+    count = len(flatten(structure))
+    if len(leaves) != count:
+        raise ValueError(f"{len(leaves)} leaves for a structure of {count}")
+    supply = iter(leaves)
+
+    def build(like: Any) -> Any:
+        if not is_nest(like):
+            return next(supply)
+        return _rebuild(like, [build(child) for _, child in _children(like)])
+
+    return build(structure)
+
+
+def assert_same_structure(first: Any, second: Any, path: str = "") -> None:
+    """Raise ValueError unless both have the same types, lengths and keys, leaf against leaf."""
+    where = f" at {path}" if path else ""
+    if is_nest(first) != is_nest(second) or (is_nest(first) and type(first) is not type(second)):
+        raise ValueError(
+            f"structures differ{where}: {type(first).__name__} against {type(second).__name__}; "
+            "expected the same nest everywhere"
+        )
+    if not is_nest(first):
+        return
+    ones, others = _children(first), _children(second)
+    if [key for key, _ in ones] != [key for key, _ in others]:
+        raise ValueError(
+            f"structures differ{where}: {[key for key, _ in ones]} against {[key for key, _ in others]}; "
+            "expected the same keys or lengths everywhere"
+        )
+    for (key, one), (_, other) in zip(ones, others, strict=True):
+        assert_same_structure(one, other, f"{path}[{key!r}]")
+
+
+def map_structure(fn: Callable[..., Any], *nests: Any) -> Any:
+    """Apply ``fn`` to corresponding leaves of ``nests`` and return a structure like the first.
+
+    Raises:
+        ValueError: The structures differ.
+
+    >>> map_structure(lambda x, y: x + y, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
+    {'a': 11, 'b': (22,)}
+    """
+    first = nests[0]
+    for other in nests[1:]:
+        assert_same_structure(first, other)
+
+    def build(*parts: Any) -> Any:
+        if not is_nest(parts[0]):
+            return fn(*parts)
+        columns = zip(*(_children(part) for part in parts), strict=True)
+        return _rebuild(parts[0], [build(*(child for _, child in column)) for column in columns])
+
+    return build(*nests)
+
+
+def describe(nest: Any) -> str:
+    """Return the shape of the structure as text, leaves as ``*``: what two ranks compare.
+
+    >>> describe({"a": [1, 2], "b": 3})
+    "{'a': [*, *], 'b': *}"
+    """
+    if not is_nest(nest):
+        return "*"
+    if isinstance(nest, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in _children(nest)) + "}"
+    inner = ", ".join(describe(child) for _, child in _children(nest))
+    if isinstance(nest, list):
+        return f"[{inner}]"
+    return f"({inner})" if type(nest) is tuple else f"{type(nest).__name__}({inner})"

@@ -1,0 +1,94 @@
+"""What lower rooms may ask of a strategy, a replica context and an extended object, without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class ReplicaContextLike(Protocol):
+    """What values and inputs need of a ReplicaContext."""
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Global id of this replica."""
+
+    @property
+    def local_replica_id(self) -> int:
+        """Index of this replica among those of its rank."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose values are combined."""
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy that the replica runs under."""
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
+
+    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
+        """Reduce over all replicas."""
+
+
+class ExtendedLike(Protocol):
+    """What values, inputs and training need of a StrategyExtended."""
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """Global ids of the replicas of this rank."""
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of the replicas of this rank."""
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Devices that variables are put on."""
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints."""
+
+    def _create_variable(self, **kwargs: Any) -> Any:
+        """Create a variable as the strategy keeps it."""
+
+    def _broadcast_from_first(self, value: Any) -> Any:
+        """Return, on every rank, the nest of arrays that the first rank passed (collective)."""
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Reduce over all replicas and place the result."""
+
+    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
+        """Reduce many values in one go."""
+
+    def update(self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        """Run ``fn`` on each local component of ``var``."""
+
+
+class StrategyLike(Protocol):
+    """What lower rooms need of a Strategy."""
+
+    @property
+    def extended(self) -> ExtendedLike:
+        """The interface for library writers."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose values are combined."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Make the strategy current."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Reduce a value over replicas."""
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Call ``fn`` once per local replica."""
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components of this rank."""

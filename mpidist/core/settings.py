@@ -1,0 +1,113 @@
+"""Every ``MPIDIST_*`` environment variable: its name, default, meaning, and the only code that reads it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: how to read it and what it means."""
+
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    expected: str
+    meaning: str
+
+    def read(self) -> Any:
+        """Return the value in force.
+
+        Raises:
+            ValueError: The variable is set to something that does not parse.
+        """
+        text = os.environ.get(self.name)
+        if text is None or text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(f"{self.name}={text!r}: expected {self.expected}") from None
+
+
+def _positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise ValueError
+    return number
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
+def _jobs(text: str) -> dict[str, int]:
+    jobs: dict[str, int] = {}
+    for part in text.split(","):
+        job, _, count = part.strip().partition(":")
+        if not job.isidentifier() or job in jobs:
+            raise ValueError
+        jobs[job] = _positive_int(count)
+    return jobs
+
+
+ABORT_ON_EXCEPTION = Setting(
+    "MPIDIST_ABORT_ON_EXCEPTION",
+    True,
+    _flag,
+    "0 or 1",
+    "1: an uncaught exception on one rank prints its traceback with the rank and ends the whole job",
+)
+JOBS = Setting(
+    "MPIDIST_JOBS",
+    None,
+    _jobs,
+    "jobs with their numbers of tasks, such as ps:1,worker:3",
+    "which ranks are which tasks, in rank order, for MPIClusterResolver; all are workers by default",
+)
+RANKS_PER_NODE = Setting(
+    "MPIDIST_RANKS_PER_NODE",
+    None,
+    _positive_int,
+    "a whole number of at least 1",
+    "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
+)
+TIMEOUT = Setting(
+    "MPIDIST_TIMEOUT",
+    1800.0,
+    _positive_float,
+    "seconds, more than 0",
+    "how long a rank waits in one collective before CollectiveTimeoutError",
+)
+WARN_AFTER = Setting(
+    "MPIDIST_WARN_AFTER",
+    60.0,
+    _positive_float,
+    "seconds, more than 0",
+    "how long a rank waits in one collective before it says so on stderr",
+)
+
+SETTINGS = {s.name: s for s in (ABORT_ON_EXCEPTION, JOBS, RANKS_PER_NODE, TIMEOUT, WARN_AFTER)}
+
+
+def warn_about_unknown() -> None:
+    """Warn of ``MPIDIST_*`` variables that mean nothing, which are most often misspelt."""
+    unknown = sorted(name for name in os.environ if name.startswith("MPIDIST_") and name not in SETTINGS)
+    if unknown:
+        warnings.warn(
+            f"unknown environment variable {', '.join(unknown)}; mpidist knows {', '.join(sorted(SETTINGS))}",
+            stacklevel=2,
+        )

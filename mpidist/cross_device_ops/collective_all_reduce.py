@@ -1,0 +1,42 @@
+"""CollectiveAllReduce: the reduction of every strategy with several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpidist.collectives import Communicator
+from mpidist.core.devices import canonical_device
+from mpidist.core.options import CommunicationOptions
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+
+
+class CollectiveAllReduce(CrossDeviceOps):
+    """All-reduce among the devices of all workers, by whatever algorithm the engine's table picks.
+
+    Args:
+        devices: Devices of this worker.
+        group_size: Replicas in sync, over all workers.
+        options: Defaults for every reduction.
+        comm: The workers; without one every worker is taken to have as many devices as this one.
+
+    Raises:
+        ValueError: ``group_size`` cannot be made up of workers like this one.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        group_size: int,
+        options: CommunicationOptions | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        if comm is None and (not devices or group_size % len(devices)):
+            raise ValueError(f"group_size is {group_size}; expected a multiple of the {len(devices)} local devices")
+        super().__init__(comm)
+        self.devices = tuple(canonical_device(device) for device in devices)
+        self._num_replicas = group_size
+        self._options = options or CommunicationOptions()
+
+    def with_algorithm(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return ``options`` laid over those of the object."""
+        return self._options if options is None else self._options.merge(options)

@@ -1,0 +1,314 @@
+"""CrossDeviceOps: the base of all reduction classes, what they check and in which order things happen.
+
+A reduction has two levels. The values of this rank's replicas are combined by ``reduce_implementation``, which
+a subclass may replace as in TensorFlow; the results of the ranks are then combined by the collectives engine,
+with the algorithm that the subclass names, and the total is copied to the destinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+from mpidist.cross_device_ops.destinations import destination_devices
+from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, formed
+from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+from mpidist.values.indexed_slices import concatenate
+
+_FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
+
+
+class CrossDeviceOps:
+    """Reduces and copies values across devices and ranks (tf.distribute.CrossDeviceOps).
+
+    Args:
+        comm: The ranks to combine; a strategy that is given the object puts in its own. Without one, only the
+            replicas of this rank are combined.
+    """
+
+    algorithm: str | None = None
+    """Algorithm of the engine between ranks; None leaves the choice to the engine."""
+
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self._comm = comm
+        self._num_replicas: int | None = None
+        self._is_bound = False
+
+    def bind(self, comm: Communicator | None, num_replicas: int) -> None:
+        """Attach to the ranks of a strategy, unless the object came with ranks of its own.
+
+        Raises:
+            ValueError: It is attached to another strategy already.
+        """
+        if self._is_bound and self._comm is not comm:
+            raise ValueError(f"this {type(self).__name__} belongs to another strategy; make one for each strategy")
+        if self._comm is None:
+            self._comm = comm
+            self._num_replicas = num_replicas
+            self._is_bound = comm is not None
+
+    # What users call ----------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine the values of all replicas and put the result on ``destinations`` (collective over the ranks).
+
+        Args:
+            reduce_op: The operation, or its name.
+            per_replica_value: A PerReplica of arrays, numbers or IndexedSlices, or one such as the value of a
+                single replica.
+            destinations: Variable, distributed value, array or device string.
+            options: Packing, deadline and algorithm.
+
+        Returns:
+            Mirrored with a copy per destination, or the bare value for a single destination.
+
+        Raises:
+            ValueError: Unknown operation or destination, or replicas that differ in shape or dtype.
+
+        >>> CrossDeviceOps().reduce("SUM", PerReplica((1.0, 2.0)), "cpu:0")
+        np.float64(3.0)
+        """
+        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce many values in as few messages as ``options.bytes_per_pack`` allows (collective over the ranks).
+
+        Returns the results in the order of the pairs; errors as in :meth:`reduce`.
+        """
+        op = ReduceOp.of(reduce_op)
+        pairs = _check_pairs(value_destination_pairs)
+        divisor = self._total_replicas(len(pairs[0][0].values)) if pairs and op is ReduceOp.MEAN else 1
+        return self.reduce_pairs(op, pairs, divisor, options)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copy ``tensor`` to ``destinations`` of this rank."""
+        destination_devices(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    # Extension points ---------------------------------------------------------------------------------------
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions | None,
+    ) -> Any:
+        """Combine the values of this rank's replicas and put the result on ``destinations``."""
+        del options
+        arrays = per_replica_value.values
+        total = accumulate(arrays, reduce_op)
+        if reduce_op is ReduceOp.MEAN:
+            total = np.asarray(total / len(arrays))
+        return self.broadcast_implementation(total, destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """Combine many values of this rank's replicas."""
+        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Return a copy of ``tensor`` for each destination of this rank."""
+        return _place(tensor, destination_devices(destinations))
+
+    def _between_ranks(
+        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None
+    ) -> list[Array]:
+        """Combine this rank's results with those of the other ranks."""
+        assert self._comm is not None
+        return self._comm.reduce_arrays(op, arrays, divisor, options=self.with_algorithm(options))
+
+    # For the strategies -------------------------------------------------------------------------------------
+
+    @property
+    def leaves_all_to_engine(self) -> bool:
+        """Whether nothing but the engine's all-reduce happens between ranks."""
+        return True
+
+    @property
+    def crosses_ranks(self) -> bool:
+        """Whether other ranks take part."""
+        return self._comm is not None and self._comm.size > 1
+
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart."""
+        results: list[Any] = [None] * len(pairs)
+        sparse = [i for i, (v, _) in enumerate(pairs) if isinstance(v.values[0], IndexedSlices)]
+        dense = [i for i in range(len(pairs)) if i not in set(sparse)]
+        if dense:
+            for i, result in zip(dense, self._dense(op, [pairs[i] for i in dense], divisor, options), strict=True):
+                results[i] = result
+        for i in sparse:
+            value, destinations = pairs[i]
+            total = self._sparse(op, value, divisor, options)
+            results[i] = _place(total, destination_devices(destinations))
+        return results
+
+    def reduce_pairs_async(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+    ) -> Work | FinishedWork:
+        """Start :meth:`reduce_pairs`. What the engine does not do alone is done at once."""
+        if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
+            return FinishedWork(self.reduce_pairs(op, pairs, divisor, options))
+        reduced, dtypes = self._of_this_rank(op, pairs, options)
+        assert self._comm is not None
+        work = self._comm.reduce_arrays_async(op, reduced, divisor, options=self.with_algorithm(options))
+        return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
+
+    def _dense(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        totals, dtypes = self._of_this_rank(op, pairs, options)
+        if self.crosses_ranks:
+            totals = self._between_ranks(op, totals, divisor, options)
+        elif op is ReduceOp.MEAN:
+            totals = [np.asarray(total / divisor) for total in totals]
+        return self._delivered(pairs, totals, dtypes)
+
+    def _of_this_rank(
+        self, op: ReduceOp, pairs: Sequence[tuple[DistributedValues, Any]], options: CommunicationOptions | None
+    ) -> tuple[list[Array], list[DType]]:
+        """Return this rank's contributions, in the dtype in which ``op`` is formed, and the dtypes of the results."""
+        local: list[PerReplica] = []
+        dtypes = []
+        with self._shared_errors("the values of its replicas"):
+            for value, _ in pairs:
+                arrays = [to_array(component) for component in value.values]
+                check_alike(arrays)
+                dtypes.append(reduction_dtypes(arrays[0].dtype, op)[1])
+                local.append(PerReplica([formed(array, op) for array in arrays], value.replica_ids))
+            # The mean is taken once, at the end, over all replicas.
+            return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
+
+    def _delivered(
+        self, pairs: Sequence[tuple[DistributedValues, Any]], totals: Sequence[Array], dtypes: Sequence[DType]
+    ) -> list[Any]:
+        """Return the totals in their final dtype and kind, on their destinations."""
+        results = []
+        for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
+            # The caller gets an array of its own, never one of the inputs.
+            own = total.astype(dtype, copy=any(total is component for component in value.values))
+            restore = restorer(value.values[0])
+            results.append(_place(own if restore is None else restore(own), destination_devices(destinations)))
+        return results
+
+    def _on_this_rank(
+        self, op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions | None
+    ) -> list[Array]:
+        if len(values[0].values) == 1:
+            return [value.values[0] for value in values]
+        reduced = self.batch_reduce_implementation(op, [(value, "cpu:0") for value in values], options)
+        return [np.asarray(r.values[0] if isinstance(r, DistributedValues) else r) for r in reduced]
+
+    def _sparse(
+        self, op: ReduceOp, value: DistributedValues, divisor: int, options: CommunicationOptions | None
+    ) -> IndexedSlices:
+        with self._shared_errors("the IndexedSlices of its replicas"):
+            if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+                raise NotImplementedError(f"{op.name} of IndexedSlices is not offered; expected SUM or MEAN")
+            slices = concatenate(value.values)
+        if self.crosses_ranks:
+            assert self._comm is not None
+            note = f"IndexedSlices of {slices.dense_shape}"
+            values, indices = self._comm.gather_arrays(
+                [slices.values, slices.indices.astype(np.int64)], 0, options=options, note=note
+            )
+            slices = IndexedSlices(values, indices, slices.dense_shape)
+        if op is ReduceOp.MEAN:
+            result = reduction_dtypes(slices.dtype, op)[1]
+            slices = IndexedSlices((slices.values / divisor).astype(result), slices.indices, slices.dense_shape)
+        return slices
+
+    def _total_replicas(self, local: int) -> int:
+        if not self.crosses_ranks:
+            return local
+        if self._num_replicas is None:
+            assert self._comm is not None
+            self._num_replicas = int(self._comm.all_reduce(ReduceOp.SUM, local))
+        return self._num_replicas
+
+    def with_algorithm(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return ``options`` with this class's algorithm, unless the caller forces one."""
+        if self.algorithm is None or (options is not None and options.algorithm is not None):
+            return options
+        key = (self.algorithm, options)
+        if key not in _FORCED_OPTIONS:
+            _FORCED_OPTIONS[key] = CommunicationOptions(algorithm=self.algorithm).merge(options)
+        return _FORCED_OPTIONS[key]
+
+    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        if not self.crosses_ranks:
+            return nullcontext()
+        assert self._comm is not None
+        return self._comm.shared_errors(doing)
+
+
+def _has_sparse(pairs: Sequence[tuple[DistributedValues, Any]]) -> bool:
+    return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+
+
+def _check_pairs(pairs: Any) -> list[tuple[DistributedValues, Any]]:
+    if not isinstance(pairs, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in pairs):
+        raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
+    checked = []
+    for value, destinations in pairs:
+        destination_devices(destinations)
+        checked.append((value if isinstance(value, DistributedValues) else PerReplica((value,)), destinations))
+    counts = {len(value.values) for value, _ in checked}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the values of one batch come from {sorted(counts)} replicas; expected all on the same devices"
+        )
+    return checked
+
+
+def _place(value: Any, devices: tuple[str, ...]) -> Any:
+    """Return ``value`` itself for one device, a Mirrored with a copy for each of several."""
+    if len(devices) == 1:
+        return value
+    return Mirrored((value, *(_copy(value) for _ in devices[1:])))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(value.values.copy(), value.indices.copy(), value.dense_shape)
+    restore = restorer(value)
+    copied = to_array(value).copy()
+    return copied if restore is None else restore(copied)

@@ -1,0 +1,52 @@
+"""Reducing the values of one rank's replicas, in replica order, in the dtype in which the sum is formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.core.enums import ReduceOp
+
+AccumulationFn = Callable[[Sequence[Array]], Array]
+
+_BINARY = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
+
+
+def check_alike(arrays: Sequence[Array]) -> None:
+    """Raise ValueError unless all arrays have one shape and one dtype."""
+    kinds = [(array.shape, array.dtype) for array in arrays]
+    if any(kind != kinds[0] for kind in kinds):
+        shown = ", ".join(f"{dtype}{shape}" for shape, dtype in kinds)
+        raise ValueError(
+            f"the values of the replicas differ in shape or dtype: {shown}; expected the same on every replica "
+            "(strategy.reduce(..., axis=0) combines replicas with different numbers of rows)"
+        )
+
+
+def formed(array: Array, op: ReduceOp) -> Array:
+    """Return ``array`` in the dtype in which ``op`` is formed."""
+    return array.astype(reduction_dtypes(array.dtype, op)[0], copy=False)
+
+
+def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
+    """Combine arrays of one shape and dtype, first to last; the sum where ``op`` is MEAN.
+
+    >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
+    array([11, 22])
+    """
+    combine = _BINARY[op]
+    if len(arrays) == 1:
+        return arrays[0]
+    total: Array = np.asarray(combine(arrays[0], arrays[1]))
+    for array in arrays[2:]:
+        combine(total, array, out=total)
+    return total

@@ -1,0 +1,27 @@
+"""How data reaches the replicas: Dataset, InputContext, the dealing rules and DistributedDataset."""
+
+from mpidist.input.dataset import Dataset
+from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values
+from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator, Optional
+from mpidist.input.element_spec import ArraySpec, PerReplicaSpec
+from mpidist.input.input_context import InputContext, ValueContext
+from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+from mpidist.input.input_workers import InputWorkers
+
+__all__ = [
+    "ArraySpec",
+    "AutoShardPolicy",
+    "Dataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "InputWorkers",
+    "Optional",
+    "PerReplicaSpec",
+    "ValueContext",
+    "distribute_dataset",
+    "distribute_from_function",
+    "distribute_values",
+]

@@ -1,0 +1,80 @@
+"""Which rows of a global batch go to which replica: rule A, as functions of numbers alone.
+
+Rule A: a batch of B rows is cut into n parts of ceil(B / n) rows; the last parts may be short or empty.
+TensorFlow deals part j to worker j mod W; the block assignment gives part j to the worker that owns replica
+j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ASSIGNMENTS = ("tf", "block")
+
+
+def parts(batch_size: int, num_replicas: int) -> list[tuple[int, int]]:
+    """Return the ``(start, stop)`` rows of each of the ``num_replicas`` parts of a batch.
+
+    >>> parts(4, 3)
+    [(0, 2), (2, 4), (4, 4)]
+    """
+    size = -(-batch_size // num_replicas)
+    return [(min(j * size, batch_size), min((j + 1) * size, batch_size)) for j in range(num_replicas)]
+
+
+def replica_parts(replica_counts: Sequence[int], worker_id: int, assignment: str) -> list[int]:
+    """Return the number of the part that each local replica of a worker gets.
+
+    Args:
+        replica_counts: Local replicas of every worker.
+        worker_id: Which worker.
+        assignment: ``"tf"`` or ``"block"``.
+
+    >>> replica_parts((2, 2), 1, "tf"), replica_parts((2, 2), 1, "block")
+    ([1, 3], [2, 3])
+    """
+    local = range(replica_counts[worker_id])
+    if assignment == "tf":
+        return [replica * len(replica_counts) + worker_id for replica in local]
+    first = sum(replica_counts[:worker_id])
+    return [first + replica for replica in local]
+
+
+def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> str:
+    """Return the assignment in force: TensorFlow's, or block where local replica counts differ.
+
+    Raises:
+        ValueError: ``"tf"`` was asked for and local replica counts differ, or an unknown name.
+
+    >>> choose_assignment(None, (2, 1))
+    'block'
+    """
+    if assignment not in (None, *ASSIGNMENTS):
+        raise ValueError(f"assignment is {assignment!r}; expected 'tf', 'block' or None")
+    equal = len(set(replica_counts)) == 1
+    if assignment == "tf" and not equal:
+        raise ValueError(
+            f"assignment='tf' deals parts to workers in turn, and the workers have {tuple(replica_counts)} "
+            "replicas; unequal counts can only be dealt with with_options(assignment='block')"
+        )
+    return assignment or ("tf" if equal else "block")
+
+
+def local_rows(
+    batch_size: int, replica_counts: Sequence[int], worker_id: int, assignment: str
+) -> list[tuple[int, int]]:
+    """Return the ``(start, stop)`` rows of a global batch for each local replica of a worker.
+
+    Args:
+        batch_size: Rows in this batch, which may be a last, smaller one.
+        replica_counts: Local replicas of every worker.
+        worker_id: Which worker.
+        assignment: ``"tf"`` or ``"block"``.
+
+    Source: TensorFlow's autosharding by DATA after its rebatching (rule A).
+
+    >>> [local_rows(4, (2, 2), worker, "tf") for worker in (0, 1)]
+    [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]
+    """
+    every = parts(batch_size, sum(replica_counts))
+    return [every[part] for part in replica_parts(replica_counts, worker_id, assignment)]

@@ -1,0 +1,173 @@
+"""What strategies call: distributing a dataset, the datasets of a function, and the values of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpidist.core import context
+from mpidist.core.protocols import StrategyLike
+from mpidist.input.agreement import agree
+from mpidist.input.dataset import Dataset
+from mpidist.input.dealing import choose_assignment
+from mpidist.input.distributed_dataset import DistributedDataset
+from mpidist.input.input_context import InputContext, ValueContext
+from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+from mpidist.input.input_workers import InputWorkers
+from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
+from mpidist.input.pipeline import Node
+from mpidist.values import regroup
+
+_HOW_TO_MAKE_ONE = (
+    "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
+    "Dataset.from_source(object) for a PyTorch or other dataset"
+)
+
+
+def distribute_dataset(
+    dataset: Dataset, workers: InputWorkers, strategy: StrategyLike, options: InputOptions | None = None
+) -> DistributedDataset:
+    """Divide a dataset that is the same on all ranks over their replicas (experimental_distribute_dataset).
+
+    Collective: call it on every rank, in the same order. Each global batch is cut by rule A into one part for
+    each replica; shuffles without a seed get one that all ranks share.
+
+    Args:
+        dataset: Batched with the global batch size.
+        workers: Who shares it.
+        strategy: For whom.
+        options: An InputOptions or None.
+
+    Raises:
+        TypeError: ``dataset`` is no Dataset, or ``options`` no InputOptions.
+        ValueError: The dataset is not batched, or ``assignment="tf"`` with unequal numbers of local replicas.
+        NotImplementedError: PER_REPLICA, or an AutoShardPolicy other than AUTO and DATA.
+        MismatchError: The ranks gave different datasets; on all ranks.
+
+    >>> dataset, workers = Dataset.range(3).batch(3), InputWorkers(1, 0, (2,), None, True)
+    >>> list(distribute_dataset(dataset, workers, context.get_strategy()))
+    [PerReplica:{0: array([0, 1]), 1: array([2])}]
+    """
+    _require_dataset(dataset)
+    if _replication_mode(options) is InputReplicationMode.PER_REPLICA:
+        raise NotImplementedError(
+            "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
+            "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
+        )
+    policy = dataset._options.auto_shard_policy
+    if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        raise NotImplementedError(
+            f"auto_shard_policy is {policy.name}, which this version cannot deal; use AutoShardPolicy.DATA, "
+            "or build each rank's own dataset in distribute_datasets_from_function(dataset_fn)"
+        )
+    assignment = choose_assignment(dataset._options.assignment, workers.replica_counts)
+    batches = DealtBatches(workers, dataset._node, assignment)
+    with workers.shared_errors("looking at the elements of the dataset"):
+        batches.check_batched()
+    return DistributedDataset(batches, agree(batches, same_everywhere=True), strategy)
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Dataset],
+    workers: InputWorkers,
+    strategy: StrategyLike,
+    options: InputOptions | None = None,
+    per_replica_allowed: bool = False,
+) -> DistributedDataset:
+    """Give each rank's replicas the batches of the dataset that the rank builds for itself.
+
+    Collective: call it on every rank, in the same order. Nothing is cut or divided: the next batches go to
+        the
+    local replicas in turn (distribute_datasets_from_function). Ranks may have different amounts of data.
+
+    Args:
+        dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
+            batched with the batch size of one replica.
+        workers: Who shares the input.
+        strategy: For whom.
+        options: An InputOptions or None.
+        per_replica_allowed: Whether the strategy takes PER_REPLICA.
+
+    Raises:
+        TypeError: ``dataset_fn`` is not callable or returns no Dataset, or ``options`` is no InputOptions.
+        NotImplementedError: PER_REPLICA where the strategy does not take it.
+
+    >>> workers = InputWorkers(1, 0, (2,), None, True)
+    >>> list(distribute_from_function(lambda _: Dataset.range(3).batch(1), workers, context.get_strategy()))
+    [PerReplica:{0: array([0]), 1: array([1])}, PerReplica:{0: array([2]), 1: array([], dtype=int64)}]
+    """
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"dataset_fn is {dataset_fn!r} of type {type(dataset_fn).__name__}; expected a function that "
+            "takes an InputContext and returns a Dataset; a Dataset itself goes to "
+            "experimental_distribute_dataset()"
+        )
+    per_replica = _replication_mode(options) is InputReplicationMode.PER_REPLICA
+    if per_replica and not per_replica_allowed:
+        raise NotImplementedError(
+            f"InputReplicationMode.PER_REPLICA is not offered by {type(strategy).__name__}, only by "
+            "MirroredStrategy; use InputReplicationMode.PER_WORKER"
+        )
+    replicas = workers.num_replicas_in_sync
+    batches: LocalBatches
+    with workers.shared_errors("dataset_fn"):
+        if per_replica:
+            nodes = [_call(dataset_fn, InputContext(replicas, i, replicas)) for i in workers.local_replica_ids]
+            batches = ReplicaPipelines(workers, nodes)
+        else:
+            node = _call(dataset_fn, InputContext(workers.num_workers, workers.worker_id, replicas))
+            batches = ConsecutiveBatches(workers, node)
+    return DistributedDataset(batches, agree(batches, same_everywhere=False), strategy)
+
+
+def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWorkers) -> Any:
+    """Return the values of a function, called once for each local replica, as PerReplica values.
+
+    Nothing is communicated (experimental_distribute_values_from_function).
+
+    Args:
+        value_fn: Called outside of any strategy's scope with a ValueContext; returns anything.
+        workers: Who the replicas are.
+
+    Raises:
+        TypeError: ``value_fn`` is not callable.
+        ValueError: It returns different structures for different replicas.
+
+    >>> distribute_values(lambda ctx: ctx.replica_id_in_sync_group, InputWorkers(1, 0, (2,), None, True))
+    PerReplica:{0: 0, 1: 1}
+    """
+    if not callable(value_fn):
+        raise TypeError(f"value_fn is {value_fn!r}; expected a function that takes a ValueContext")
+    ids = workers.local_replica_ids
+    with context.outside():
+        values = [value_fn(ValueContext(i, workers.num_replicas_in_sync)) for i in ids]
+    return regroup(values, ids, always_wrap=True)
+
+
+def _require_dataset(dataset: object) -> None:
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError("experimental_distribute_dataset() got a dataset that is distributed already; iterate over it")
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"experimental_distribute_dataset() got {dataset!r} of type {type(dataset).__name__}; {_HOW_TO_MAKE_ONE}"
+        )
+
+
+def _replication_mode(options: InputOptions | None) -> InputReplicationMode:
+    if options is None:
+        return InputReplicationMode.PER_WORKER
+    if not isinstance(options, InputOptions):
+        raise TypeError(
+            f"options is {options!r} of type {type(options).__name__}; expected None or mpidist.InputOptions(...)"
+        )
+    return options.experimental_replication_mode
+
+
+def _call(dataset_fn: Callable[[InputContext], Dataset], input_context: InputContext) -> Node:
+    with context.outside():
+        dataset = dataset_fn(input_context)
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"dataset_fn returned {dataset!r} of type {type(dataset).__name__} for {input_context}; {_HOW_TO_MAKE_ONE}"
+        )
+    return dataset._node

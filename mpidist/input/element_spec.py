@@ -1,0 +1,124 @@
+"""What the elements of a dataset look like: ArraySpec, PerReplicaSpec, and empty batches made from them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.core import nest
+from mpidist.input.elements import as_element, map_leaves, unbatched
+
+
+class ArraySpec(NamedTuple):
+    """Shape and dtype of one array of an element (tf.TensorSpec).
+
+    Args:
+        shape: Sizes of the axes; None where the size may differ from element to element.
+        dtype: The NumPy dtype.
+
+    >>> ArraySpec((None, 3), np.dtype("float32"))
+    ArraySpec(shape=(None, 3), dtype=dtype('float32'))
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+class PerReplicaSpec(NamedTuple):
+    """The specs of one leaf, one for each local replica of this rank in order.
+
+    >>> PerReplicaSpec((ArraySpec((2,), np.dtype("int64")),)).specs[0].shape
+    (2,)
+    """
+
+    specs: tuple[ArraySpec, ...]
+
+
+def spec_of(element: Any) -> Any:
+    """Return the nest of ArraySpec that describes ``element``, all sizes as they are in it.
+
+    >>> spec_of({"x": np.zeros((2, 3)), "y": 1})["x"].shape
+    (2, 3)
+    """
+    return nest.map_structure(_leaf_spec, as_element(element))
+
+
+def _leaf_spec(leaf: Any) -> ArraySpec:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or not isinstance(dtype, np.dtype):
+        array = np.asarray(leaf)
+        shape, dtype = array.shape, array.dtype
+    return ArraySpec(tuple(shape), dtype)
+
+
+def map_spec(fn: Any, spec: Any) -> Any:
+    """Apply ``fn`` to every ArraySpec of the nest ``spec``."""
+    return map_leaves(fn, spec, leaf=ArraySpec)
+
+
+def flatten_spec(spec: Any) -> list[ArraySpec]:
+    """Return the ArraySpecs of the nest ``spec``."""
+    leaves: list[ArraySpec] = []
+    map_spec(leaves.append, spec)
+    return leaves
+
+
+def batched(spec: Any, size: int | None) -> Any:
+    """Return ``spec`` with one more axis of ``size`` (None: unknown) in front of each shape."""
+    return map_spec(lambda leaf: ArraySpec((size, *leaf.shape), leaf.dtype), spec)
+
+
+def with_rows(spec: Any, rows: int | None) -> Any:
+    """Return ``spec`` with the first axis of each shape replaced by ``rows``; scalars stay."""
+    return map_spec(lambda leaf: ArraySpec((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, spec)
+
+
+class _Expected:
+    """Hides an ArraySpec, a tuple, from what walks through nests."""
+
+    def __init__(self, spec: ArraySpec) -> None:
+        self.spec = spec
+
+
+def conform(element: Any, signature: Any) -> Any:
+    """Return ``element`` as arrays of the dtypes that ``signature`` promises.
+
+    Raises:
+        ValueError: Another structure or shape.
+
+    >>> conform([1, 2], ArraySpec((None,), np.dtype("float32")))
+    array([1., 2.], dtype=float32)
+    """
+
+    def check(leaf: Any, expected: _Expected) -> np.ndarray[Any, Any]:
+        array = np.asarray(leaf, expected.spec.dtype)
+        wanted = expected.spec.shape
+        if len(wanted) != array.ndim or any(
+            want not in (None, have) for want, have in zip(wanted, array.shape, strict=True)
+        ):
+            raise ValueError(
+                f"an element has the shape {array.shape}, and output_signature says {wanted}; write None for "
+                "sizes that differ from element to element"
+            )
+        return array
+
+    return nest.map_structure(check, as_element(element), map_spec(_Expected, signature))
+
+
+def empty_batch(spec: Any) -> Any:
+    """Return a batch without rows: first axis 0, other axes as in ``spec``, 0 where ``spec`` does not know.
+
+    Raises:
+        ValueError: A leaf has no axes and so no rows.
+
+    >>> empty_batch(ArraySpec((None, 3), np.dtype("float32"))).shape
+    (0, 3)
+    """
+
+    def build(leaf: ArraySpec) -> np.ndarray[Any, Any]:
+        if not leaf.shape:
+            raise unbatched(f"single values of {leaf.dtype}, and some replica has none left")
+        return np.zeros((0, *(size or 0 for size in leaf.shape[1:])), leaf.dtype)
+
+    return map_spec(build, spec)

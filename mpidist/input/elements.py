@@ -1,0 +1,141 @@
+"""One element of a dataset, a nest of arrays or values: converting its lists, stacking and cutting it.
+
+In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array (IN-16, and
+the rule of tf.data), so a nest that leaves here has no lists in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.core import nest
+
+
+def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) -> Any:
+    """Apply ``fn`` to the leaves of ``value``, lists among them, and return the same structure.
+
+    Args:
+        fn: Called with one leaf.
+        value: The nest; any mapping becomes a dict.
+        leaf: Types that are leaves although they look like structure (a named tuple that describes an array).
+
+    >>> map_leaves(len, {"a": [1, 2], "b": ("xyz",)})
+    {'a': 2, 'b': (3,)}
+    """
+    if isinstance(value, (np.ndarray, leaf)):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return {key: map_leaves(fn, child, leaf) for key, child in value.items()}
+    if isinstance(value, tuple):
+        children = [map_leaves(fn, child, leaf) for child in value]
+        return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
+    if hasattr(type(value), "__attrs_attrs__"):
+        names = [attribute.name for attribute in type(value).__attrs_attrs__]
+        return type(value)(**{name: map_leaves(fn, getattr(value, name), leaf) for name in names})
+    return fn(value)
+
+
+def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
+    """Return the array that a list of numbers, lists or arrays of one shape stands for.
+
+    Raises:
+        ValueError: Their shapes differ.
+    """
+    items = [np.asarray(value) if hasattr(value, "__array__") else value for value in values]
+    mixed = any(isinstance(value, Mapping) for value in values)
+    try:
+        if not mixed:
+            return np.asarray(items)
+    except ValueError:
+        mixed = True
+    shapes = ", ".join(str(getattr(value, "shape", type(value).__name__)) for value in values[:4])
+    raise ValueError(
+        f"a list of {len(values)} values of unlike shapes ({shapes}) cannot become one array; a list stands "
+        "for one array, so use a tuple or a dict for a structure of several, for example dataset.map(tuple)"
+    )
+
+
+def as_element(value: Any) -> Any:
+    """Return ``value`` with its lists made arrays; other leaves stay as they are."""
+    return map_leaves(lambda leaf: list_to_array(leaf) if isinstance(leaf, list) else leaf, value)
+
+
+def call(fn: Callable[..., Any], element: Any) -> Any:
+    """Return ``fn`` of ``element``; a plain tuple is handed over as several arguments, as tf.data does."""
+    return fn(*element) if type(element) is tuple else fn(element)
+
+
+def stack(elements: Sequence[Any]) -> Any:
+    """Return one element whose leaves are those of ``elements``, stacked along a new first axis.
+
+    Args:
+        elements: At least one; leaves are arrays, numbers, or anything that ``np.asarray`` takes.
+
+    Raises:
+        ValueError: Structures or shapes differ.
+
+    >>> stack([(1, [1.0, 2.0]), (2, [3.0, 4.0])])
+    (array([1, 2]), array([[1., 2.],
+           [3., 4.]]))
+    """
+    converted = [as_element(element) for element in elements]
+    first = converted[0]
+    if not nest.is_nest(first):
+        return _stack_leaves("", converted)
+    for other in converted[1:]:
+        nest.assert_same_structure(first, other)
+    paths = [path for path, _ in nest.flatten_with_path(first)]
+    columns = zip(*(nest.flatten(element) for element in converted), strict=True)
+    return nest.pack_like(first, [_stack_leaves(*pair) for pair in zip(paths, columns, strict=True)])
+
+
+def _stack_leaves(path: str, leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    shapes = list(dict.fromkeys(array.shape for array in arrays))
+    if len(shapes) > 1:
+        where = f" at {path}" if path else ""
+        raise ValueError(
+            f"elements of one batch have the shapes {shapes[0]} and {shapes[1]}{where}; expected one shape; "
+            "bring them to one length before batch(), for example with dataset.map(lambda x: np.pad(...))"
+        )
+    return np.stack(arrays)
+
+
+def row_count(batch: Any) -> int:
+    """Return the size of the first axis, which all leaves of ``batch`` must share.
+
+    Raises:
+        ValueError: A leaf has no axes, or the sizes differ.
+
+    >>> row_count((np.zeros((4, 2)), np.zeros(4)))
+    4
+    """
+    sizes: dict[int, str] = {}
+    for path, leaf in nest.flatten_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape:
+            raise unbatched(f"an element{path} without axes ({leaf!r})")
+        sizes.setdefault(shape[0], path)
+    if len(sizes) != 1:
+        found = ", ".join(f"{size} rows at {path or 'the element'}" for size, path in sizes.items())
+        raise ValueError(
+            f"the arrays of one batch have different numbers of rows: {found or 'it has no arrays'}; "
+            "expected the batch as the first axis of each, so that it can be split over the replicas"
+        )
+    return next(iter(sizes))
+
+
+def unbatched(given: str) -> ValueError:
+    """Return the error for a dataset whose elements cannot be split over replicas."""
+    return ValueError(
+        f"the dataset gives {given}, which cannot be split over replicas; expected batches: call "
+        "dataset.batch(global_batch_size) before distributing it"
+    )
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Return the rows ``start`` to ``stop`` of every leaf, as views."""
+    return nest.map_structure(lambda leaf: leaf[start:stop], batch)

@@ -1,0 +1,89 @@
+"""Options of input: InputReplicationMode, InputOptions, AutoShardPolicy and the options of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class InputReplicationMode(Enum):
+    """How often ``dataset_fn`` is called (tf.distribute.InputReplicationMode).
+
+    ``PER_WORKER``: once on each rank, whose replicas take successive batches. ``PER_REPLICA``: once for each
+    replica, each with a pipeline of its own; MirroredStrategy only.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class AutoShardPolicy(IntEnum):
+    """How a dataset that is the same on all ranks is divided (tf.data.experimental.AutoShardPolicy).
+
+    ``DATA``: each batch is cut into one part for each replica. ``AUTO``: ``DATA`` for sources that are not
+    files. ``FILE``, ``HINT`` and ``OFF`` are names only in this version: distributing such a dataset raises
+    NotImplementedError.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How input reaches the devices (tf.distribute.InputOptions).
+
+    Args:
+        experimental_fetch_to_device: Copy batches to the accelerator ahead of use; None means True. Replicas
+            on a CPU read their batches where they are.
+        experimental_replication_mode: An ``InputReplicationMode``.
+        experimental_place_dataset_on_device: The dataset itself gives arrays of the device; only with
+            ``PER_REPLICA`` and ``experimental_fetch_to_device=False``.
+        experimental_per_replica_buffer_size: Batches held ready for each replica's accelerator, at least 1.
+
+    Raises:
+        TypeError: ``experimental_replication_mode`` is no InputReplicationMode.
+        ValueError: Options that exclude each other, or a buffer of less than 1.
+
+    >>> InputOptions().experimental_replication_mode
+    <InputReplicationMode.PER_WORKER: 'PER_WORKER'>
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                f"experimental_replication_mode is {mode!r}; expected InputReplicationMode.PER_WORKER or PER_REPLICA"
+            )
+        if self.experimental_place_dataset_on_device:
+            if mode is not InputReplicationMode.PER_REPLICA:
+                raise ValueError(
+                    "experimental_place_dataset_on_device=True needs a pipeline for each replica; add "
+                    "experimental_replication_mode=InputReplicationMode.PER_REPLICA"
+                )
+            if self.experimental_fetch_to_device is not False:
+                raise ValueError(
+                    "experimental_place_dataset_on_device=True leaves nothing to fetch to the device; add "
+                    "experimental_fetch_to_device=False"
+                )
+        if self.experimental_per_replica_buffer_size < 1:
+            raise ValueError(
+                f"experimental_per_replica_buffer_size is {self.experimental_per_replica_buffer_size}; "
+                "expected 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """What ``Dataset.with_options`` set."""
+
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    assignment: str | None = None

@@ -1,0 +1,70 @@
+"""InputWorkers: who shares the input, as the strategies tell this room."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpidist.collectives.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class InputWorkers:
+    """The workers (ranks) that share the input, and which of them this one is.
+
+    Args:
+        num_workers: Number of workers, W.
+        worker_id: Which of them this process is, 0 ... W - 1.
+        replica_counts: Local replicas of every worker.
+        communicator: Joins the workers in the order of their ids; None where there is only one.
+        wrap: Whether elements come as PerReplica values also for a lone local replica.
+
+    Raises:
+        ValueError: Numbers that do not fit together, or several workers without a communicator.
+
+    >>> InputWorkers(1, 0, (2,), None, True).local_replica_ids
+    (0, 1)
+    """
+
+    num_workers: int
+    worker_id: int
+    replica_counts: tuple[int, ...]
+    communicator: Communicator | None
+    wrap: bool
+
+    def __post_init__(self) -> None:
+        counts = self.replica_counts
+        if len(counts) != self.num_workers or min(counts, default=0) < 1 or not 0 <= self.worker_id < len(counts):
+            raise ValueError(
+                f"num_workers is {self.num_workers}, worker_id {self.worker_id} and replica_counts {counts}; "
+                "expected a count of at least 1 for every worker, and 0 <= worker_id < num_workers"
+            )
+        if (self.num_workers > 1) != (self.communicator is not None):
+            raise ValueError(
+                f"{self.num_workers} workers were given with communicator={self.communicator!r}; expected a "
+                "Communicator for several workers and None for one"
+            )
+        if not self.wrap and sum(counts) > 1:
+            raise ValueError("wrap is False with several replicas; only a lone replica gets bare elements")
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas of all workers."""
+        return sum(self.replica_counts)
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Number of replicas of this worker."""
+        return self.replica_counts[self.worker_id]
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """Global ids of the replicas of this worker."""
+        first = sum(self.replica_counts[: self.worker_id])
+        return tuple(range(first, first + self.num_local_replicas))
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return the context in which an error of this worker's own work reaches all workers."""
+        return nullcontext() if self.communicator is None else self.communicator.shared_errors(doing)

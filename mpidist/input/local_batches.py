@@ -1,0 +1,197 @@
+"""What this worker's replicas get in each step, before workers agree about the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import islice, zip_longest
+from typing import Any
+
+from mpidist.input import dealing
+from mpidist.input.element_spec import map_spec, with_rows
+from mpidist.input.elements import as_element, cut, row_count, unbatched
+from mpidist.input.input_workers import InputWorkers
+from mpidist.input.pipeline import Items, Node
+from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
+from mpidist.input.row_indices import RowIndex
+from mpidist.input.tables import Table
+
+
+class _Missing:
+    """The type of MISSING."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+"""Stands in a step for the batch of a replica whose data has run out."""
+
+
+class LocalBatches(ABC):
+    """The steps of one worker: in each, a list with an element for each local replica, or MISSING.
+
+    Attributes:
+        workers: Who shares the input.
+        nodes: The pipelines that are read.
+        steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
+    """
+
+    def __init__(self, workers: InputWorkers, nodes: Sequence[Node], steps: int) -> None:
+        self.workers = workers
+        self.nodes = tuple(nodes)
+        self.steps = steps
+
+    @abstractmethod
+    def open(self, run: Pass) -> Iterator[list[Any]]:
+        """Yield the steps of a pass."""
+
+    @abstractmethod
+    def local_specs(self) -> list[Any] | None:
+        """Return the element spec for each local replica, None if no element tells it; may read one."""
+
+
+class DealtBatches(LocalBatches):
+    """This worker's parts of global batches that are the same on all workers (rule A).
+
+    Where a batch is known by the numbers of its rows only the rows of the local replicas are read. A lone
+    replica gets the elements as they are.
+    """
+
+    def __init__(self, workers: InputWorkers, node: Node, assignment: str) -> None:
+        super().__init__(workers, (node,), node.cardinality)
+        self.node = node
+        self.assignment = assignment
+        self._rows_of_size: dict[int, list[tuple[int, int]]] = {}
+        self._empty: Any = None
+
+    def open(self, run: Pass) -> Iterator[list[Any]]:
+        """Yield the parts of each global batch of a pass."""
+        node = self.node
+        if self.workers.num_replicas_in_sync == 1:
+            return ([as_element(element)] for element in node.elements(run))
+        if isinstance(node, Items) and node.table is not None:
+            table = node.table
+            return (self._read_parts(table, index) for index in node.items(run))
+        return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
+
+    def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
+        rows = self._rows_of_size.get(batch_size)
+        if rows is None:
+            workers = self.workers
+            rows = dealing.local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
+            self._rows_of_size[batch_size] = rows
+        return rows
+
+    def _cut_parts(self, batch: Any) -> list[Any]:
+        return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
+
+    def _read_parts(self, table: Table, index: RowIndex) -> list[Any]:
+        return [
+            table.read(index[start:stop]) if start < stop else self._empty_part(table, index)
+            for start, stop in self._local_rows(len(index))
+        ]
+
+    def _empty_part(self, table: Table, index: RowIndex) -> Any:
+        if self._empty is None:
+            self._empty = cut(table.read(index[:1]), 0, 0)
+        return self._empty
+
+    def check_batched(self) -> None:
+        """Raise ValueError if the elements are known to be single values, which nothing can split."""
+        if self.workers.num_replicas_in_sync == 1 or self.node.batched or not self.node.cardinality:
+            return
+        spec = self.node.spec()
+        if spec is not None:
+            map_spec(_require_rows, spec)
+
+    def local_specs(self) -> list[Any] | None:
+        """Return the specs; sizes of the batch axis are known where every global batch has the same."""
+        spec = self.node.spec()
+        count = self.workers.num_local_replicas
+        if spec is None or self.workers.num_replicas_in_sync == 1:
+            return None if spec is None else [spec] * count
+        if self.workers.num_workers > 1 or self.node.dynamic:
+            return [with_rows(spec, None)] * count
+
+        def part(leaf: Any, replica: int) -> Any:
+            start, stop = self._local_rows(leaf.shape[0])[replica]
+            return with_rows(leaf, stop - start)
+
+        return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
+
+
+def _require_rows(leaf: Any) -> None:
+    if not leaf.shape:
+        raise unbatched(f"single values of {leaf.dtype}")
+
+
+class ConsecutiveBatches(LocalBatches):
+    """The worker's own dataset; the local replicas take the next batches in turn."""
+
+    def __init__(self, workers: InputWorkers, node: Node) -> None:
+        # A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
+        self.whole_steps_only = workers.num_workers == 1 and not node.dynamic
+        steps, replicas = node.cardinality, workers.num_local_replicas
+        if steps >= 0:
+            steps = steps // replicas if self.whole_steps_only else -(-steps // replicas)
+        super().__init__(workers, (node,), steps)
+        self.node = node
+
+    def open(self, run: Pass) -> Iterator[list[Any]]:
+        """Yield groups of consecutive batches of a pass."""
+        elements = self.node.elements(run)
+        replicas = self.workers.num_local_replicas
+        while group := [as_element(element) for element in islice(elements, replicas)]:
+            if len(group) == replicas:
+                yield group
+            elif not self.whole_steps_only:
+                yield group + [MISSING] * (replicas - len(group))
+
+    def local_specs(self) -> list[Any] | None:
+        """Return the specs of the dataset itself; the batch axis is unknown where empty batches may come."""
+        return _own_specs(self, [self.node] * self.workers.num_local_replicas, self.whole_steps_only)
+
+
+class ReplicaPipelines(LocalBatches):
+    """A dataset of its own for each local replica (PER_REPLICA)."""
+
+    def __init__(self, workers: InputWorkers, nodes: Sequence[Node]) -> None:
+        self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
+        counts = [node.cardinality for node in nodes]
+        super().__init__(workers, nodes, min(counts) if self.whole_steps_only else longest(counts))
+        if self.whole_steps_only:
+            finite = [count for count in counts if count != INFINITE]
+            self.steps = min(finite, default=INFINITE)
+
+    def open(self, run: Pass) -> Iterator[list[Any]]:
+        """Yield the next batch of each pipeline of a pass."""
+        streams = [map(as_element, node.elements(run)) for node in self.nodes]
+        if self.whole_steps_only:
+            return (list(step) for step in zip(*streams, strict=False))
+        return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))
+
+    def local_specs(self) -> list[Any] | None:
+        """Return the specs of each pipeline."""
+        return _own_specs(self, self.nodes, self.whole_steps_only)
+
+
+def _own_specs(batches: LocalBatches, nodes: Sequence[Node], whole_steps_only: bool) -> list[Any] | None:
+    specs = [node.spec() for node in nodes]
+    if any(spec is None for spec in specs):
+        return None
+    if whole_steps_only or batches.steps == INFINITE:
+        return specs
+    return [with_rows(spec, None) for spec in specs]
+
+
+def longest(counts: Sequence[int]) -> int:
+    """Return the largest of several cardinalities: endless wins over unknown, and unknown over any number.
+
+    >>> longest([3, -2, 5]), longest([3, 5])
+    (-2, 5)
+    """
+    for special in (INFINITE, UNKNOWN):
+        if special in counts:
+            return special
+    return max(counts)

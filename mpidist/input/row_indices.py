@@ -1,0 +1,91 @@
+"""Which rows of a source come, and in which order, as blocks of row numbers: no data is touched here.
+
+A block is a ``range`` where the rows are evenly spaced, so that they can be read as one slice, and an int64
+array otherwise. Sequences of blocks may be endless; where one block ends and the next begins has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+RowIndex: TypeAlias = "range | np.ndarray[Any, np.dtype[np.int64]]"
+
+
+def as_array(index: RowIndex) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the row numbers as an int64 array."""
+    if isinstance(index, range):
+        return np.arange(index.start, index.stop, index.step, dtype=np.int64)
+    return index
+
+
+def concatenate(blocks: Sequence[RowIndex]) -> RowIndex:
+    """Return one block with the rows of all, still a range where there is only one.
+
+    >>> concatenate([range(2), range(5, 7)])
+    array([0, 1, 5, 6])
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate([as_array(block) for block in blocks]) if blocks else range(0)
+
+
+def take(blocks: Iterable[RowIndex], count: int) -> Iterator[RowIndex]:
+    """Yield the first ``count`` rows."""
+    for block in blocks:
+        if count <= 0:
+            return
+        yield block[:count]
+        count -= len(block)
+
+
+def skip(blocks: Iterable[RowIndex], count: int) -> Iterator[RowIndex]:
+    """Yield all but the first ``count`` rows."""
+    for block in blocks:
+        if count < len(block):
+            yield block[count:]
+        count = max(count - len(block), 0)
+
+
+def shard(blocks: Iterable[RowIndex], num_shards: int, index: int) -> Iterator[RowIndex]:
+    """Yield every ``num_shards``-th row, beginning with row ``index``.
+
+    >>> list(shard([range(3), range(3, 7)], 2, 1))
+    [range(1, 3, 2), range(3, 7, 2)]
+    """
+    position = 0
+    for block in blocks:
+        part = block[(index - position) % num_shards :: num_shards]
+        if len(part):
+            yield part
+        position += len(block)
+
+
+def batch(blocks: Iterable[RowIndex], size: int, drop_remainder: bool) -> Iterator[RowIndex]:
+    """Yield blocks of exactly ``size`` rows, and what is left over as a shorter one.
+
+    >>> list(batch([range(3), range(3)], 4, False))
+    [array([0, 1, 2, 0]), range(1, 3)]
+    """
+    pending: list[RowIndex] = []
+    missing = size
+    for block in blocks:
+        start = 0
+        while len(block) - start >= missing:
+            pending.append(block[start : start + missing])
+            yield concatenate(pending)
+            start, missing = start + missing, size
+            pending = []
+        if start < len(block):
+            pending.append(block[start:])
+            missing -= len(block) - start
+    if pending and not drop_remainder:
+        yield concatenate(pending)
+
+
+def rows(blocks: Iterable[RowIndex]) -> Iterator[int]:
+    """Yield the row numbers one by one as Python ints."""
+    for block in blocks:
+        yield from block if isinstance(block, range) else block.tolist()

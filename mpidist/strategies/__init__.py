@@ -1,0 +1,19 @@
+"""The synchronous strategies, and what users call on them; importing the room registers the default strategy."""
+
+from mpidist.strategies.default import default_strategy
+from mpidist.strategies.extended import StrategyExtended
+from mpidist.strategies.mirrored import MirroredStrategy
+from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpidist.strategies.one_device import OneDeviceStrategy
+from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.strategy import Strategy
+
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "default_strategy",
+]

@@ -1,0 +1,399 @@
+"""StrategyExtended: the interface of a strategy for library writers, and what a new strategy has to provide.
+
+The public methods check context and arguments; the hooks, whose names begin with an underscore, do the work.
+A new strategy subclasses this and fills in the hooks that raise NotImplementedError here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core import context, nest
+from mpidist.core.context import Frame
+from mpidist.core.enums import ReduceOp, VariableSynchronization
+from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.cross_device_ops.destinations import destination_devices
+from mpidist.input import InputWorkers
+from mpidist.values import DistributedValues, Variable, regroup, select_replica
+from mpidist.values.variable import Component, update_components
+
+if TYPE_CHECKING:
+    from mpidist.strategies.replica_context import ReplicaContext
+    from mpidist.strategies.strategy import Strategy
+
+
+class StrategyExtended:
+    """What a strategy does (tf.distribute.StrategyExtended).
+
+    Args:
+        strategy: The strategy it belongs to.
+    """
+
+    _cluster_resolver: ClusterResolver | None = None
+    # Whether values are PerReplica even with one replica on a rank (ranks then differ in their numbers).
+    _wraps_lone_replica = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._frame = Frame(strategy)
+
+    # Reductions -----------------------------------------------------------------------------------------------
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Combine the values of all replicas and put the result where ``destinations`` is (collective).
+
+        Args:
+            reduce_op: The operation, or its name.
+            value: PerReplica, or a nest of them; plain values as in ``Strategy.reduce``.
+            destinations: Variable, distributed value, array, ``"host"`` or a device string.
+            options: Packing, deadline and algorithm.
+
+        Returns:
+            Mirrored where the destinations are several local devices, otherwise the bare value. Every rank gets it.
+
+        Raises:
+            RuntimeError: Called in replica context.
+            ValueError: ``destinations`` is a list or tuple, or unknown.
+        """
+        instead = "use get_replica_context().all_reduce(op, value)"
+        context.require_cross_replica(self._strategy, "reduce_to()", instead)
+        op = ReduceOp.of(reduce_op)
+        check_communication_options(options)
+        destination_devices(destinations)
+        leaves = nest.flatten(value)
+        results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options)
+        return nest.pack_like(value, results)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Do :meth:`reduce_to` for many pairs in few messages (collective); results in the order of the pairs.
+
+        Raises:
+            ValueError: Something else than (value, destinations) tuples.
+        """
+        instead = "use get_replica_context().all_reduce(op, values)"
+        context.require_cross_replica(self._strategy, "batch_reduce_to()", instead)
+        op = ReduceOp.of(reduce_op)
+        check_communication_options(options)
+        pairs = list(value_destination_pairs)
+        if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"value_destination_pairs is {pairs!r}; expected (value, destinations) tuples")
+        flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
+        for _, destinations in flat:
+            destination_devices(destinations)
+        results = iter(self._batch_reduce_to(op, flat, options) if flat else [])
+        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Give every rank the first rank's ``tensor``, with a copy on each of ``destinations`` (collective).
+
+        Python ints and floats are returned as they are, without communication, as in TensorFlow.
+        """
+        context.require_cross_replica(self._strategy, "broadcast_to()", "a replica holds its value already")
+        if type(tensor) in (int, float):
+            return tensor
+        destination_devices(destinations)
+        return self._broadcast_to(tensor, destinations)
+
+    # Variables ------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(component, *args, **kwargs)`` for each local component of ``var``, in its update context.
+
+        Distributed values in the arguments become the part of the component's replica. No communication: the
+        copies stay equal because the arguments are. In replica context it goes through ``merge_call``.
+
+        Args:
+            var: A variable of this strategy.
+            fn: What to do with each component.
+            args, kwargs: Further arguments.
+            group: Whether to group the results; otherwise a tuple of them is returned.
+
+        Raises:
+            ValueError: ``var`` is no variable of this strategy.
+
+        >>> import mpidist
+        >>> strategy = mpidist.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     v = mpidist.Variable(1.0)
+        ...     strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,)).numpy()
+        array(3.)
+        """
+        var = self._own_variable(var, "update()")
+        replica = context.get_replica_context()
+        if replica is not None and context.has_strategy():
+            return replica.merge_call(
+                lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
+            )
+        context.require_cross_replica(self._strategy, "update()", "use merge_call")
+        return self._update(var, fn, tuple(args), kwargs or {}, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable."""
+        context.require_cross_replica(self._strategy, "update_non_slot()", "use merge_call")
+        del colocate_with
+        return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """Return the devices of state that belongs to no variable."""
+        del var_list
+        return self.parameter_devices
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether ``v`` was created while this strategy was in scope."""
+        return isinstance(v, Variable) and v.distribute_strategy is self._strategy
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Create the variables of the block where ``colocate_with_variable`` is; for optimizer slots.
+
+        Raises:
+            RuntimeError: Outside the strategy's scope.
+            ValueError: The variable belongs to another strategy.
+        """
+        context.require_scope(self._strategy, "variables that are colocated")
+        self._own_variable(colocate_with_variable, "colocate_vars_with()")
+        yield
+
+    def read_var(self, v: Any) -> Any:
+        """Return the value of ``v`` in the current context; ON_READ variables are aggregated (collective)."""
+        return v.value() if isinstance(v, (Variable, Component)) else v
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that a component belongs to; other values unchanged."""
+        return value.container if isinstance(value, Component) else value
+
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do what ``Strategy.run`` does."""
+        context.require_cross_replica(self._strategy, "call_for_each_replica()", "call the function itself")
+        return self._call_for_each_replica(fn, args, kwargs)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """Return an uninitialized array in memory that collectives handle best (collective). Extension.
+
+        Returns:
+            An array with one local replica, a PerReplica of arrays with several.
+        """
+        context.require_cross_replica(self._strategy, "empty()", "call it before run()")
+        return self._per_replica([self._empty(shape, dtype) for _ in self.local_replica_ids])
+
+    def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """Return an :meth:`empty` filled with zeros (collective). Extension."""
+        arrays = self.empty(shape, dtype)
+        for array in arrays.values if isinstance(arrays, DistributedValues) else (arrays,):
+            array.fill(0)
+        return arrays
+
+    # Facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """Global ids of the replicas of this rank. Extension."""
+        raise NotImplementedError
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of the replicas of this rank."""
+        raise NotImplementedError
+
+    @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each replica of this rank."""
+        return tuple((device,) for device in self.worker_devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Devices that variables are put on."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: shapes may change from step to step."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether several ranks run the program."""
+        return self._in_multi_worker_mode()
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank is the one that initializes: the chief."""
+        return self.should_checkpoint
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints. Reading ON_READ variables still takes all ranks."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank writes summaries."""
+        return self.should_checkpoint
+
+    # Hooks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        raise NotImplementedError
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False
+
+    def _use_merge_call(self) -> bool:
+        """Whether reductions in replica context need the other local replicas to be collected first."""
+        return len(self.local_replica_ids) > 1
+
+    def _get_replica_id_in_sync_group(self, local_replica_id: int) -> int:
+        return self.local_replica_ids[local_replica_id]
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return self.local_replica_ids.index(replica_id_in_sync_group)
+
+    def _create_variable(self, **kwargs: Any) -> Variable:
+        raise NotImplementedError
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        raise NotImplementedError
+
+    def _batch_reduce_to(
+        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
+        raise NotImplementedError
+
+    def _reduce_to(self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None) -> Any:
+        return self._batch_reduce_to(op, [(value, destinations)], options)[0]
+
+    def _reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
+        return self._batch_reduce_to(op, [(leaf, "host") for leaf in leaves], None)
+
+    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+        raise NotImplementedError
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        raise NotImplementedError
+
+    def _broadcast_from_first(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def _replica_ctx_all_reduce(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        raise NotImplementedError
+
+    def _replica_ctx_all_reduce_async(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Any:
+        raise NotImplementedError
+
+    def _replica_ctx_all_gather(
+        self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        raise NotImplementedError
+
+    def _replica_ctx_update(
+        self, ctx: ReplicaContext, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        var = self._own_variable(var, "update")
+        local_id = ctx.local_replica_id
+        component = var.values[local_id]
+        with context.entered(Frame(self._strategy, None, local_id)):
+            result = fn(component, *select_replica(local_id, tuple(args)), **select_replica(local_id, kwargs or {}))
+        return result if group else (result,)
+
+    def _update(
+        self, var: Variable, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
+        if not group:
+            return tuple(results)
+        if len(results) == 1:
+            return nest.map_structure(self.value_container, results[0])
+        return regroup(results, self.local_replica_ids)
+
+    def _update_non_slot(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        results = []
+        for i in range(len(self.local_replica_ids)):
+            with context.entered(Frame(self._strategy, None, i)):
+                results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
+        return regroup(results, self.local_replica_ids) if group else tuple(results)
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        from mpidist.strategies.strategy import local_results
+
+        return value.values if isinstance(value, Variable) else local_results(value, len(self.local_replica_ids))
+
+    def _input_workers(self) -> InputWorkers:
+        raise NotImplementedError
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        raise NotImplementedError
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        raise NotImplementedError
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        raise NotImplementedError
+
+    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        raise NotImplementedError
+
+    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block around rank-local work whose errors every rank should learn of."""
+        del doing
+        return nullcontext()
+
+    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Free what is held."""
+
+    # Helpers for subclasses -----------------------------------------------------------------------------------
+
+    def _per_replica(self, values: Sequence[Any]) -> Any:
+        return regroup(values, self.local_replica_ids, always_wrap=self._wraps_lone_replica)
+
+    def _own_variable(self, var: Any, method: str) -> Variable:
+        var = self.value_container(var)
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
+            raise ValueError(
+                f"{method} was given {var!r}{of_whom}; expected a variable created in "
+                f"`with strategy.scope():` of this {type(self._strategy).__name__}"
+            )
+        return var
+
+
+def is_on_read(value: Any) -> bool:
+    """Whether ``value`` is a variable whose copies differ between replicas."""
+    return isinstance(value, Variable) and value.synchronization == VariableSynchronization.ON_READ

@@ -1,0 +1,69 @@
+"""OneDeviceStrategy: everything on one named device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.core.context import outside, pop, push
+from mpidist.input import InputWorkers, ValueContext, distribute_dataset, distribute_from_function
+from mpidist.strategies.devices import check_device
+from mpidist.strategies.extended import StrategyExtended
+from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.single_replica import SingleReplicaExtended, plain_call
+from mpidist.strategies.strategy import Strategy
+
+
+class OneDeviceExtended(SingleReplicaExtended):
+    """One replica on one device of this process."""
+
+    def __init__(self, strategy: Strategy, device: str) -> None:
+        super().__init__(strategy)
+        self._device = check_device(device)
+        self._context = ReplicaContext(strategy, 0)
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        frame = self._context._frame
+        push(frame)
+        try:
+            return plain_call(fn, args, kwargs)
+        finally:
+            pop(frame)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device."""
+        return (self._device,)
+
+    def _input_workers(self) -> InputWorkers:
+        return InputWorkers(num_workers=1, worker_id=0, replica_counts=(1,), communicator=None, wrap=False)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return distribute_dataset(dataset, self._input_workers(), self._strategy, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        return distribute_from_function(dataset_fn, self._input_workers(), self._strategy, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        with outside():
+            return value_fn(ValueContext())
+
+    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
+        return OneDeviceExtended(strategy, self._device)
+
+
+class OneDeviceStrategy(Strategy):
+    """Runs on one device (tf.distribute.OneDeviceStrategy); for testing code that is to be distributed later.
+
+    Args:
+        device: The device string, such as ``"cpu:0"``.
+
+    Raises:
+        ValueError: Not a device of this process.
+
+    >>> OneDeviceStrategy("cpu:0").run(lambda x: 2 * x, args=(21,))
+    42
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(OneDeviceExtended(self, device))

@@ -1,0 +1,99 @@
+"""``Strategy.reduce`` with an axis: first along the axis in each replica, then over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.core.enums import ReduceOp
+from mpidist.values import DistributedValues, PerReplica
+
+if TYPE_CHECKING:
+    from mpidist.strategies.extended import StrategyExtended
+
+_ALONG: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MEAN: np.sum,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+    ReduceOp.PROD: np.prod,
+}
+
+
+def check_axis(axis: Any) -> None:
+    """Raise TypeError unless ``axis`` is None, an int or a tuple of ints."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    valid = all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes)
+    if axis is not None and not (valid and axes):
+        raise TypeError(
+            f"axis is {axis!r} of type {type(axis).__name__}; expected None, an int such as axis=0, or a tuple of ints"
+        )
+
+
+def reduce_over_axis(
+    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...]
+) -> list[Any]:
+    """Reduce each of ``leaves`` along ``axis`` and over the replicas, all in one batch (collective)."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    with extended._shared_errors(f"reducing along axis {axis}"):
+        parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
+        if op is not ReduceOp.MEAN:
+            return extended._reduce(op, parts)
+        counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
+        samples = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+    contributions = _as_contributions(extended, [*parts, *counts])
+    totals = extended._reduce(ReduceOp.SUM, contributions)
+    results = []
+    for total, count, sample in zip(totals[: len(leaves)], totals[len(leaves) :], samples, strict=True):
+        mean = _divide(np.asarray(total), np.asarray(count), to_array(sample))
+        restore = restorer(sample)
+        results.append(mean[()] if restore is None else restore(mean))
+    return results
+
+
+def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
+    # In one process the mean of a plain value is that of any one replica; its sum would be refused.
+    if extended._in_multi_worker_mode() or extended._num_replicas_in_sync == 1:
+        return list(parts)
+    return [
+        p if isinstance(p, DistributedValues) else PerReplica((p,) * len(extended.local_replica_ids)) for p in parts
+    ]
+
+
+def _per_component(leaf: Any, fn: Any) -> Any:
+    if isinstance(leaf, DistributedValues):
+        return PerReplica([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
+    return fn(to_array(leaf))
+
+
+def _check_axes(array: Array, axes: tuple[int, ...]) -> None:
+    for axis in axes:
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(
+                f"axis {axis} is out of range for a value of rank {array.ndim} (shape {array.shape}); "
+                + (f"expected {-array.ndim} to {array.ndim - 1}" if array.ndim else "expected axis=None for a scalar")
+            )
+
+
+def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
+    _check_axes(array, axes)
+    wire, result = reduction_dtypes(array.dtype, op)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return np.asarray(_ALONG[op](array, axis=axes))
+    total = np.asarray(_ALONG[op](array, axis=axes, dtype=wire))
+    # A mean is divided, and rounded to its dtype, once at the end.
+    return total if op is ReduceOp.MEAN else total.astype(result, copy=False)
+
+
+def _count(array: Array, axes: tuple[int, ...]) -> Array:
+    return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
+
+
+def _divide(total: Array, count: Array, sample: Array) -> Array:
+    dtype = reduction_dtypes(sample.dtype, ReduceOp.MEAN)[1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.true_divide(total, count)).astype(dtype)

@@ -1,0 +1,204 @@
+"""ReplicaContext: what code inside ``strategy.run`` can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.values import regroup, select_replica
+
+if TYPE_CHECKING:
+    from mpidist.collectives import FinishedWork, PartOfWork, Work
+    from mpidist.strategies.replica_threads import ReplicaThread
+    from mpidist.strategies.strategy import Strategy
+
+
+class ReplicaContext:
+    """The view of one replica (tf.distribute.ReplicaContext); get it with ``mpidist.get_replica_context()``.
+
+    Args:
+        strategy: The strategy that runs the replica.
+        replica_id_in_sync_group: Its global id, from 0 to n - 1.
+        local_replica_id: Its index among the replicas of its rank.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int, local_replica_id: int = 0) -> None:
+        self._strategy = strategy
+        self._id = replica_id_in_sync_group
+        self._local_id = local_replica_id
+        self._frame = Frame(strategy, self)
+        self._thread: ReplicaThread | None = None
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Global id of this replica, from 0 to n - 1.
+
+        A generator of random numbers that differs between replicas:
+        ``numpy.random.default_rng([seed, ctx.replica_id_in_sync_group])``.
+        """
+        return self._id
+
+    @property
+    def local_replica_id(self) -> int:
+        """Index of this replica among those of its rank. Extension."""
+        return self._local_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose values are combined."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, in a tuple (deprecated in TensorFlow)."""
+        return (self._strategy.extended.worker_devices_by_replica[self._local_id][0],)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this is replica 0: for what one replica should do alone, such as printing. Extension."""
+        return self._id == 0
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for the other local replicas, then run ``merge_fn`` once for all of them.
+
+        Collective over the replicas of a rank: each must make the same calls. ``merge_fn`` runs once per rank in
+        cross-replica context, as ``merge_fn(strategy, *args, **kwargs)`` with the arguments of the replicas
+        grouped into PerReplica values; what it does across ranks must be the same on every rank.
+
+        Args:
+            merge_fn: The function; that of the first replica is called.
+            args: Its arguments, from this replica.
+            kwargs: Its keyword arguments, from this replica.
+
+        Returns:
+            This replica's part of what ``merge_fn`` returned.
+
+        Raises:
+            RuntimeError: Called elsewhere than in this replica, or another replica returned without calling.
+        """
+        require_replica(self, "merge_call()")
+        if self._thread is not None:
+            return self._thread.merge(merge_fn, tuple(args), kwargs or {})
+        wrap = self._strategy.extended._wraps_lone_replica
+        ids = (self._id,)
+        merged_args = tuple(regroup([arg], ids, wrap) for arg in args) if wrap else args
+        merged_kwargs = {k: regroup([v], ids, wrap) for k, v in (kwargs or {}).items()}
+        frame = self._strategy.extended._frame
+        push(frame)
+        try:
+            result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+        finally:
+            pop(frame)
+        return select_replica(0, result)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Reduce over all replicas and give every replica the result.
+
+        Collective: call it on every replica, in the same order, with the same structure, shapes and dtypes. A
+        nest is reduced in one go, packed into few messages. The gradient of a SUM is the all-reduced SUM of the
+        upstream gradients, that of a MEAN the same divided by n.
+
+        Args:
+            reduce_op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
+            value: Array, number, IndexedSlices, or a nest of them.
+            options: Packing, deadline and algorithm of this call.
+            out: Arrays to write the result to, of the same structure. Extension.
+
+        Returns:
+            The structure and kinds of ``value``.
+
+        Raises:
+            RuntimeError: Called elsewhere than in this replica.
+            ValueError: Unknown operation, or replicas that differ in shape, dtype or structure.
+            TypeError: Something that cannot be reduced.
+            MismatchError: Ranks that differ.
+        """
+        require_replica(self, "all_reduce()")
+        op = ReduceOp.of(reduce_op)
+        check_communication_options(options)
+        return self._strategy.extended._replica_ctx_all_reduce(self, op, value, options, out)
+
+    def all_reduce_async(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Work | PartOfWork | FinishedWork:
+        """Start an :meth:`all_reduce` and return a handle whose ``wait()`` gives the result. Extension.
+
+        Collective as ``all_reduce``; ``value`` must not be changed before ``wait()`` has returned.
+        """
+        require_replica(self, "all_reduce_async()")
+        op = ReduceOp.of(reduce_op)
+        check_communication_options(options)
+        work: Work = self._strategy.extended._replica_ctx_all_reduce_async(self, op, value, options)
+        return work
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
+
+        Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
+
+        Args:
+            value: Array of at least one dimension, or a nest of them.
+            axis: Where to concatenate; may be negative.
+            options: Deadline of this call.
+
+        Raises:
+            RuntimeError: Called elsewhere than in this replica.
+            ValueError: A scalar, an axis out of range, or replicas that differ in dtype or other dimensions.
+            NotImplementedError: IndexedSlices.
+        """
+        require_replica(self, "all_gather()")
+        check_communication_options(options)
+        return self._strategy.extended._replica_ctx_all_gather(self, value, axis, options)
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        """Apply ``fn`` to this replica's component of ``var``; copies diverge if the arguments differ."""
+        require_replica(self, "_update()")
+        return self._strategy.extended._replica_ctx_update(self, var, fn, args, kwargs, group)
+
+    def __enter__(self) -> ReplicaContext:
+        push(self._frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop(self._frame)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
+
+
+def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:
+    """Return the gradient of ``ctx.all_reduce(reduce_op, x)`` with respect to this replica's ``x``. Extension.
+
+    For autodiff libraries; collective as ``all_reduce``.
+
+    Args:
+        reduce_op: SUM or MEAN, as in the forward call.
+        upstream: Gradient of the loss with respect to the result, on this replica.
+
+    Raises:
+        ValueError: An operation that has no such rule.
+    """
+    op = ReduceOp.of(reduce_op)
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(f"reduce_op is {op.name}; only SUM and MEAN have a linear gradient")
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError("all_reduce_grad() requires replica context; call it inside strategy.run()")
+    return context.all_reduce(op, upstream)

@@ -1,0 +1,137 @@
+"""Several replicas in one process: a thread each, of which one runs at a time, switching at merge points.
+
+The thread that called ``run`` coordinates. It lets the replicas run one after the other, each until it reaches a
+merge point or returns; when all are at a merge point it runs the merge function itself, so all communication is
+issued by the caller's thread, and goes on. The order is the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpidist.core.callsite import user_call_site
+from mpidist.core.context import entered, pop, push
+from mpidist.values import regroup, select_replica
+
+if TYPE_CHECKING:
+    from mpidist.strategies.replica_context import ReplicaContext
+    from mpidist.strategies.strategy import Strategy
+
+
+class _Abandoned(BaseException):
+    """Unwinds a replica that waits at a merge point after another replica has failed."""
+
+
+class ReplicaThread(threading.Thread):
+    """One replica; runs only between ``resume`` and the next merge point or its end."""
+
+    def __init__(
+        self, context: ReplicaContext, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(name=f"mpidist-replica-{context.replica_id_in_sync_group}", daemon=True)
+        self.context = context
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._may_run = threading.Semaphore(0)
+        self._has_paused = threading.Semaphore(0)
+        self._abandoned = False
+        self._variables = contextvars.copy_context()
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.merge_request: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self.merged: Any = None
+        self.call_site = ""
+
+    def run(self) -> None:
+        """Body of the thread."""
+        self._may_run.acquire()
+        if not self._abandoned:
+            self._variables.run(self._run_replica)
+        self.is_done = True
+        self._has_paused.release()
+
+    def _run_replica(self) -> None:
+        frame = self.context._frame
+        push(frame)
+        try:
+            self.result = self._fn(*self._args, **self._kwargs)
+            pop(frame)
+        except BaseException as error:  # handed to the caller of run()
+            self.error = error
+
+    def resume(self) -> None:
+        """Let the replica run until it pauses or ends. Called by the coordinator."""
+        self._may_run.release()
+        self._has_paused.acquire()
+
+    def abandon(self) -> None:
+        """End a replica that waits at a merge point. Called by the coordinator."""
+        self._abandoned = True
+        if not self.is_done:
+            self.resume()
+        self.join()
+
+    def merge(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pause at a merge point and return this replica's part of the result. Called by the replica."""
+        self.call_site = user_call_site()
+        self.merge_request = (fn, args, kwargs)
+        self._has_paused.release()
+        self._may_run.acquire()
+        if self._abandoned:
+            raise _Abandoned
+        self.merge_request = None
+        return select_replica(self.context.local_replica_id, self.merged)
+
+
+def run_replicas(
+    strategy: Strategy, contexts: Sequence[ReplicaContext], fn: Callable[..., Any], arguments: Sequence[Any]
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+
+    Raises:
+        RuntimeError: The replicas made different numbers of merge calls.
+    """
+    threads = [ReplicaThread(c, fn, *a) for c, a in zip(contexts, arguments, strict=True)]
+    for context, thread in zip(contexts, threads, strict=True):
+        context._thread = thread
+        thread.start()
+    try:
+        while True:
+            for thread in threads:
+                thread.resume()
+                if thread.error is not None:
+                    raise thread.error
+            if all(thread.is_done for thread in threads):
+                return [thread.result for thread in threads]
+            _check_all_merge(threads)
+            _merge(strategy, threads)
+    finally:
+        for context, thread in zip(contexts, threads, strict=True):
+            thread.abandon()
+            context._thread = None
+
+
+def _check_all_merge(threads: Sequence[ReplicaThread]) -> None:
+    returned = [t.context.replica_id_in_sync_group for t in threads if t.is_done]
+    if returned:
+        waiting = [f"{t.context.replica_id_in_sync_group} at {t.call_site}" for t in threads if not t.is_done]
+        raise RuntimeError(
+            f"replicas {returned} returned while replica {'; '.join(waiting)} waits for all replicas in merge_call(), "
+            "all_reduce() or a variable's assign(); every replica has to make the same calls"
+        )
+
+
+def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
+    requests = [thread.merge_request for thread in threads]
+    ids = [thread.context.replica_id_in_sync_group for thread in threads]
+    fn = requests[0][0]  # type: ignore[index]
+    with strategy.extended._shared_errors("the values of its replicas"):
+        args = regroup([request[1] for request in requests], ids)  # type: ignore[index]
+        kwargs = regroup([request[2] for request in requests], ids)  # type: ignore[index]
+    with entered(strategy.extended._frame):
+        merged = fn(strategy, *args, **kwargs)
+    for thread in threads:
+        thread.merged = merged

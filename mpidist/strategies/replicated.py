@@ -1,0 +1,351 @@
+"""ReplicatedExtended: several replicas, on this rank, on several ranks or both; a copy of each variable per replica.
+
+MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
+from mpidist.core import nest
+from mpidist.core.context import pop, push
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+from mpidist.cross_device_ops import CrossDeviceOps, select_cross_device_ops
+from mpidist.input import InputWorkers, distribute_dataset, distribute_from_function, distribute_values
+from mpidist.strategies.extended import StrategyExtended, is_on_read
+from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.replica_threads import run_replicas
+from mpidist.strategies.single_replica import check_can_gather, copy_into, plain_call
+from mpidist.strategies.strategy import Strategy
+from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
+from mpidist.values.variable import initial_array, make_variable
+
+
+class ReplicatedExtended(StrategyExtended):
+    """Replicas in sync.
+
+    Args:
+        strategy: The strategy it belongs to.
+        devices: Devices of this rank's replicas.
+        comm: The ranks that take part; None for this process alone. Closed with the strategy.
+        cross_device_ops: How values are reduced; chosen by :func:`select_cross_device_ops` by default.
+        options: Defaults of the communication.
+        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        allows_per_replica_input: Whether input may be made per replica.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: tuple[str, ...],
+        comm: Communicator | None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        allows_per_replica_input: bool = False,
+    ) -> None:
+        super().__init__(strategy)
+        self._devices = devices
+        self._comm = comm
+        self._cluster_resolver = cluster_resolver
+        self._allows_per_replica_input = allows_per_replica_input
+        rank = comm.rank if comm else 0
+        self._replica_counts: tuple[int, ...] = tuple(comm.all_gather_object(len(devices))) if comm else (len(devices),)
+        first = sum(self._replica_counts[:rank])
+        self._ids = tuple(range(first, first + len(devices)))
+        self._total = sum(self._replica_counts)
+        self._wraps_lone_replica = len(set(self._replica_counts)) > 1
+        self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
+        self._ops = cross_device_ops or select_cross_device_ops(devices, self._total, comm, options)
+        self._ops.bind(comm, self._total)
+
+    # Facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._total
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """See ``StrategyExtended``."""
+        return self._ids
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """See ``StrategyExtended``."""
+        return self._devices
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this is the first of the strategy's ranks."""
+        return self._comm is None or self._comm.rank == 0
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._comm is not None
+
+    # Running --------------------------------------------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if len(self._contexts) > 1:
+            arguments = [
+                (select_replica(i, tuple(args)), select_replica(i, kwargs or {})) for i in range(len(self._contexts))
+            ]
+            return self._per_replica(run_replicas(self._strategy, self._contexts, fn, arguments))
+        frame = self._contexts[0]._frame
+        push(frame)
+        try:
+            result = plain_call(fn, args, kwargs)
+        finally:
+            pop(frame)
+        return self._per_replica([result]) if self._wraps_lone_replica else result
+
+    # Variables ------------------------------------------------------------------------------------------------
+
+    def _create_variable(self, **kwargs: Any) -> Variable:
+        name, dtype, shape = kwargs["name"], kwargs.pop("dtype"), kwargs.pop("shape")
+        with self._shared_errors(f"creating variable {name!r}"):
+            array = initial_array(kwargs["initial_value"], dtype, shape, kwargs["aggregation"])
+        if self._comm is not None:
+            kind = f"{kwargs['synchronization'].name}/{kwargs['aggregation'].name}"
+            array = self._comm.broadcast_arrays([array], 0, note=f"variable {name!r} {kind}")[0]
+        return make_variable(self._strategy, self._devices, array, **kwargs)
+
+    # Reductions -----------------------------------------------------------------------------------------------
+
+    def _batch_reduce_to(
+        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
+        results: list[Any] = [None] * len(pairs)
+        by_divisor: dict[int, list[int]] = {}
+        values: list[Any] = []
+        for i, (value, destinations) in enumerate(pairs):
+            value = self._as_contribution(op, value)
+            values.append(value)
+            if isinstance(value, PerReplica) and self._total > 1:
+                # A plain value counts once per rank, a PerReplica once per replica.
+                is_plain = not isinstance(pairs[i][0], (DistributedValues, Variable))
+                divisor = len(self._replica_counts) if is_plain else self._total
+                by_divisor.setdefault(divisor, []).append(i)
+            else:
+                own = value.values[0] if isinstance(value, DistributedValues) else value
+                results[i] = self._ops.broadcast(own, destinations)
+        for divisor, indices in by_divisor.items():
+            batch = [(values[i], pairs[i][1]) for i in indices]
+            for i, result in zip(indices, self._ops.reduce_pairs(op, batch, divisor, options), strict=True):
+                results[i] = result
+        return results
+
+    def _as_contribution(self, op: ReduceOp, value: Any) -> Any:
+        """Return the PerReplica that takes part in a reduction, or the value that is its own result."""
+        if isinstance(value, Variable):
+            copies = [component.value() for component in value.values]
+            value = PerReplica(copies, self._ids) if is_on_read(value) else Mirrored(copies, self._ids)
+        if isinstance(value, Mirrored):
+            if op in (ReduceOp.SUM, ReduceOp.PROD) and self._total > 1:
+                raise ValueError(
+                    f"{op.name} of a Mirrored value, which is equal on all {self._total} replicas, is ambiguous; "
+                    "use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
+                )
+            return value
+        if isinstance(value, DistributedValues):
+            if len(value.values) != len(self._ids):
+                raise ValueError(
+                    f"a value of {len(value.values)} replicas was given to {type(self._strategy).__name__}, which has "
+                    f"{len(self._ids)} on this rank; expected what strategy.run() of this strategy returned"
+                )
+            return value if isinstance(value, PerReplica) else PerReplica(value.values, value.replica_ids)
+        if self._comm is not None:
+            return PerReplica((value,), self._ids[:1])
+        return self._reduce_plain(op, value)
+
+    def _reduce_plain(self, op: ReduceOp, value: Any) -> Any:
+        if op in (ReduceOp.SUM, ReduceOp.PROD) and self._total > 1:
+            array = None if isinstance(value, IndexedSlices) else to_array(value)
+            is_zero = array is not None and array.ndim == 0 and op is ReduceOp.SUM and array == 0
+            if not is_zero:
+                raise ValueError(
+                    f"{op.name} of a value that is not distributed, {value!r}, over {self._total} replicas is "
+                    "ambiguous; pass what strategy.run() returned, use MEAN for the value itself, or multiply it"
+                )
+        return value
+
+    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+        local: list[Array] = []
+        samples = []
+        with self._shared_errors("gathering the values of its replicas"):
+            for leaf in leaves:
+                parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+                check_can_gather(parts[0], axis, "gather()")
+                local.append(_concatenated([to_array(part) for part in parts], axis))
+                samples.append(parts[0])
+        if self._comm is not None:
+            local = self._comm.gather_arrays(local, axis, note=structure)
+        return [_restored(sample, array) for sample, array in zip(samples, local, strict=True)]
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        return self._ops.broadcast(self._broadcast_from_first(tensor), destinations)
+
+    def _broadcast_from_first(self, value: Any) -> Any:
+        if self._comm is None:
+            return value
+        leaves = nest.flatten(value)
+        arrays = self._comm.broadcast_arrays([to_array(leaf) for leaf in leaves], 0, note=nest.describe(value))
+        return nest.pack_like(value, [_restored(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
+
+    # In replica context ---------------------------------------------------------------------------------------
+
+    def _replica_ctx_all_reduce(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        if len(self._contexts) > 1:
+            reduced = ctx.merge_call(_merged_all_reduce, (op, value, options))
+            return reduced if out is None else copy_into(out, reduced)
+        if self._comm is None:
+            return value if out is None else copy_into(out, value)
+        leaves = nest.flatten(value)
+        if not self._ops.leaves_all_to_engine or any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            pairs = [(PerReplica((leaf,), self._ids), "host") for leaf in leaves]
+            reduced = nest.pack_like(value, self._ops.reduce_pairs(op, pairs, self._total, options))
+            return reduced if out is None else copy_into(out, reduced)
+        arrays = [to_array(leaf) for leaf in leaves]
+        outs = None if out is None else _outputs(value, out)
+        structure = "" if leaves and leaves[0] is value else nest.describe(value)
+        results = self._comm.reduce_arrays(
+            op, arrays, self._total, options=self._ops.with_algorithm(options), out=outs, note=structure
+        )
+        if out is not None:
+            return out
+        if structure == "":
+            return _restored(value, results[0])
+        return nest.pack_like(value, [_restored(a, b) for a, b in zip(leaves, results, strict=True)])
+
+    def _replica_ctx_all_reduce_async(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Any:
+        if len(self._contexts) > 1:
+            return ctx.merge_call(_merged_all_reduce_async, (op, value, options))
+        if self._comm is None:
+            return FinishedWork(value)
+        wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), self._ids), value)
+        return self._start_all_reduce(op, wrapped, options)
+
+    def _start_all_reduce(
+        self, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Work | FinishedWork | PartOfWork:
+        """Start reducing a nest of PerReplica values; the work gives a nest of results for the local devices."""
+        destinations = Mirrored(self._devices, self._ids)
+        pairs = [(leaf, destinations) for leaf in nest.flatten(value)]
+        work = self._ops.reduce_pairs_async(op, pairs, self._total, options)
+        return PartOfWork(work, lambda results: nest.pack_like(value, results))
+
+    def _replica_ctx_all_gather(
+        self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        for leaf in nest.flatten(value):
+            check_can_gather(leaf, axis, "all_gather()")
+
+        def merged(_: Strategy, values: Any) -> Any:
+            gathered = self._gather(nest.flatten(values), axis, nest.describe(values))
+            copies = [Mirrored([g, *(_copied(g) for _ in self._ids[1:])], self._ids) for g in gathered]
+            return nest.pack_like(values, copies)
+
+        return ctx.merge_call(merged, (value,))
+
+    # Input ----------------------------------------------------------------------------------------------------
+
+    def _input_workers(self) -> InputWorkers:
+        return InputWorkers(
+            num_workers=len(self._replica_counts),
+            worker_id=self._comm.rank if self._comm else 0,
+            replica_counts=self._replica_counts,
+            communicator=self._comm,
+            wrap=self._total > 1,
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return distribute_dataset(dataset, self._input_workers(), self._strategy, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        return distribute_from_function(
+            dataset_fn,
+            self._input_workers(),
+            self._strategy,
+            options,
+            per_replica_allowed=self._allows_per_replica_input,
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        return distribute_values(value_fn, self._input_workers())
+
+    # Housekeeping ---------------------------------------------------------------------------------------------
+
+    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        return np.empty(shape, dtype) if self._comm is None else self._comm.empty(shape, dtype)
+
+    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._comm is None else self._comm.shared_errors(doing)
+
+    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
+        if self._comm is not None:
+            raise ValueError(
+                f"{type(self._strategy).__name__} cannot be copied, since it owns a communicator; build a new one on "
+                "every rank"
+            )
+        return ReplicatedExtended(
+            strategy, self._devices, None, self._ops, None, self._cluster_resolver, self._allows_per_replica_input
+        )
+
+    def _close(self) -> None:
+        if self._comm is not None:
+            self._comm.close()
+
+
+def _merged_all_reduce(strategy: Strategy, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
+    extended: Any = strategy.extended
+    return extended._start_all_reduce(op, value, options).wait()
+
+
+def _merged_all_reduce_async(
+    strategy: Strategy, op: ReduceOp, value: Any, options: CommunicationOptions | None
+) -> PerReplica:
+    extended: Any = strategy.extended
+    work = extended._start_all_reduce(op, value, options)
+    ids = extended.local_replica_ids
+    return PerReplica([PartOfWork(work, partial(select_replica, i)) for i in range(len(ids))], ids)
+
+
+def _restored(sample: Any, array: Array) -> Any:
+    restore = restorer(sample)
+    return array if restore is None else restore(array)
+
+
+def _copied(value: Any) -> Any:
+    return _restored(value, to_array(value).copy())
+
+
+def _outputs(value: Any, out: Any) -> list[Array]:
+    nest.assert_same_structure(value, out)
+    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
+
+
+def _concatenated(arrays: Sequence[Array], axis: int) -> Array:
+    if len(arrays) == 1:
+        return arrays[0]
+    position = axis % arrays[0].ndim
+    kinds = [(a.dtype, a.ndim, *(n for i, n in enumerate(a.shape) if i != position)) for a in arrays]
+    if any(kind != kinds[0] for kind in kinds):
+        shown = ", ".join(f"{a.dtype}{a.shape}" for a in arrays)
+        raise ValueError(
+            f"the values of the replicas cannot be concatenated along axis {axis}: {shown}; "
+            "expected equal dtypes and equal sizes along every other axis"
+        )
+    return np.concatenate(arrays, axis)

@@ -1,0 +1,109 @@
+"""What the default strategy and OneDeviceStrategy share: one replica, so that nothing has to be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.convert import to_array
+from mpidist.collectives import FinishedWork
+from mpidist.core import nest
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+from mpidist.strategies.extended import StrategyExtended
+from mpidist.values import DistributedValues, IndexedSlices, Variable, select_replica
+from mpidist.values.variable import initial_array, make_variable
+
+if TYPE_CHECKING:
+    from mpidist.strategies.replica_context import ReplicaContext
+
+
+class SingleReplicaExtended(StrategyExtended):
+    """One replica on one device."""
+
+    _device = "cpu:0"
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """See ``StrategyExtended``."""
+        return (0,)
+
+    def _create_variable(self, **kwargs: Any) -> Variable:
+        array = initial_array(kwargs["initial_value"], kwargs.pop("dtype"), kwargs.pop("shape"), kwargs["aggregation"])
+        return make_variable(self._strategy, (self._device,), array, **kwargs)
+
+    def _batch_reduce_to(
+        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
+        return [_own_value(value) for value, _ in pairs]
+
+    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+        for leaf in leaves:
+            check_can_gather(leaf, axis, "gather()")
+        return [_own_value(leaf) for leaf in leaves]
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        return tensor
+
+    def _broadcast_from_first(self, value: Any) -> Any:
+        return value
+
+    def _replica_ctx_all_reduce(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        return value if out is None else copy_into(out, value)
+
+    def _replica_ctx_all_reduce_async(
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Any:
+        return FinishedWork(value)
+
+    def _replica_ctx_all_gather(
+        self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        for leaf in nest.flatten(value):
+            check_can_gather(leaf, axis, "all_gather()")
+        return value
+
+    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
+
+def _own_value(value: Any) -> Any:
+    if isinstance(value, Variable):
+        return value.value()
+    return value.values[0] if isinstance(value, DistributedValues) else value
+
+
+def copy_into(out: Any, value: Any) -> Any:
+    """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
+    nest.map_structure(lambda target, source: np.copyto(to_array(target, "out"), to_array(source)), out, value)
+    return out
+
+
+def check_can_gather(value: Any, axis: int, method: str) -> None:
+    """Raise unless ``value`` can be concatenated along ``axis``."""
+    sample = value.values[0] if isinstance(value, DistributedValues) else value
+    if isinstance(sample, IndexedSlices):
+        raise NotImplementedError(f"{method} of IndexedSlices is not offered; gather their values and indices")
+    array = to_array(sample)
+    if array.ndim == 0:
+        raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
+    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
+            f"expected an axis from {-array.ndim} to {array.ndim - 1}"
+        )
+
+
+def plain_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Call ``fn`` with the single components of distributed values in its arguments."""
+    if not args and not kwargs:
+        return fn()
+    return fn(*select_replica(0, tuple(args)), **select_replica(0, kwargs or {}))

@@ -1,0 +1,256 @@
+"""Strategy: the methods that users call, the same for every kind of strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core import context, nest
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import RunOptions
+from mpidist.input import InputContext, InputOptions, ValueContext
+from mpidist.strategies import logical_devices
+from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
+from mpidist.values import DistributedValues
+
+if TYPE_CHECKING:
+    from mpidist.strategies.extended import StrategyExtended
+
+
+class Strategy:
+    """How computation is spread over replicas (tf.distribute.Strategy).
+
+    Args:
+        extended: The object that does it; users build a subclass such as ``MultiWorkerMirroredStrategy``.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The interface for library writers."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all ranks, whose values are combined in a step."""
+        return self._extended._num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The cluster resolver in use, None where there is none."""
+        return self._extended._cluster_resolver
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Make the strategy current and enter cross-replica context; variables created inside are distributed.
+
+        Entering it again inside is allowed; it communicates nothing.
+
+        Raises:
+            RuntimeError: Inside another strategy's scope, or inside ``run``.
+
+        >>> import mpidist
+        >>> strategy = mpidist.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     mpidist.get_strategy() is strategy
+        True
+        """
+        return context.scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call ``fn`` once for each replica of this rank, in replica context.
+
+        Args:
+            fn: The function. What it does across replicas must be the same on all of them.
+            args: Its arguments, a list or tuple; distributed values in them, at any depth, become this replica's
+                component, everything else is passed as it is.
+            kwargs: Its keyword arguments, likewise.
+            options: Accepted and ignored, as in TensorFlow outside TPUs.
+
+        Returns:
+            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values.
+
+        Raises:
+            RuntimeError: Called inside ``run``, or inside another strategy's scope.
+            ValueError: ``args`` is neither list nor tuple.
+
+        >>> import mpidist
+        >>> with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=None) as strategy:
+        ...     strategy.run(lambda: mpidist.get_replica_context().replica_id_in_sync_group)
+        PerReplica:{0: 0, 1: 1}
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
+        context.require_cross_replica(self, "run()", "one replica cannot start replicas: call the function itself")
+        return self._extended._call_for_each_replica(fn, args, kwargs)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Combine the values of all replicas into one array, the same on every rank.
+
+        Collective: call it on every rank, in the same order.
+
+        Args:
+            reduce_op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
+            value: What ``run`` returned: a PerReplica, or a nest of them. A plain value belongs to its rank: with
+                several ranks each rank's value counts once; in one process with several replicas SUM of anything
+                but 0 is refused, since nobody could say how often it should count.
+            axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first;
+                sizes along it may differ between replicas, and MEAN divides by the number of all elements.
+
+        Returns:
+            A NumPy array or number (the kind of the input where that is another library's).
+
+        Raises:
+            RuntimeError: Called in replica context.
+            ValueError: Unknown operation, axis out of range, or replicas that differ in shape.
+            TypeError: An axis that is no int, tuple or None.
+
+        >>> import mpidist
+        >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
+        [1, 2, 3, 6]
+        """
+        context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
+        op = ReduceOp.of(reduce_op)
+        check_axis(axis)
+        leaves = nest.flatten(value)
+        results = (
+            self._extended._reduce(op, leaves) if axis is None else reduce_over_axis(self._extended, op, leaves, axis)
+        )
+        return nest.pack_like(value, results)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
+
+        Collective: call it on every rank, in the same order.
+
+        Args:
+            value: A PerReplica of arrays of at least one dimension, or a nest of them.
+            axis: Where to concatenate; sizes along it may differ, also be 0.
+
+        Raises:
+            RuntimeError: Called in replica context.
+            ValueError: A scalar, an axis out of range, or replicas that differ in another dimension.
+            NotImplementedError: IndexedSlices.
+        """
+        context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
+        return nest.pack_like(value, self._extended._gather(nest.flatten(value), axis, nest.describe(value)))
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
+
+        >>> import mpidist
+        >>> mpidist.get_strategy().experimental_local_results(5)
+        (5,)
+        """
+        return self._extended._local_results(value)
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return the same as :meth:`experimental_local_results` (deprecated name)."""
+        return self.experimental_local_results(value)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """Deal the batches of ``dataset``, which hold a global batch each, to the replicas.
+
+        Collective: call it on every rank, with the same dataset.
+
+        Args:
+            dataset: A batched ``mpidist.Dataset``.
+            options: See ``InputOptions``.
+        """
+        context.require_cross_replica(self, "experimental_distribute_dataset()", "call it before run()")
+        return self._extended._experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Distribute what ``dataset_fn(InputContext)`` returns on each rank, batched per replica already.
+
+        Collective: call it on every rank.
+        """
+        context.require_cross_replica(self, "distribute_datasets_from_function()", "call it before run()")
+        return self._extended._distribute_datasets_from_function(dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return a PerReplica of what ``value_fn(ValueContext)`` gives for each replica of this rank.
+
+        The default strategy and OneDeviceStrategy return the bare value. Nothing is communicated.
+        """
+        context.require_cross_replica(self, "experimental_distribute_values_from_function()", "call it before run()")
+        return self._extended._experimental_distribute_values_from_function(value_fn)
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Return ``tensor``, after checking the id: a replica has one logical device here."""
+        return logical_devices.assign(tensor, logical_device_id)
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Return ``tensor``, after checking the partition: a replica has one logical device here."""
+        return logical_devices.split(tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Return ``tensor``: a replica has one logical device here."""
+        return tensor
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return a copy of ``config_proto``: there are no sessions to configure.
+
+        >>> import mpidist
+        >>> mpidist.get_strategy().update_config_proto({"a": 1})
+        {'a': 1}
+        """
+        return copy.deepcopy(config_proto)
+
+    def close(self) -> None:
+        """Free what the strategy holds (collective). Closing again does nothing."""
+        self._extended._close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> Strategy:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be copied with copy.copy(): two strategies would share one state; "
+            "use the same object, or build a new one"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_extended"})
+        twin._extended = self._extended._copy_for(twin)
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled; build it on each rank")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.num_replicas_in_sync} replicas in sync>"
+
+
+def local_results(value: Any, num_local: int) -> tuple[Any, ...]:
+    """Return the components of this rank in ``value``, a structure per local replica where it is nested."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    leaves = nest.flatten(value)
+    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        return (value,)
+    return tuple(
+        nest.pack_like(value, [leaf.values[i] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves])
+        for i in range(num_local)
+    )

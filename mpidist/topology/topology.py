@@ -1,0 +1,71 @@
+"""The map of the job: which rank is on which node, and the communicators of the world and of one node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from mpidist.core import settings
+from mpidist.topology.launcher import check_world, import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Topology:
+    """The ranks of ``comm`` and the nodes they are on (collective over ``comm``).
+
+    A node is the set of ranks that share memory (``MPI_Comm_split_type`` with ``MPI_COMM_TYPE_SHARED``), never a
+    host name. ``MPIDIST_RANKS_PER_NODE=k`` cuts each node into virtual ones of at most k ranks, for tests.
+    Nodes are numbered by their lowest rank.
+
+    Args:
+        comm: An intracommunicator; it is duplicated.
+
+    Attributes:
+        world: Duplicate of ``comm``.
+        node: The ranks of ``world`` on this node.
+        rank, size: Of ``world``.
+        local_rank, local_size: Of ``node``.
+        node_of_rank: Node number of every rank of ``world``.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        mpi = import_mpi()
+        self.world: MPI.Intracomm = comm.Dup()
+        self.rank = self.world.Get_rank()
+        self.size = self.world.Get_size()
+        machine = cast("MPI.Intracomm", self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank))
+        ranks_per_node = settings.RANKS_PER_NODE.read()
+        if ranks_per_node is None:
+            self.node: MPI.Intracomm = machine
+        else:
+            self.node = cast("MPI.Intracomm", machine.Split(machine.Get_rank() // ranks_per_node, key=self.rank))
+            machine.Free()
+        self.local_rank = self.node.Get_rank()
+        self.local_size = self.node.Get_size()
+        first_ranks = self.world.allgather(self.node.bcast(self.rank if self.local_rank == 0 else None))
+        nodes = {first: index for index, first in enumerate(sorted(set(first_ranks)))}
+        self.node_of_rank = tuple(nodes[first] for first in first_ranks)
+        self.node_index = self.node_of_rank[self.rank]
+        self.num_nodes = len(nodes)
+
+    def close(self) -> None:
+        """Free the communicators (collective)."""
+        self.node.Free()
+        self.world.Free()
+
+
+_world: list[Topology] = []
+
+
+def world_topology() -> Topology:
+    """Return the topology of ``MPI.COMM_WORLD``, made on the first call (collective), which starts MPI.
+
+    Raises:
+        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+    """
+    if not _world:
+        mpi = import_mpi()
+        check_world(mpi.COMM_WORLD.Get_size())
+        _world.append(Topology(mpi.COMM_WORLD))
+    return _world[0]

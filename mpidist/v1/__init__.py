@@ -1,0 +1,46 @@
+"""The names of ``tf.compat.v1.distribute``."""
+
+from mpidist import cluster_resolver
+from mpidist.core.context import (
+    experimental_set_strategy,
+    get_loss_reduction,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import RunOptions
+from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
+from mpidist.input import InputContext, InputReplicationMode
+from mpidist.strategies import ReplicaContext, StrategyExtended
+from mpidist.strategies.v1 import MirroredStrategyV1 as MirroredStrategy
+from mpidist.strategies.v1 import OneDeviceStrategyV1 as OneDeviceStrategy
+from mpidist.strategies.v1 import StrategyV1 as Strategy
+from mpidist.v1 import experimental
+from mpidist.values import DistributedValues
+
+__all__ = [
+    "CrossDeviceOps",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputReplicationMode",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "cluster_resolver",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]

@@ -1,0 +1,16 @@
+"""What a strategy hands around: per-replica and mirrored values, variables, sparse slices."""
+
+from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.indexed_slices import IndexedSlices
+from mpidist.values.regroup import regroup, select_replica
+from mpidist.values.variable import Variable
+
+__all__ = [
+    "DistributedValues",
+    "IndexedSlices",
+    "Mirrored",
+    "PerReplica",
+    "Variable",
+    "regroup",
+    "select_replica",
+]

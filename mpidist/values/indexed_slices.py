@@ -1,0 +1,114 @@
+"""Sparse rows of a dense array, as the gradients of embeddings are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, to_array
+
+
+class IndexedSlices:
+    """Rows ``values[i]`` at positions ``indices[i]`` of a dense array (tf.IndexedSlices).
+
+    Positions may repeat; repeated rows mean their sum.
+
+    Args:
+        values: Array of shape (k, ...).
+        indices: Integer array of shape (k,).
+        dense_shape: Shape of the dense array, (rows, ...), where known.
+
+    Raises:
+        ValueError: Shapes that do not fit together.
+        TypeError: Indices that are not integers.
+
+    >>> IndexedSlices([[1.0], [2.0]], [0, 0], (2, 1)).to_dense()
+    array([[3.],
+           [0.]])
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+        self.values: Array = np.asarray(values) if isinstance(values, (list, tuple)) else to_array(values)
+        self.indices: Array = np.asarray(indices) if isinstance(indices, (list, tuple)) else to_array(indices)
+        if self.indices.size == 0 and self.indices.dtype.kind == "f":
+            self.indices = self.indices.astype(np.int64)
+        self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
+        if self.indices.dtype.kind not in "iu":
+            raise TypeError(f"indices have dtype {self.indices.dtype}; expected integers")
+        if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
+            raise ValueError(
+                f"values of shape {self.values.shape} with indices of shape {self.indices.shape}; "
+                "expected values of shape (k, ...) and indices of shape (k,)"
+            )
+        if self.dense_shape is not None and self.dense_shape[1:] != self.values.shape[1:]:
+            raise ValueError(
+                f"values of shape {self.values.shape} do not fit dense_shape {self.dense_shape}; "
+                f"expected rows of shape {self.dense_shape[1:]}"
+            )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The dense shape, None where unknown."""
+        return self.dense_shape
+
+    def to_dense(self) -> Array:
+        """Return the dense array; repeated rows are added.
+
+        Raises:
+            ValueError: ``dense_shape`` is unknown, or an index lies outside it.
+        """
+        if self.dense_shape is None:
+            raise ValueError("dense_shape is unknown; give it: IndexedSlices(values, indices, dense_shape)")
+        dense = np.zeros(self.dense_shape, self.dtype)
+        check_indices(self.indices, self.dense_shape[0])
+        np.add.at(dense, self.indices, self.values)
+        return dense
+
+    def coalesce(self) -> IndexedSlices:
+        """Return the same slices with each position once, in rising order.
+
+        >>> IndexedSlices([1.0, 2.0, 4.0], [3, 0, 3]).coalesce()
+        IndexedSlices(values=array([2., 5.]), indices=array([0, 3]), dense_shape=None)
+        """
+        indices, inverse = np.unique(self.indices, return_inverse=True)
+        values = np.zeros((len(indices), *self.values.shape[1:]), self.dtype)
+        np.add.at(values, inverse.reshape(-1), self.values)
+        return IndexedSlices(values, indices, self.dense_shape)
+
+    def __repr__(self) -> str:
+        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape})"
+
+
+def check_indices(indices: Array, rows: int) -> None:
+    """Raise ValueError unless all ``indices`` lie in [0, rows)."""
+    if indices.size and (indices.min() < 0 or indices.max() >= rows):
+        raise ValueError(f"indices from {indices.min()} to {indices.max()} for {rows} rows; expected 0 to {rows - 1}")
+
+
+def concatenate(slices: Sequence[IndexedSlices]) -> IndexedSlices:
+    """Return all rows of ``slices``, in order; their sum as sparse values.
+
+    Raises:
+        ValueError: Row shapes, dtypes or dense shapes differ.
+    """
+    first = slices[0]
+    for other in slices[1:]:
+        if (other.dtype, other.values.shape[1:], other.dense_shape) != (
+            first.dtype,
+            first.values.shape[1:],
+            first.dense_shape,
+        ):
+            raise ValueError(
+                f"IndexedSlices differ between replicas: rows {first.values.shape[1:]} {first.dtype} of "
+                f"{first.dense_shape} against {other.values.shape[1:]} {other.dtype} of {other.dense_shape}"
+            )
+    return IndexedSlices(
+        np.concatenate([s.values for s in slices]), np.concatenate([s.indices for s in slices]), first.dense_shape
+    )

@@ -1,0 +1,81 @@
+"""From one structure per replica to one structure of distributed values, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpidist.arrays.convert import is_array_like
+from mpidist.core import nest
+from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.indexed_slices import IndexedSlices
+from mpidist.values.variable import Component, Variable
+
+
+def regroup(values: Sequence[Any], replica_ids: Sequence[int] | None = None, always_wrap: bool = False) -> Any:
+    """Return one structure whose leaves hold the corresponding leaves of ``values``.
+
+    A leaf that is one and the same object on every replica (None, a string, a variable, any object that is
+    neither number nor array) comes out unwrapped; so do the components of one variable, as the variable.
+    Numbers and arrays are always wrapped when there are several replicas, also when they are equal or
+    identical: the same replicas laid out over several ranks could not know, and must give the same numbers.
+
+    Args:
+        values: A structure per local replica.
+        replica_ids: Their global ids.
+        always_wrap: Wrap every leaf in a PerReplica, also that of a lone replica.
+
+    Raises:
+        ValueError: The structures differ.
+
+    >>> regroup([{"loss": 1.0, "name": "a"}, {"loss": 2.0, "name": "a"}])
+    {'loss': PerReplica:{0: 1.0, 1: 2.0}, 'name': 'a'}
+    """
+    if len(values) == 1 and not always_wrap:
+        return values[0]
+
+    def group(*leaves: Any) -> Any:
+        if not always_wrap:
+            first = leaves[0]
+            if isinstance(first, Component) and all(
+                isinstance(leaf, Component) and leaf.container is first.container for leaf in leaves
+            ):
+                return first.container
+            if all(leaf is first for leaf in leaves) and _is_collapsible(first):
+                return first
+            if isinstance(first, str) and all(leaf == first for leaf in leaves):
+                return first
+        return PerReplica(leaves, replica_ids)
+
+    return nest.map_structure(group, *values)
+
+
+def _is_collapsible(leaf: object) -> bool:
+    return isinstance(leaf, (Variable, str)) or not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
+
+
+def select_replica(local_id: int, structure: Any) -> Any:
+    """Return ``structure`` with every distributed value replaced by its component for a local replica.
+
+    Variables stay as they are: they resolve by context.
+
+    >>> select_replica(1, {"x": PerReplica((1, 2)), "y": 5})
+    {'x': 2, 'y': 5}
+    """
+
+    def select(leaf: Any) -> Any:
+        return leaf.values[local_id] if isinstance(leaf, DistributedValues) else leaf
+
+    return nest.map_structure(select, structure)
+
+
+def select_replica_mirrored(local_id: int, structure: Any) -> Any:
+    """As :func:`select_replica`, for structures in which nothing may differ between replicas.
+
+    Raises:
+        TypeError: A leaf is a PerReplica.
+    """
+    for path, leaf in nest.flatten_with_path(structure):
+        if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+            raise TypeError(f"expected a value that is equal on all replicas, and was given {leaf!r}{path}")
+    return select_replica(local_id, structure)

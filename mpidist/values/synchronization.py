@@ -1,0 +1,204 @@
+"""The rules by which the copies of a variable are kept together: synchronization x aggregation x context.
+
+Writing (n replicas, n > 1):
+
+| synchronization, aggregation | in replica context | in cross-replica context |
+|---|---|---|
+| ON_WRITE, NONE | ValueError | the value goes to every copy |
+| ON_WRITE, SUM | sum of the replicas' values, to every copy | the value goes to every copy |
+| ON_WRITE, MEAN | mean of the replicas' values, to every copy | the value goes to every copy |
+| ON_WRITE, ONLY_FIRST_REPLICA | value of replica 0, to every copy | the value goes to every copy |
+| ON_READ, SUM | this replica's copy only | assign: value / n to every copy; assign_add, assign_sub: ValueError |
+| ON_READ, others | this replica's copy only | the value goes to every copy |
+
+Reading: in replica context this replica's copy. In cross-replica context ON_WRITE reads the first local copy,
+ON_READ the sum, the mean, or replica 0's copy; ON_READ with NONE is a ValueError. In an update context both
+reading and writing address the copy that is being updated.
+
+A number or array that every replica assigns counts once per replica, whatever it is and however the replicas
+are laid out over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.indexed_slices import IndexedSlices
+
+if TYPE_CHECKING:
+    from mpidist.values.scatter import ScatterOp
+    from mpidist.values.variable import Variable
+
+Assignment = Callable[[Array, Array], None]
+
+
+def ASSIGN(array: Array, value: Array) -> None:  # noqa: N802 - a constant that happens to be a function
+    """Set ``array`` to ``value``."""
+    np.copyto(array, value)
+
+
+def ASSIGN_ADD(array: Array, value: Array) -> None:  # noqa: N802
+    """Add ``value`` to ``array``."""
+    np.add(array, value, out=array)
+
+
+def ASSIGN_SUB(array: Array, value: Array) -> None:  # noqa: N802
+    """Subtract ``value`` from ``array``."""
+    np.subtract(array, value, out=array)
+
+
+class Policy(Protocol):
+    """One row of the table."""
+
+    def read(self, variable: Variable) -> Array:
+        """Read in cross-replica context."""
+
+    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        """Write in replica context."""
+
+    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        """Write in cross-replica context."""
+
+    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        """Raise NotImplementedError where ``how`` has no meaning."""
+
+    def scatter_in_replica(
+        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
+    ) -> None:
+        """Scatter in replica context."""
+
+
+def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
+    if isinstance(value, DistributedValues) and not isinstance(value, Mirrored) and len(value.values) > 1:
+        raise ValueError(
+            f"a {type(value).__name__} was assigned to variable {variable.name!r} in cross-replica context; expected "
+            "one value: reduce it first with strategy.reduce(...), or assign inside strategy.run()"
+        )
+    for i, component in enumerate(variable.values):
+        if isinstance(value, DistributedValues):
+            part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
+        else:
+            part = value
+        component._assign(how, part)
+
+
+def _first_replica(strategy: StrategyLike, value: Any) -> Any:
+    """Return the value of replica 0 on every rank (collective)."""
+    mine = value.values[0] if isinstance(value, DistributedValues) else value
+    return strategy.extended._broadcast_from_first(mine)
+
+
+class _OnWrite:
+    """Copies are equal at all times."""
+
+    def read(self, variable: Variable) -> Array:
+        return variable.values[0]._read()
+
+    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        self._require_aggregation(variable)
+
+        def merged(strategy: StrategyLike, values: Any) -> None:
+            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
+                combined = _first_replica(strategy, values)
+            else:
+                op = ReduceOp.from_variable_aggregation(variable.aggregation)
+                combined = strategy.extended.reduce_to(op, values, variable)
+            _write_all(variable, how, combined)
+
+        context.merge_call(merged, (value,))
+
+    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        _write_all(variable, how, value)
+
+    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            raise NotImplementedError(
+                f"{how.name} on variable {variable.name!r} with aggregation {variable.aggregation.name}; "
+                "expected aggregation NONE or ONLY_FIRST_REPLICA"
+            )
+
+    def scatter_in_replica(
+        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
+    ) -> None:
+        self._require_aggregation(variable)
+        if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
+            op = ReduceOp.SUM
+            if context.replica_id_in_sync_group != 0:
+                slices = IndexedSlices(slices.values[:0], slices.indices[:0], slices.dense_shape)
+        else:
+            op = ReduceOp.from_variable_aggregation(variable.aggregation)
+
+        def merged(strategy: StrategyLike, values: Any) -> None:
+            combined = strategy.extended.reduce_to(op, values, variable)
+            for i, component in enumerate(variable.values):
+                part = combined.values[i] if isinstance(combined, DistributedValues) else combined
+                component._scatter(how, part)
+
+        context.merge_call(merged, (slices,))
+
+    def _require_aggregation(self, variable: Variable) -> None:
+        if variable.aggregation == VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {variable.name!r} was assigned inside strategy.run() and does not say how the values of "
+                "the replicas become one; create it with aggregation=mpidist.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA"
+            )
+
+
+class _OnRead:
+    """Every replica writes its own copy; copies are combined when they are read together."""
+
+    def read(self, variable: Variable) -> Array:
+        if variable.aggregation == VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {variable.name!r} is synchronized ON_READ with aggregation NONE, so its copies cannot be "
+                "read as one; create it with aggregation=mpidist.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA, or read it inside strategy.run()"
+            )
+        strategy = variable.distribute_strategy
+        copies = PerReplica([c._array for c in variable.values], strategy.extended.local_replica_ids)
+        with strategy.scope():
+            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
+                return np.asarray(_first_replica(strategy, copies))
+            op = ReduceOp.from_variable_aggregation(variable.aggregation)
+            return np.asarray(strategy.extended.reduce_to(op, copies, "cpu:0"))
+
+    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        variable.values[context.local_replica_id]._assign(how, value)
+
+    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        if variable.aggregation == VariableAggregation.SUM:
+            if how is not ASSIGN:
+                raise ValueError(
+                    f"assign_add or assign_sub in cross-replica context on variable {variable.name!r}, whose value is "
+                    "the sum of its copies: which copy should change? Call it inside strategy.run(), or use assign()"
+                )
+            share = np.asarray(value) / variable.distribute_strategy.num_replicas_in_sync
+            value = share.astype(variable.dtype)
+        _write_all(variable, how, value)
+
+    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        raise NotImplementedError(
+            f"{how.name} on variable {variable.name!r}, which is synchronized ON_READ; expected ON_WRITE"
+        )
+
+    def scatter_in_replica(
+        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
+    ) -> None:
+        self.check_scatter(variable, how)
+
+
+_ON_WRITE = _OnWrite()
+_ON_READ = _OnRead()
+
+
+def policy_for(synchronization: VariableSynchronization) -> Policy:
+    """Return the rules of a synchronization."""
+    return _ON_READ if synchronization == VariableSynchronization.ON_READ else _ON_WRITE

@@ -1,0 +1,1 @@
+"""Tests of mpidist; the folders mirror those of the package."""

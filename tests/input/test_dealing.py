@@ -1,0 +1,79 @@
+"""Rule A, by the examples and against a slow reference written from the text."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist.input import dealing
+
+quick = settings(max_examples=200)
+pytestmark = pytest.mark.one_rank
+
+
+def reference(batch, counts, assignment):
+    """Rows of every replica of every worker: cut into pieces of ceil(B/n), then hand out piece by piece."""
+    n, size, pieces = sum(counts), 0, []
+    while size * n < len(batch):
+        size += 1
+    rest = list(batch)
+    for _ in range(n):
+        pieces.append([rest.pop(0) for _ in range(min(size, len(rest)))])
+    hands = [[] for _ in counts]
+    if assignment == "tf":
+        turn = 0
+        for piece in pieces:
+            hands[turn].append(piece)
+            turn = (turn + 1) % len(counts)
+    else:
+        for worker, count in enumerate(counts):
+            for _ in range(count):
+                hands[worker].append(pieces.pop(0))
+    return hands
+
+
+def dealt(batch, counts, assignment):
+    return [
+        [batch[a:b] for a, b in dealing.local_rows(len(batch), counts, worker, assignment)]
+        for worker in range(len(counts))
+    ]
+
+
+@quick
+@given(st.integers(0, 70), st.integers(1, 5), st.integers(1, 4))
+def test_tf_assignment_agrees_with_the_reference(rows, num_workers, replicas):
+    counts = (replicas,) * num_workers
+    assert dealt(list(range(rows)), counts, "tf") == reference(range(rows), counts, "tf")
+
+
+@quick
+@given(st.integers(0, 70), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_block_assignment_agrees_with_the_reference_and_keeps_the_order(rows, counts):
+    hands = dealt(list(range(rows)), counts, "block")
+    assert hands == reference(range(rows), counts, "block")
+    assert [row for worker in hands for part in worker for row in part] == list(range(rows))
+
+
+@quick
+@given(st.integers(0, 70), st.integers(1, 5), st.integers(1, 4))
+def test_the_union_of_all_parts_is_the_batch(rows, num_workers, replicas):
+    hands = dealt(list(range(rows)), (replicas,) * num_workers, "tf")
+    assert sorted(row for worker in hands for part in worker for row in part) == list(range(rows))
+    assert all(len(worker) == replicas for worker in hands)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "sizes"),
+    [(4, 3, [2, 2, 0]), (5, 4, [2, 2, 1, 0]), (2, 2, [1, 1]), (1, 2, [1, 0]), (0, 2, [0, 0])],
+)
+def test_sizes_of_the_parts(rows, n, sizes):
+    assert [stop - start for start, stop in dealing.parts(rows, n)] == sizes
+
+
+def test_unequal_counts_are_dealt_in_blocks_only():
+    assert dealing.choose_assignment(None, (2, 1)) == "block"
+    assert dealing.choose_assignment("block", (2, 1)) == "block"
+    assert dealing.choose_assignment(None, (2, 2)) == "tf"
+    with pytest.raises(ValueError, match=r"\(2, 1\).*assignment='block'"):
+        dealing.choose_assignment("tf", (2, 1))
+    with pytest.raises(ValueError, match="'round'"):
+        dealing.choose_assignment("round", (1, 1))

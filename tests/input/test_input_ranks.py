@@ -1,0 +1,87 @@
+"""Input over the real Communicator, on however many ranks there are."""
+
+import numpy as np
+import pytest
+
+from mpidist.collectives import Communicator
+from mpidist.core.errors import MismatchError, PeerError
+from mpidist.input.dataset import Dataset
+from mpidist.input.distribute import distribute_dataset, distribute_from_function
+from mpidist.input.input_workers import InputWorkers
+from tests.input.test_dealing import reference
+from tests.input.worker_threads import steps_of
+
+
+@pytest.fixture
+def communicator():
+    with Communicator() as opened:
+        yield opened
+
+
+def workers_of(communicator, replicas=1):
+    size = communicator.size
+    return InputWorkers(size, communicator.rank, (replicas,) * size, communicator if size > 1 else None, True)
+
+
+def stream(count):
+    return Dataset.from_generator(lambda: iter(range(count)))
+
+
+@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rule_a(communicator, source, replicas):
+    workers = workers_of(communicator, replicas)
+    distributed = distribute_dataset(source(23).batch(5), workers, None)
+    batches = [list(range(23))[i : i + 5] for i in range(0, 23, 5)]
+    expected = [tuple(reference(b, workers.replica_counts, "tf")[workers.worker_id]) for b in batches]
+    assert steps_of(distributed) == expected
+    assert steps_of(distributed) == expected
+
+
+def test_unseeded_shuffle_is_a_partition(communicator):
+    dataset = Dataset.range(50).shuffle().batch(7)
+    distributed = distribute_dataset(dataset, workers_of(communicator), None)
+    for _ in range(2):
+        rows = [row for step in steps_of(distributed) for part in step for row in part]
+        everything = [row for rank in communicator.all_gather_object(rows) for row in rank]
+        assert sorted(everything) == list(range(50))
+
+
+@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
+def test_uneven_ranks_make_the_same_number_of_steps(communicator, source):
+    def dataset_fn(context):
+        return source(2 * context.input_pipeline_id + 1).batch(2)
+
+    steps = steps_of(distribute_from_function(dataset_fn, workers_of(communicator), None))
+    assert len(steps) == communicator.size
+    assert [row for (part,) in steps for row in part] == list(range(2 * communicator.rank + 1))
+
+
+def test_a_rank_without_elements_learns_what_they_look_like(communicator):
+    def dataset_fn(context):
+        last = context.input_pipeline_id == context.num_input_pipelines - 1
+        elements = [np.zeros(3, np.float16)] * (2 if last else 0)
+        return Dataset.from_generator(lambda: iter(elements)).batch(2)
+
+    (step,) = distribute_from_function(dataset_fn, workers_of(communicator), None)
+    last = communicator.rank == communicator.size - 1
+    assert (step.values[0].shape, step.values[0].dtype) == ((2 if last else 0, 3), np.float16)
+
+
+@pytest.mark.min_ranks(2)
+def test_different_datasets_are_refused_on_all_ranks(communicator):
+    dataset = Dataset.range(4 + communicator.rank).batch(2)
+    with pytest.raises(MismatchError, match=r"range\(0, 4\)"):
+        distribute_dataset(dataset, workers_of(communicator), None)
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_on_one_rank_reaches_all(communicator):
+    def read(x):
+        if communicator.rank == 1 and x >= 4:
+            raise OSError("the disk is gone")
+        return x
+
+    distributed = distribute_from_function(lambda _: stream(8).map(read).batch(2), workers_of(communicator), None)
+    with pytest.raises(OSError if communicator.rank == 1 else PeerError):
+        steps_of(distributed)

@@ -1,0 +1,188 @@
+"""Sources as users have them, and that only the rows asked for are read."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+
+from mpidist.input.dataset import Dataset
+from mpidist.input.element_spec import ArraySpec
+
+pytestmark = pytest.mark.one_rank
+
+
+class Samples:
+    """A map-style dataset that remembers what it was asked for."""
+
+    def __init__(self, count):
+        self.count = count
+        self.asked = []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        assert type(index) is int
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        self.asked.append(index)
+        return {"x": np.full(3, index, np.float32), "y": index}
+
+
+def test_map_style_dataset_is_read_by_row_and_lazily():
+    samples = Samples(10)
+    dataset = Dataset.from_source(samples).shuffle(seed=1).skip(2).take(5).shard(2, 1).repeat(2).batch(3)
+    assert len(dataset) == 2
+    assert samples.asked == []
+    first = next(iter(dataset))
+    assert len(samples.asked) == 3
+    assert first["y"].tolist() == samples.asked
+    assert first["x"].dtype == np.float32
+    assert first["x"].shape == (3, 3)
+
+
+def test_map_before_batch_runs_only_for_the_rows_read():
+    called = []
+
+    def function(element):
+        called.append(int(element))
+        return element * 2
+
+    dataset = Dataset.range(100).map(function).shuffle(seed=0).skip(90).batch(4)
+    batch = next(iter(dataset))
+    assert batch.tolist() == [2 * x for x in called]
+    assert len(called) == 4
+
+
+def test_memory_mapped_array(tmp_path):
+    path = tmp_path / "data.bin"
+    np.arange(60, dtype=np.int32).reshape(20, 3).tofile(path)
+    mapped = np.memmap(path, np.int32, "r", shape=(20, 3))
+    for dataset in (Dataset.from_source(mapped), Dataset.from_tensor_slices(mapped)):
+        batches = list(dataset.batch(8))
+        assert [type(batch) for batch in batches] == [np.ndarray] * 3
+        assert np.array_equal(np.concatenate(batches), mapped)
+        shuffled = np.concatenate(list(dataset.shuffle(seed=1).batch(8)))
+        assert not np.array_equal(shuffled, mapped)
+        assert np.array_equal(shuffled[np.argsort(shuffled[:, 0])], mapped)
+
+
+def test_hdf5_is_read_by_slices(tmp_path):
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed; it is an optional source")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.arange(60).reshape(20, 3)
+        file["y"] = np.arange(20)
+        dataset = Dataset.from_tensor_slices((file["x"], file["y"]))
+        x, y = next(iter(dataset.batch(7)))
+        assert np.array_equal(x, np.arange(21).reshape(7, 3))
+        for x, y in dataset.shuffle(seed=2).repeat(2).batch(7):
+            assert np.array_equal(x[:, 0], 3 * y)
+        rows = np.sort(np.concatenate(list(Dataset.from_source(file["y"]).shuffle().batch(6))))
+        assert rows.tolist() == list(range(20))
+
+
+def test_lists_of_arrays_become_one_array_and_tuples_are_structure():
+    dataset = Dataset.from_tensor_slices(([np.zeros(2), np.ones(2)], {"a": [1, 2]}))
+    assert dataset.element_spec == (
+        ArraySpec((2,), np.dtype(float)),
+        {"a": ArraySpec((), np.dtype(np.int64))},
+    )
+    with pytest.raises(ValueError, match="one array"):
+        Dataset.from_tensor_slices([np.zeros(2), np.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ((np.zeros(3), np.zeros(4)), "3 at .*4 at"),
+        (5, "without axes"),
+        ({"a": np.float64(3.0)}, r"\['a'\]"),
+        ((), "no arrays"),
+    ],
+)
+def test_arrays_that_cannot_be_sliced(tensors, text):
+    with pytest.raises(ValueError, match=text):
+        Dataset.from_tensor_slices(tensors)
+
+
+def test_iterables_are_gone_through_anew():
+    class Numbers:
+        def __iter__(self):
+            return iter(range(4))
+
+    dataset = Dataset.from_source(Numbers()).batch(3)
+    assert dataset.cardinality() == -2
+    assert [batch.tolist() for batch in dataset] == [[0, 1, 2], [3]]
+    assert [batch.tolist() for batch in dataset] == [[0, 1, 2], [3]]
+
+
+def test_an_iterable_dataset_that_inherits_getitem_is_a_stream():
+    class IterableDataset:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            raise NotImplementedError
+
+    class Mine(IterableDataset):
+        def __iter__(self):
+            return iter((1, 2, 3))
+
+    assert [int(x) for x in Dataset.from_source(Mine())] == [1, 2, 3]
+
+
+class _Frame:
+    iloc = None
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise KeyError(index)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ({"x": [1]}, "from_tensor_slices"),
+        (UserDict(x=[1]), "from_tensor_slices"),
+        ("abc", "sequence"),
+        (_Frame(), "from_tensor_slices"),
+        (iter([1]), "only once"),
+        (5, "__getitem__"),
+    ],
+)
+def test_what_is_no_source(source, text):
+    with pytest.raises(TypeError, match=text):
+        Dataset.from_source(source)
+
+
+def test_a_dataset_is_its_own_source():
+    dataset = Dataset.range(3)
+    assert Dataset.from_source(dataset) is dataset
+
+
+def test_a_list_in_a_sample_is_one_array_and_map_can_make_it_a_structure():
+    samples = [[np.zeros(2), 1], [np.ones(2), 2]]
+    with pytest.raises(ValueError, match=r"dataset.map\(tuple\)"):
+        list(Dataset.from_source(samples).batch(2))
+    x, y = next(iter(Dataset.from_source(samples).map(tuple).batch(2)))
+    assert x.shape == (2, 2)
+    assert y.tolist() == [1, 2]
+
+
+@pytest.mark.torch
+def test_pytorch_datasets():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed; it is an optional source")
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
+    x, y = next(iter(Dataset.from_source(data).shuffle(seed=1).batch(4)))
+    assert isinstance(x, np.ndarray)
+    assert x[:, 0].tolist() == (2 * y).tolist()
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    assert [y.shape[0] for _, y in Dataset.from_generator(lambda: map(tuple, loader))] == [4, 2]
+
+    class Streamed(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(3))
+
+    assert [batch.tolist() for batch in Dataset.from_source(Streamed()).batch(2)] == [[0, 1], [2]]
