@@ -1,0 +1,215 @@
+"""Reductions of a Communicator against NumPy: every operation, dtype, kind of memory and algorithm."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist import Communicator
+from mpidist.collectives import mpi_types
+from mpidist.experimental import CommunicationOptions
+
+OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
+ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical"]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def value_of(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The array that a rank contributes: small whole numbers, so that every sum is exact."""
+    rng = np.random.default_rng([7, rank])
+    values = rng.integers(1, 5, shape)
+    if np.dtype(dtype).kind == "c":
+        return (values + 1j * rng.integers(1, 5, shape)).astype(dtype)
+    return values.astype(dtype)
+
+
+def expected(op: str, size: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    total = reduce(OPS[op], [value_of(r, shape, dtype).astype(np.result_type(dtype, "f4")) for r in range(size)])
+    return total / size if op == "MEAN" else total
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (40, 30)])
+@pytest.mark.parametrize("op", OPS)
+def test_every_operation(comm: Communicator, op: str, shape: tuple[int, ...]) -> None:
+    got = comm.all_reduce(op, value_of(comm.rank, shape, "f8"))
+    assert isinstance(got, np.ndarray)
+    assert got.shape == shape
+    np.testing.assert_allclose(got, expected(op, comm.size, shape, "f8"), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "c8", "c16"])
+@pytest.mark.parametrize("count", [4, 100])
+def test_every_dtype_keeps_its_kind(comm: Communicator, dtype: str, count: int) -> None:
+    got = comm.all_reduce("SUM", value_of(comm.rank, (count,), dtype))
+    assert got.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(got, expected("SUM", comm.size, (count,), dtype).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("f2"), BFLOAT16], ids=str)
+def test_halves_are_summed_in_float32(comm: Communicator, dtype: np.dtype) -> None:
+    # 1 + 2^-11 + 2^-11 ... would stay 1 if every partial sum were rounded to 16 bits.
+    mine = np.full(40, 1.0 if comm.rank == 0 else 2.0**-11, dtype)
+    total = np.float32(1.0) + (comm.size - 1) * np.float32(2.0**-11)
+    assert comm.all_reduce("SUM", mine).dtype == dtype
+    np.testing.assert_array_equal(comm.all_reduce("SUM", mine), np.full(40, total).astype(dtype))
+
+
+def test_the_mean_of_integers_is_float64(comm: Communicator) -> None:
+    got = comm.all_reduce("MEAN", np.full(20, 100 + comm.rank, "i1"))
+    assert got.dtype == np.float64
+    np.testing.assert_array_equal(got, 100 + (comm.size - 1) / 2)
+
+
+def test_large_integers_are_exact(comm: Communicator) -> None:
+    big = 2**60 + 1
+    assert int(comm.all_reduce("SUM", np.int64(big))) == big * comm.size
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 300])
+def test_a_list_travels_together(comm: Communicator, algorithm: str | None, bytes_per_pack: int) -> None:
+    shapes = [(3, 4), (), (50,), (0,), (7, 1, 2)]
+    dtypes = ["f8", "f4", "f8", "i4", "f2"]
+    values = [value_of(comm.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    options = CommunicationOptions(bytes_per_pack=bytes_per_pack, algorithm=algorithm)
+    got = comm.all_reduce("SUM", values, options=options)
+    assert isinstance(got, list)
+    for result, shape, dtype in zip(got, shapes, dtypes, strict=True):
+        assert result.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(result, expected("SUM", comm.size, shape, dtype).astype(dtype))
+
+
+@settings(max_examples=15)
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 40)), max_size=5),
+    op=st.sampled_from(["SUM", "MEAN", "MAX"]),
+    algorithm=st.sampled_from(ALGORITHMS),
+    bytes_per_pack=st.sampled_from([0, 8, 200]),
+    limit=st.sampled_from([3, 50, 2**31 - 1]),
+)
+def test_any_plan(shapes: Any, op: str, algorithm: str | None, bytes_per_pack: int, limit: int) -> None:
+    with Communicator() as comm, pytest.MonkeyPatch.context() as patch:
+        # A count that MPI can hold is cut at this limit as it is at 2^31.
+        patch.setattr(mpi_types, "MAX_COUNT", limit)
+        options = CommunicationOptions(bytes_per_pack=bytes_per_pack, algorithm=algorithm)
+        got = comm.all_reduce(op, [value_of(comm.rank, s, "f8") for s in shapes], options=options)
+        for result, shape in zip(got, shapes, strict=True):
+            np.testing.assert_allclose(result, expected(op, comm.size, shape, "f8"), rtol=1e-14)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("count", [3, 1000])
+def test_all_ranks_hold_the_same_bits(comm: Communicator, algorithm: str | None, count: int) -> None:
+    mine = np.random.default_rng(comm.rank).standard_normal(count)
+    got = comm.all_reduce("MEAN", mine, options=CommunicationOptions(algorithm=algorithm))
+    assert len(set(comm.all_gather_object(got.tobytes()))) == 1
+
+
+def test_memory_of_any_layout(comm: Communicator) -> None:
+    base = value_of(comm.rank, (20, 30), "f8")
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    total = expected("SUM", comm.size, (20, 30), "f8")
+    for array, result in [(base.T, total.T), (base[::2, ::3], total[::2, ::3]), (read_only, total)]:
+        np.testing.assert_array_equal(comm.all_reduce("SUM", array), result)
+
+
+def test_the_input_is_never_touched_and_the_result_is_the_callers_own(comm: Communicator) -> None:
+    mine = value_of(comm.rank, (50,), "f8")
+    before = mine.copy()
+    first = comm.all_reduce("SUM", mine)
+    first += 1
+    second = comm.all_reduce("SUM", mine)
+    np.testing.assert_array_equal(mine, before)
+    np.testing.assert_array_equal(second, first - 1)
+    assert not np.shares_memory(first, mine)
+
+
+@pytest.mark.parametrize("count", [4, 500])
+def test_out_receives_the_result(comm: Communicator, count: int) -> None:
+    out = [np.empty(count), np.empty((count, 2), "f4")]
+    values = [value_of(comm.rank, (count,), "f8"), value_of(comm.rank, (count, 2), "f4")]
+    got = comm.all_reduce("SUM", values, out=out)
+    for result, target, value in zip(got, out, values, strict=True):
+        assert result is target
+        np.testing.assert_array_equal(target, expected("SUM", comm.size, value.shape, value.dtype))
+
+
+def test_out_may_be_the_input(comm: Communicator) -> None:
+    mine = value_of(comm.rank, (300,), "f8")
+    comm.all_reduce("SUM", mine, out=mine)
+    np.testing.assert_array_equal(mine, expected("SUM", comm.size, (300,), "f8"))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [(np.empty(3), r"float64\(3,\).*expected float64\(4,\)"), (np.empty(4, "f4"), "float32")],
+)
+def test_an_out_that_does_not_fit(comm: Communicator, out: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        comm.all_reduce("SUM", np.ones(4), out=out)
+
+
+def test_numbers_come_back_as_numpy_scalars(comm: Communicator) -> None:
+    assert type(comm.all_reduce("SUM", 1.5)) is np.float64
+    assert type(comm.all_reduce("SUM", 2)) is np.int64
+    assert type(comm.all_reduce("MAX", np.float32(2))) is np.float32
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.ones(3, bool), "bool.*cast"),
+        (True, "bool.*cast"),
+        (np.ones(3, ">f4"), "byte order.*astype"),
+        (np.array([object()]), "byte order|Python objects|object"),
+        (np.zeros(2, [("a", "f4")]), "dtype"),
+        ("text", "str.*expected a number"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_cannot_be_reduced(comm: Communicator, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        comm.all_reduce("SUM", value)
+
+
+def test_complex_numbers_have_no_maximum(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match="no order"):
+        comm.all_reduce("MAX", 1j)
+
+
+@pytest.mark.parametrize(("op", "error"), [("mode", ValueError), (3, TypeError), (None, TypeError)])
+def test_unknown_operations(comm: Communicator, op: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="SUM|ReduceOp"):
+        comm.all_reduce(op, 1.0)
+
+
+def test_an_unknown_algorithm_is_refused_before_any_message(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="'magic'.*hierarchical.*mpi"):
+        comm.all_reduce("SUM", 1.0, options=CommunicationOptions(algorithm="magic"))
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_reduce_to_one_rank(comm: Communicator, root: int) -> None:
+    root %= comm.size
+    got = comm.reduce("MEAN", value_of(comm.rank, (4, 5), "f8"), root=root)
+    if comm.rank == root:
+        np.testing.assert_allclose(got, expected("MEAN", comm.size, (4, 5), "f8"), rtol=1e-15)
+    else:
+        assert got is None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 12])
+@pytest.mark.parametrize("limit", [2, 2**31 - 1])
+def test_reduce_scatter_deals_rows(comm: Communicator, monkeypatch: Any, rows: int, limit: int) -> None:
+    monkeypatch.setattr(mpi_types, "MAX_COUNT", limit)
+    got = comm.reduce_scatter("MEAN", value_of(comm.rank, (rows, 3), "f4"))
+    whole = expected("MEAN", comm.size, (rows, 3), "f4").astype("f4")
+    np.testing.assert_allclose(got, np.array_split(whole, comm.size)[comm.rank], rtol=1e-6)
+    assert got.dtype == np.float32

@@ -1,0 +1,133 @@
+"""Ranks that do different things: the same error everywhere, and the communicator goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError
+from mpidist.experimental import CommunicationOptions
+from tests.support.mpirun import run, run_script
+
+pytestmark = pytest.mark.min_ranks(2)
+
+Call = Callable[[Communicator], Any]
+
+PAIRS: dict[str, tuple[Call, Call]] = {
+    "shape": (lambda c: c.all_reduce("SUM", np.ones(3)), lambda c: c.all_reduce("SUM", np.ones(4))),
+    "large shape": (lambda c: c.all_reduce("SUM", np.ones(30)), lambda c: c.all_reduce("SUM", np.ones(400))),
+    "rank": (lambda c: c.all_reduce("SUM", np.ones((2, 2))), lambda c: c.all_reduce("SUM", np.ones(4))),
+    "dtype": (lambda c: c.all_reduce("SUM", np.ones(3)), lambda c: c.all_reduce("SUM", np.ones(3, "f4"))),
+    "int and float": (lambda c: c.all_reduce("SUM", 1), lambda c: c.all_reduce("SUM", 1.0)),
+    "op": (lambda c: c.all_reduce("SUM", 1.0), lambda c: c.all_reduce("MEAN", 1.0)),
+    "count": (lambda c: c.all_reduce("SUM", [1.0, 2.0]), lambda c: c.all_reduce("SUM", [1.0])),
+    "method": (lambda c: c.all_reduce("SUM", np.ones(3)), lambda c: c.broadcast(np.ones(3))),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_gather(np.ones(3))),
+    "axis": (lambda c: c.all_gather(np.ones((2, 2)), 0), lambda c: c.all_gather(np.ones((2, 2)), 1)),
+    "other dimension": (lambda c: c.all_gather(np.ones((2, 2))), lambda c: c.all_gather(np.ones((2, 3)))),
+    "root": (lambda c: c.broadcast(1.0, 0), lambda c: c.broadcast(1.0, 1)),
+    "packing": (
+        lambda c: c.all_reduce("SUM", np.ones(99), options=CommunicationOptions(bytes_per_pack=8)),
+        lambda c: c.all_reduce("SUM", np.ones(99)),
+    ),
+    "algorithm": (
+        lambda c: c.all_reduce("SUM", np.ones(99), options=CommunicationOptions(algorithm="hierarchical")),
+        lambda c: c.all_reduce("SUM", np.ones(99)),
+    ),
+    "objects": (lambda c: c.all_gather_object(1), lambda c: c.broadcast_object(1)),
+    "split": (lambda c: c.split(0), lambda c: c.empty(3)),
+}
+
+
+@pytest.mark.parametrize("odd_rank", [0, -1])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_every_rank_gets_the_same_error(comm: Communicator, kind: str, odd_rank: int) -> None:
+    usual, odd = PAIRS[kind]
+    with pytest.raises(MismatchError) as caught:
+        (odd if comm.rank == odd_rank % comm.size else usual)(comm)
+    message = str(caught.value)
+    assert message.count("test_mismatch.py") == 2, message
+    assert len(set(caught.value.plans.values())) == 2
+    assert len(set(comm.all_gather_object(message))) == 1
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.min_ranks(3)
+def test_three_different_calls(comm: Communicator) -> None:
+    with pytest.raises(MismatchError):
+        comm.all_reduce("SUM", np.ones(comm.rank))
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def test_an_error_of_one_rank_reaches_the_others(comm: Communicator) -> None:
+    def work() -> None:
+        with comm.shared_errors("reading a file"):
+            if comm.rank == 1:
+                raise KeyError("lost")
+        comm.all_reduce("SUM", np.ones(4))
+
+    if comm.rank == 1:
+        with pytest.raises(KeyError, match="lost"):
+            work()
+    else:
+        with pytest.raises(PeerError, match=r"all_reduce SUM.*rank 1 raised KeyError: 'lost'.*test_mismatch.py"):
+            work()
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def test_an_error_of_all_ranks_stays_their_own(comm: Communicator) -> None:
+    with pytest.raises(KeyError, match="lost"), comm.shared_errors("reading a file"):
+        raise KeyError("lost")
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def late_rank() -> str:
+    """Rank 0 gives up on a rank that comes too late; the job still ends in order."""
+    import time
+
+    comm = Communicator()
+    if comm.rank == 1:
+        time.sleep(1.0)
+        comm.all_reduce("SUM", np.ones(5))
+        return "late"
+    try:
+        comm.all_reduce("SUM", np.ones(5), options=CommunicationOptions(timeout_seconds=0.3))
+    except CollectiveTimeoutError as error:
+        assert error.rank == 0
+        assert error.waited_seconds >= 0.3
+        assert "all_reduce SUM of float64(5,)" in error.operation
+        try:
+            comm.barrier()
+        except RuntimeError as after:
+            return str(after)
+    return "no error"
+
+
+@pytest.mark.one_rank
+@pytest.mark.min_ranks(1)
+def test_a_deadline_ends_the_wait_and_the_communicator() -> None:
+    gave_up, late = run(late_rank, 2)
+    assert "can no longer be used" in gave_up
+    assert "did not finish within its deadline" in gave_up
+    assert late == "late"
+
+
+LATE = """
+import time, numpy, mpidist
+comm = mpidist.Communicator()
+if comm.rank == 1:
+    time.sleep(1.0)
+comm.all_reduce("SUM", numpy.ones(5))
+comm.close()
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.min_ranks(1)
+def test_a_long_wait_says_so() -> None:
+    job = run_script(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.3"})
+    assert "rank 0 of 2 has waited 0 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
+    assert job.returncode == 0

@@ -1,0 +1,110 @@
+"""All-gather, broadcast, barrier, objects, split and the life of a Communicator."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpidist import Communicator
+from mpidist.collectives import mpi_types
+from mpidist.collectives.communicator import open_communicators
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("limit", [7, 2**31 - 1])
+@pytest.mark.parametrize("dtype", ["f8", "i2", "?", "c8", ml_dtypes.bfloat16])
+def test_all_gather_of_uneven_lengths(comm: Communicator, monkeypatch: Any, axis: int, limit: int, dtype: Any) -> None:
+    monkeypatch.setattr(mpi_types, "MAX_COUNT", limit)
+
+    def part(rank: int) -> np.ndarray:
+        shape = (rank, 3) if axis == 0 else (3, rank)
+        return (np.arange(3 * rank).reshape(shape) % 2 + rank).astype(dtype)
+
+    got = comm.all_gather(part(comm.rank), axis=axis)
+    np.testing.assert_array_equal(got, np.concatenate([part(r) for r in range(comm.size)], axis))
+    assert got.dtype == np.dtype(dtype)
+
+
+def test_all_gather_of_a_list(comm: Communicator) -> None:
+    a, b = comm.all_gather([np.full(1, comm.rank), np.full((2, 1), comm.rank, "f4")])
+    assert a.tolist() == list(range(comm.size))
+    assert b.shape == (2 * comm.size, 1)
+
+
+@pytest.mark.parametrize(("value", "axis", "message"), [(1.0, 0, "scalar"), (np.ones(3), 1, "axis 1.*rank 1.*-1 to 0")])
+def test_all_gather_refuses(comm: Communicator, value: Any, axis: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        comm.all_gather(value, axis=axis)
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_broadcast_gives_new_arrays(comm: Communicator, monkeypatch: Any, root: int) -> None:
+    monkeypatch.setattr(mpi_types, "MAX_COUNT", 10)
+    root %= comm.size
+    mine = np.full((3, 4), comm.rank, "f4").T
+    number, array = comm.broadcast([comm.rank, mine], root=root)
+    assert number == root
+    np.testing.assert_array_equal(array, np.full((4, 3), root))
+    assert not np.shares_memory(array, mine)
+    assert (mine == comm.rank).all()
+
+
+def test_a_root_out_of_range(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match=f"root is {comm.size}; expected"):
+        comm.broadcast(1.0, root=comm.size)
+
+
+def test_objects(comm: Communicator) -> None:
+    assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+    assert comm.broadcast_object("x" * 1000 * comm.rank, root=comm.size - 1) == "x" * 1000 * (comm.size - 1)
+    comm.barrier()
+
+
+def test_split_into_groups(comm: Communicator) -> None:
+    group = comm.split(comm.rank % 2, key=-comm.rank)
+    assert group is not None
+    with group:
+        members = [r for r in range(comm.size) if r % 2 == comm.rank % 2][::-1]
+        assert group.all_gather_object(comm.rank) == members
+    nobody = comm.split(None)
+    assert nobody is None
+
+
+def test_empty_makes_arrays(comm: Communicator) -> None:
+    array = comm.empty((3, 2), "i4")
+    assert (array.shape, array.dtype) == ((3, 2), np.dtype("i4"))
+
+
+def test_close_twice_and_use_after_close() -> None:
+    comm = Communicator()
+    assert comm in open_communicators()
+    comm.close()
+    comm.close()
+    assert comm not in open_communicators()
+    with pytest.raises(RuntimeError, match=r"can no longer be used: it has been closed"):
+        comm.barrier()
+    assert "closed" in repr(comm)
+
+
+def test_close_finishes_what_is_on_its_way() -> None:
+    comm = Communicator()
+    work = comm.all_reduce_async("SUM", np.ones(100))
+    comm.close()
+    np.testing.assert_array_equal(work.wait(), comm.size)
+
+
+def test_a_communicator_cannot_be_copied(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy.deepcopy(comm)
+
+
+def test_two_communicators_do_not_mix(comm: Communicator) -> None:
+    with Communicator() as other:
+        first = comm.all_reduce_async("SUM", np.ones(50))
+        second = other.all_reduce_async("SUM", np.full(50, 2.0))
+        np.testing.assert_array_equal(second.wait(), 2 * comm.size)
+        np.testing.assert_array_equal(first.wait(), comm.size)

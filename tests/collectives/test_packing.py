@@ -1,0 +1,71 @@
+"""The packing rule, and flat buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidist.collectives.mpi_types import chunks
+from mpidist.collectives.packing import Pack, group_by_size
+from mpidist.collectives.plan import signature_text
+
+F4, F8 = np.dtype("f4"), np.dtype("f8")
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_pack", "packs"),
+    [
+        (0, [[0, 1, 2, 3]]),
+        (15, [[0], [1], [2], [3]]),
+        (16, [[0, 1], [2, 3]]),
+        (20, [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_pack_closes_once_it_exceeds_the_size(bytes_per_pack: int, packs: list[list[int]]) -> None:
+    assert group_by_size([16, 16, 16, 16], bytes_per_pack) == packs
+
+
+def test_no_arrays_make_no_pack() -> None:
+    assert group_by_size([], 0) == []
+    assert group_by_size([], 10) == []
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(0, 300))
+def test_packs_keep_the_order_and_are_larger_than_asked_for(sizes: list[int], bytes_per_pack: int) -> None:
+    packs = group_by_size(sizes, bytes_per_pack)
+    assert [i for pack in packs for i in pack] == list(range(len(sizes)))
+    for pack in packs[:-1]:
+        assert sum(sizes[i] for i in pack) > bytes_per_pack
+        assert sum(sizes[i] for i in pack[:-1]) <= bytes_per_pack
+
+
+def test_a_lone_array_is_its_own_buffer() -> None:
+    array = np.ones((2, 3))
+    assert np.shares_memory(Pack([0], [(2, 3)], F8, F8).fill([array]), array)
+
+
+def test_a_pack_casts_and_takes_any_memory_order() -> None:
+    arrays = [np.arange(6, dtype="f4").reshape(2, 3).T, np.zeros((0, 4), "f4"), np.float32(7)[()] * np.ones((), "f4")]
+    pack = Pack([2, 0, 1], [a.shape for a in arrays], F8, F4)
+    flat = pack.fill(arrays)
+    assert flat.dtype == F8
+    assert flat.tolist() == [7, 0, 3, 1, 4, 2, 5]
+    results: list[np.ndarray] = [flat] * 3
+    pack.unpack(flat, F4, results, None)
+    for array, result in zip(arrays, results, strict=True):
+        assert result.dtype == F4
+        np.testing.assert_array_equal(result, array)
+
+
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_chunks_cover_a_count(count: int, limit: int) -> None:
+    ranges = list(chunks(count, limit))
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(count))
+    assert all(0 < b - a <= limit for a, b in ranges)
+
+
+def test_a_signature_reads_like_its_arrays() -> None:
+    assert signature_text(()) == "nothing"
+    assert signature_text((((), F8), ((3,), F4), ((3,), F4))) == "float64(), 2 x float32(3,)"
