@@ -71,6 +71,7 @@ class Communicator:
     def __init__(self, comm: MPI.Intracomm | None = None, *, options: CommunicationOptions | None = None) -> None:
         check_communication_options(options)
         self._options = _DEFAULT_OPTIONS.merge(options)
+        _check_is_offered(self._options)
         self._timeout = self._options.timeout_seconds or settings.TIMEOUT.read()
         self._warn_after = settings.WARN_AFTER.read()
         base = world_topology().world if comm is None else comm
@@ -430,7 +431,7 @@ class Communicator:
         if plan is None:
             check_communication_options(options)
             merged = self._options.merge(options)
-            algorithms.check_name(merged.algorithm)
+            _check_is_offered(merged)
             plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
         return plan
 
@@ -550,6 +551,13 @@ class Communicator:
         if not 0 <= root < self.size:
             raise ValueError(f"root is {root}; expected a rank from 0 to {self.size - 1}")
         return root
+
+
+def _check_is_offered(options: CommunicationOptions) -> None:
+    algorithms.check_name(options.algorithm)
+    for name in ("wire_dtype", "error_feedback", "deterministic"):
+        if getattr(options, name):
+            raise NotImplementedError(f"{name}={getattr(options, name)!r} is not offered yet; leave it out")
 
 
 def _signature(arrays: Sequence[Array]) -> Signature:

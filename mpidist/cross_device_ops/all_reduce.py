@@ -41,18 +41,23 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.num_packs == 1
 
     def _between_ranks(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        arrays: list[Array],
+        divisor: int,
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Array]:
         if self.num_packs == 1:
-            return super()._between_ranks(op, arrays, divisor, options)
+            return super()._between_ranks(op, arrays, divisor, options, structure)
         each = _ONE_PACK_EACH if options is None else replace(options, bytes_per_pack=1)
         if self.num_packs == 0:
-            return super()._between_ranks(op, arrays, divisor, each)
+            return super()._between_ranks(op, arrays, divisor, each, structure)
         results: list[Array] = [arrays[0]] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             flat = np.concatenate([arrays[i].reshape(-1) for i in indices])
-            pieces = super()._between_ranks(op, split_flat(flat, self.num_packs), divisor, each)
+            pieces = super()._between_ranks(op, split_flat(flat, self.num_packs), divisor, each, structure)
             total = np.concatenate(pieces)
             start = 0
             for i in indices:
@@ -103,7 +108,12 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         return False
 
     def _between_ranks(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        arrays: list[Array],
+        divisor: int,
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Array]:
         if not self._has_warned:
             self._has_warned = True
@@ -112,4 +122,4 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
                 "Use CollectiveAllReduce or HierarchicalCopyAllReduce for arrays on the CPU",
                 stacklevel=2,
             )
-        return super()._between_ranks(op, arrays, divisor, options)
+        return super()._between_ranks(op, arrays, divisor, options, structure)

@@ -135,11 +135,16 @@ class CrossDeviceOps:
         return _place(tensor, destination_devices(destinations))
 
     def _between_ranks(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        arrays: list[Array],
+        divisor: int,
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Array]:
         """Combine this rank's results with those of the other ranks."""
         assert self._comm is not None
-        return self._comm.reduce_arrays(op, arrays, divisor, options=self.with_algorithm(options))
+        return self._comm.reduce_arrays(op, arrays, divisor, options=self.with_algorithm(options), note=structure)
 
     # For the strategies -------------------------------------------------------------------------------------
 
@@ -159,13 +164,18 @@ class CrossDeviceOps:
         pairs: Sequence[tuple[DistributedValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Any]:
-        """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart."""
+        """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
+
+        ``structure`` describes the nest that the values come from, which all ranks must agree on.
+        """
         results: list[Any] = [None] * len(pairs)
         sparse = [i for i, (v, _) in enumerate(pairs) if isinstance(v.values[0], IndexedSlices)]
         dense = [i for i in range(len(pairs)) if i not in set(sparse)]
         if dense:
-            for i, result in zip(dense, self._dense(op, [pairs[i] for i in dense], divisor, options), strict=True):
+            batch = self._dense(op, [pairs[i] for i in dense], divisor, options, structure)
+            for i, result in zip(dense, batch, strict=True):
                 results[i] = result
         for i in sparse:
             value, destinations = pairs[i]
@@ -179,13 +189,16 @@ class CrossDeviceOps:
         pairs: Sequence[tuple[DistributedValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
+        structure: str = "",
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. What the engine does not do alone is done at once."""
         if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
-            return FinishedWork(self.reduce_pairs(op, pairs, divisor, options))
+            return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
         reduced, dtypes = self._of_this_rank(op, pairs, options)
         assert self._comm is not None
-        work = self._comm.reduce_arrays_async(op, reduced, divisor, options=self.with_algorithm(options))
+        work = self._comm.reduce_arrays_async(
+            op, reduced, divisor, options=self.with_algorithm(options), note=structure
+        )
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
     def _dense(
@@ -194,10 +207,11 @@ class CrossDeviceOps:
         pairs: Sequence[tuple[DistributedValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
+        structure: str,
     ) -> list[Any]:
         totals, dtypes = self._of_this_rank(op, pairs, options)
         if self.crosses_ranks:
-            totals = self._between_ranks(op, totals, divisor, options)
+            totals = self._between_ranks(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
             totals = [np.asarray(total / divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)

@@ -65,11 +65,16 @@ class ReductionToOneDevice(CrossDeviceOps):
         return self.broadcast_implementation(total, destinations)
 
     def _between_ranks(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        arrays: list[Array],
+        divisor: int,
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Array]:
         if self.accumulation_fn is None or op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            return super()._between_ranks(op, arrays, divisor, options)
+            return super()._between_ranks(op, arrays, divisor, options, structure)
         assert self._comm is not None
-        stacks = self._comm.gather_arrays([array[np.newaxis] for array in arrays], 0, options=options)
+        stacks = self._comm.gather_arrays([array[np.newaxis] for array in arrays], 0, options=options, note=structure)
         totals = [np.asarray(self.accumulation_fn(list(stack))) for stack in stacks]
         return [np.asarray(t / divisor) for t in totals] if op is ReduceOp.MEAN else totals

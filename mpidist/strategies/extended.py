@@ -93,16 +93,24 @@ class StrategyExtended:
         results = iter(self._batch_reduce_to(op, flat, options) if flat else [])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Give every rank the first rank's ``tensor``, with a copy on each of ``destinations`` (collective).
+    def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
+        """Give every rank the ``tensor`` of rank ``root``, with a copy on each of ``destinations`` (collective).
 
         Python ints and floats are returned as they are, without communication, as in TensorFlow.
+
+        Args:
+            tensor: Array, or a nest of arrays, of equal shapes and dtypes on all ranks.
+            destinations: Variable, distributed value, array, ``"host"`` or a device string.
+            root: Rank among those of the strategy; the first by default. Extension.
+
+        Returns:
+            Mirrored where the destinations are several local devices, otherwise the bare value.
         """
         context.require_cross_replica(self._strategy, "broadcast_to()", "a replica holds its value already")
         if type(tensor) in (int, float):
             return tensor
         destination_devices(destinations)
-        return self._broadcast_to(tensor, destinations)
+        return self._broadcast_to(tensor, destinations, root)
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -297,7 +305,7 @@ class StrategyExtended:
     def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
         raise NotImplementedError
 
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
         raise NotImplementedError
 
     def _broadcast_from_first(self, value: Any) -> Any:

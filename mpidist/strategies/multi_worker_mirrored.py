@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.collectives import Communicator
+from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
@@ -61,12 +63,17 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "mpidist.cluster_resolver.MPIClusterResolver()"
             )
         local_devices = check_devices(devices)
+        options = communication_options or CommunicationOptions()
+        if options.implementation is CommunicationImplementation.NCCL:
+            warnings.warn(
+                f"implementation NCCL was asked for and the devices are {list(local_devices)}: arrays in host memory "
+                "go by MPI; leave implementation at AUTO",
+                stacklevel=2,
+            )
         resolver = cluster_resolver or MPIClusterResolver(communicator)
         with _training_ranks(resolver, communicator) as ranks:
-            comm = Communicator(ranks, options=communication_options) if ranks.Get_size() > 1 else None
-        super().__init__(
-            ReplicatedExtended(self, local_devices, comm, options=communication_options, cluster_resolver=resolver)
-        )
+            comm = Communicator(ranks, options=options) if ranks.Get_size() > 1 else None
+        super().__init__(ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver))
 
 
 @contextmanager

@@ -126,6 +126,7 @@ def _check_all_merge(threads: Sequence[ReplicaThread]) -> None:
 
 def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
     requests = [thread.merge_request for thread in threads]
+    works_for_call_site = threads[0].call_site  # noqa: F841 - read by core.callsite
     ids = [thread.context.replica_id_in_sync_group for thread in threads]
     fn = requests[0][0]  # type: ignore[index]
     with strategy.extended._shared_errors("the values of its replicas"):

@@ -191,14 +191,20 @@ class ReplicatedExtended(StrategyExtended):
             local = self._comm.gather_arrays(local, axis, note=structure)
         return [_restored(sample, array) for sample, array in zip(samples, local, strict=True)]
 
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        return self._ops.broadcast(self._broadcast_from_first(tensor), destinations)
+    def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
+        sent = self._broadcast_from(tensor, root)
+        return nest.map_structure(lambda leaf: self._ops.broadcast(leaf, destinations), sent)
 
     def _broadcast_from_first(self, value: Any) -> Any:
+        return self._broadcast_from(value, 0)
+
+    def _broadcast_from(self, value: Any, root: int) -> Any:
+        if not 0 <= root < len(self._replica_counts):
+            raise ValueError(f"root is {root}; expected a rank from 0 to {len(self._replica_counts) - 1}")
         if self._comm is None:
             return value
         leaves = nest.flatten(value)
-        arrays = self._comm.broadcast_arrays([to_array(leaf) for leaf in leaves], 0, note=nest.describe(value))
+        arrays = self._comm.broadcast_arrays([to_array(leaf) for leaf in leaves], root, note=nest.describe(value))
         return nest.pack_like(value, [_restored(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
 
     # In replica context ---------------------------------------------------------------------------------------
@@ -212,9 +218,10 @@ class ReplicatedExtended(StrategyExtended):
         if self._comm is None:
             return value if out is None else copy_into(out, value)
         leaves = nest.flatten(value)
-        if not self._ops.leaves_all_to_engine or any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            pairs = [(PerReplica((leaf,), self._ids), "host") for leaf in leaves]
-            reduced = nest.pack_like(value, self._ops.reduce_pairs(op, pairs, self._total, options))
+        takes_short_way = self._ops.leaves_all_to_engine and not self._wraps_lone_replica
+        if not takes_short_way or any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), self._ids), value)
+            reduced = select_replica(0, self._start_all_reduce(op, wrapped, options).wait())
             return reduced if out is None else copy_into(out, reduced)
         arrays = [to_array(leaf) for leaf in leaves]
         outs = None if out is None else _outputs(value, out)
@@ -244,7 +251,8 @@ class ReplicatedExtended(StrategyExtended):
         """Start reducing a nest of PerReplica values; the work gives a nest of results for the local devices."""
         destinations = Mirrored(self._devices, self._ids)
         pairs = [(leaf, destinations) for leaf in nest.flatten(value)]
-        work = self._ops.reduce_pairs_async(op, pairs, self._total, options)
+        structure = "" if isinstance(value, PerReplica) else nest.describe(value)
+        work = self._ops.reduce_pairs_async(op, pairs, self._total, options, structure)
         return PartOfWork(work, lambda results: nest.pack_like(value, results))
 
     def _replica_ctx_all_gather(

@@ -48,7 +48,9 @@ class SingleReplicaExtended(StrategyExtended):
             check_can_gather(leaf, axis, "gather()")
         return [_own_value(leaf) for leaf in leaves]
 
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
+        if root != 0:
+            raise ValueError(f"root is {root}; expected 0: this strategy has one rank")
         return tensor
 
     def _broadcast_from_first(self, value: Any) -> Any:

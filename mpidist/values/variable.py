@@ -373,12 +373,11 @@ class Variable(_Assignable, metaclass=_CreatedByStrategy):
         frame = current_frame()
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             return 0
+        if frame.strategy is not self._strategy:
+            return None
         if frame.update_replica_id is not None:
             return frame.update_replica_id
-        context = frame.replica_context
-        if context is not None and frame.strategy is self._strategy:
-            return context.local_replica_id
-        return None
+        return None if frame.replica_context is None else frame.replica_context.local_replica_id
 
     def _read(self) -> Array:
         local_id = self._local_id()

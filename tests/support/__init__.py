@@ -1,0 +1,1 @@
+"""Tools that several test folders share; nothing here is part of the package."""

@@ -1,0 +1,45 @@
+"""What a test must not leave behind: living threads and open communicators."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from mpidist.collectives.communicator import open_communicators
+
+# A thread that was told to stop may need a moment to do so.
+_STOPPING_SECONDS = 1.0
+# tqdm keeps one monitor thread for the life of the process.
+_KEPT = ("TMonitor",)
+
+
+class Inventory:
+    """The threads and communicators at one moment.
+
+    Communicators are compared by identity, so the inventory keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._communicators = list(open_communicators())
+
+    def leaked(self) -> list[str]:
+        """Return a line for each thread and communicator that came since and is still there."""
+        limit = time.monotonic() + _STOPPING_SECONDS
+        for thread in self._new_threads():
+            thread.join(max(0.0, limit - time.monotonic()))
+        lines = [f"thread {thread.name!r} is still alive" for thread in self._new_threads()]
+        before = {id(communicator) for communicator in self._communicators}
+        lines += [
+            f"{communicator!r} is still open; close() the strategy or communicator"
+            for communicator in open_communicators()
+            if id(communicator) not in before
+        ]
+        return lines
+
+    def _new_threads(self) -> list[threading.Thread]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self._threads and type(thread).__name__ not in _KEPT and thread.is_alive()
+        ]

