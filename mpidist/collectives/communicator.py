@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,14 +18,14 @@ from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.collectives import algorithms, gathering, objects
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to
-from mpidist.collectives.handshake import Handshake, plan_id
+from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
 from mpidist.collectives.plan import ReductionPlan, Signature, signature_text
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
-from mpidist.core.errors import CollectiveTimeoutError
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
@@ -388,7 +390,7 @@ class Communicator:
         except Exception as error:
             if self.size > 1 and self._unusable is None:
                 limit = min(self._timeout, _FAILURE_SECONDS)
-                steps = self._handshake.fail(error, user_call_site())
+                steps = self._handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", user_call_site())
                 text = f"telling the other ranks of {type(error).__name__} in {doing}"
                 try:
                     self._drive(steps, text, limit, None)
@@ -534,18 +536,24 @@ class Communicator:
     def _check_usable(self) -> None:
         if self._unusable is not None:
             raise RuntimeError(f"this Communicator can no longer be used: {self._unusable}")
+        if self._handshake.left:
+            raise PeerError(f"this Communicator can no longer be used: ranks {self._handshake.left} left the program")
 
-    def _finish_at_exit(self) -> None:
-        if self._given_up is None:
-            while self._queue:
-                self._finish_oldest()
-            return
-        steps, self._given_up = self._given_up, None
-        try:
-            drive(steps, lambda: Deadline(_EXIT_SECONDS, _EXIT_SECONDS, lambda _: "", _raise_timeout))
-        except TimeoutError:
-            print(f"mpidist: rank {self.rank} ends the job: {self._unusable}", file=sys.stderr, flush=True)
-            import_mpi().COMM_WORLD.Abort(1)
+    def _leave(self) -> Steps[None]:
+        """Finish what is on its way and tell the others that this rank's program has ended."""
+        if self._given_up is not None:
+            yield from _at_most(self._given_up, _EXIT_SECONDS, self._abort_job)
+        while self._queue:
+            if self._queue[0].step():
+                self._queue.popleft()
+            yield
+        if not self._handshake.left:
+            yield from self._handshake.signal(LEFT, "has left the program", "its end")
+
+    def _abort_job(self) -> None:
+        # MPI_Finalize would wait for ever for the collective that was given up.
+        print(f"mpidist: rank {self.rank} ends the job: {self._unusable}", file=sys.stderr, flush=True)
+        import_mpi().COMM_WORLD.Abort(1)
 
     def _check_root(self, root: int) -> int:
         if not 0 <= root < self.size:
@@ -603,20 +611,46 @@ def _check_out(plan: ReductionPlan, out: Sequence[Array] | None) -> None:
         raise ValueError("out is read-only; expected arrays that can be written")
 
 
-def _raise_timeout(waited: float) -> None:
-    raise TimeoutError(f"not done after {waited:.1f} s")
-
-
 def _raise_still_running(work: Work, timeout: float) -> None:
     raise TimeoutError(f"{work.text} is not done after {timeout} s; it goes on, and may be waited for again")
 
 
-@atexit.register
-def _finish_at_exit() -> None:
-    """Complete what is on its way before MPI_Finalize, which would wait for it in silence."""
-    mpi = import_mpi() if _open else None
-    if mpi is None or mpi.Is_finalized():
+def _at_most(steps: Steps[Any], seconds: float, otherwise: Callable[[], None]) -> Steps[None]:
+    give_up = time.monotonic() + seconds
+    try:
+        for _ in steps:
+            if time.monotonic() > give_up:
+                otherwise()
+            yield
+    except (MismatchError, PeerError):
+        # The caller had its CollectiveTimeoutError; all ranks have now taken part, which is what matters here.
         return
-    for communicator in reversed(open_communicators()):
-        communicator._finish_at_exit()
+
+
+def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
+    going = list(all_steps)
+    while going:
+        going = [steps for steps in going if next(steps, going) is not going]
+        yield
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell the other ranks that this program has ended, before MPI_Finalize waits for theirs in silence.
+
+    A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
+    How long the other programs still run is their own affair, so this wait has no deadline, only a report.
+    """
+    several = [c for c in _open if c.size > 1]
+    if several and not import_mpi().Is_finalized():
+        rank = several[0].rank
+        drive(
+            _together([c._leave() for c in several]),
+            lambda: Deadline(
+                math.inf,
+                several[0]._warn_after,
+                lambda _: f"mpidist: rank {rank} has ended its program, and waits for the other ranks to end theirs",
+                lambda _: None,
+            ),
+        )
     _open.clear()

@@ -21,6 +21,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.objects import gather_objects
 from mpidist.collectives.waiting import Steps
+from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.topology import import_mpi
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 INLINE_ELEMENTS = 15
 _ID_BITS = 40
-_FAILURE = "failed"
+# What a rank may have to tell instead of a plan.
+FAILED = "failed"
+LEFT = "left"
 
 
 def plan_id(text: str) -> int:
@@ -56,6 +59,8 @@ class Handshake:
         self._receive = [self._sums, self._sums.size, mpi.DOUBLE]
         self.payload: Array = self._mine[1:]
         self.totals: Array = self._sums[1:]
+        # Ranks that have ended their program: nothing can be exchanged any more.
+        self.left: list[int] = []
 
     def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
         """Meet the other ranks; ``self.payload`` is summed into ``self.totals`` on the way (collective).
@@ -77,28 +82,33 @@ class Handshake:
         if self._sums[0] != identity * self._size:
             yield from self._compare(text, call_site)
 
-    def fail(self, error: BaseException, call_site: str) -> Steps[None]:
-        """Take part with an error of this rank instead of a plan; the others raise PeerError (collective)."""
+    def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
+        """Take part with news of this rank instead of a plan; ranks that have a plan raise PeerError (collective).
+
+        Args:
+            kind: ``FAILED`` or ``LEFT``.
+            text: The news, as in "rank 3 ...".
+            call_site: Line of the user's program.
+        """
         self.payload[:] = 0
-        self._mine[0] = identity = plan_id(_FAILURE) & self._mask
+        self._mine[0] = identity = plan_id(kind) & self._mask
         request = self._comm.Iallreduce(self._send, self._receive)
         while not request.Test():
             yield
         if self._sums[0] != identity * self._size:
-            yield from gather_objects(self._comm, (_FAILURE, f"{type(error).__name__}: {error}", call_site))
+            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
+            self._note_left(everyone)
+
+    def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
+        self.left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == LEFT]
 
     def _compare(self, text: str, call_site: str | None) -> Steps[None]:
-        from mpidist.core.callsite import user_call_site
-
         mine = ("plan", text, call_site or user_call_site())
         everyone = yield from gather_objects(self._comm, mine)
-        failures = [
-            f"rank {rank} raised {text} (at {site})"
-            for rank, (kind, text, site) in enumerate(everyone)
-            if kind == _FAILURE
-        ]
-        if failures:
-            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when " + "; ".join(failures))
+        self._note_left(everyone)
+        news = [f"rank {rank} {text} (at {site})" for rank, (kind, text, site) in enumerate(everyone) if kind != "plan"]
+        if news:
+            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when " + "; ".join(news))
         raise MismatchError(_mismatch_message(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
 
 

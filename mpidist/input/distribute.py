@@ -49,7 +49,7 @@ def distribute_dataset(
     [PerReplica:{0: array([0, 1]), 1: array([2])}]
     """
     _require_dataset(dataset)
-    if _replication_mode(options) is InputReplicationMode.PER_REPLICA:
+    if replication_mode(options) is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
             "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
@@ -76,8 +76,7 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """Give each rank's replicas the batches of the dataset that the rank builds for itself.
 
-    Collective: call it on every rank, in the same order. Nothing is cut or divided: the next batches go to
-        the
+    Collective: call it on every rank, in the same order. Nothing is cut or divided: the next batches go to the
     local replicas in turn (distribute_datasets_from_function). Ranks may have different amounts of data.
 
     Args:
@@ -102,12 +101,9 @@ def distribute_from_function(
             "takes an InputContext and returns a Dataset; a Dataset itself goes to "
             "experimental_distribute_dataset()"
         )
-    per_replica = _replication_mode(options) is InputReplicationMode.PER_REPLICA
+    per_replica = replication_mode(options) is InputReplicationMode.PER_REPLICA
     if per_replica and not per_replica_allowed:
-        raise NotImplementedError(
-            f"InputReplicationMode.PER_REPLICA is not offered by {type(strategy).__name__}, only by "
-            "MirroredStrategy; use InputReplicationMode.PER_WORKER"
-        )
+        raise per_replica_refused(strategy)
     replicas = workers.num_replicas_in_sync
     batches: LocalBatches
     with workers.shared_errors("dataset_fn"):
@@ -153,7 +149,16 @@ def _require_dataset(dataset: object) -> None:
         )
 
 
-def _replication_mode(options: InputOptions | None) -> InputReplicationMode:
+def per_replica_refused(strategy: StrategyLike) -> NotImplementedError:
+    """Return the error of a strategy that takes no PER_REPLICA input."""
+    return NotImplementedError(
+        f"InputReplicationMode.PER_REPLICA is not offered by {type(strategy).__name__}, only by a MirroredStrategy of "
+        "one process; use InputReplicationMode.PER_WORKER"
+    )
+
+
+def replication_mode(options: InputOptions | None) -> InputReplicationMode:
+    """Return the mode that ``options`` asks for, after checking their type."""
     if options is None:
         return InputReplicationMode.PER_WORKER
     if not isinstance(options, InputOptions):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.core.context import outside, register_default_strategy
-from mpidist.input import InputContext, ValueContext
+from mpidist.input import InputContext, InputReplicationMode, ValueContext
+from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.single_replica import SingleReplicaExtended, plain_call
@@ -38,6 +39,8 @@ class DefaultExtended(SingleReplicaExtended):
         return dataset
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        if replication_mode(options) is InputReplicationMode.PER_REPLICA:
+            raise per_replica_refused(self._strategy)
         return dataset_fn(InputContext())
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:

@@ -389,7 +389,7 @@ class StrategyExtended:
     # Helpers for subclasses -----------------------------------------------------------------------------------
 
     def _per_replica(self, values: Sequence[Any]) -> Any:
-        return regroup(values, self.local_replica_ids, always_wrap=self._wraps_lone_replica)
+        return regroup(values, self.local_replica_ids, wrap_lone=self._wraps_lone_replica)
 
     def _own_variable(self, var: Any, method: str) -> Variable:
         var = self.value_container(var)

@@ -89,10 +89,10 @@ class ReplicaContext:
         require_replica(self, "merge_call()")
         if self._thread is not None:
             return self._thread.merge(merge_fn, tuple(args), kwargs or {})
-        wrap = self._strategy.extended._wraps_lone_replica
-        ids = (self._id,)
-        merged_args = tuple(regroup([arg], ids, wrap) for arg in args) if wrap else args
-        merged_kwargs = {k: regroup([v], ids, wrap) for k, v in (kwargs or {}).items()}
+        merged_args, merged_kwargs = tuple(args), kwargs or {}
+        if self._strategy.extended._wraps_lone_replica:
+            both = [(merged_args, merged_kwargs)]
+            merged_args, merged_kwargs = regroup(both, (self._id,), wrap_lone=True, unwrap_objects=True)
         frame = self._strategy.extended._frame
         push(frame)
         try:

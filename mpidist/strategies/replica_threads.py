@@ -130,8 +130,8 @@ def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
     ids = [thread.context.replica_id_in_sync_group for thread in threads]
     fn = requests[0][0]  # type: ignore[index]
     with strategy.extended._shared_errors("the values of its replicas"):
-        args = regroup([request[1] for request in requests], ids)  # type: ignore[index]
-        kwargs = regroup([request[2] for request in requests], ids)  # type: ignore[index]
+        args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
+        kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
     with entered(strategy.extended._frame):
         merged = fn(strategy, *args, **kwargs)
     for thread in threads:

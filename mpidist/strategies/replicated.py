@@ -303,13 +303,13 @@ class ReplicatedExtended(StrategyExtended):
         return nullcontext() if self._comm is None else self._comm.shared_errors(doing)
 
     def _copy_for(self, strategy: Strategy) -> StrategyExtended:
-        if self._comm is not None:
+        if self._comm is not None or self._cluster_resolver is not None:
             raise ValueError(
                 f"{type(self._strategy).__name__} cannot be copied, since it owns a communicator; build a new one on "
                 "every rank"
             )
         return ReplicatedExtended(
-            strategy, self._devices, None, self._ops, None, self._cluster_resolver, self._allows_per_replica_input
+            strategy, self._devices, None, self._ops, allows_per_replica_input=self._allows_per_replica_input
         )
 
     def _close(self) -> None:

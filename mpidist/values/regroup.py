@@ -12,18 +12,27 @@ from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.variable import Component, Variable
 
 
-def regroup(values: Sequence[Any], replica_ids: Sequence[int] | None = None, always_wrap: bool = False) -> Any:
+def regroup(
+    values: Sequence[Any],
+    replica_ids: Sequence[int] | None = None,
+    always_wrap: bool = False,
+    *,
+    wrap_lone: bool = False,
+    unwrap_objects: bool = False,
+) -> Any:
     """Return one structure whose leaves hold the corresponding leaves of ``values``.
 
-    A leaf that is one and the same object on every replica (None, a string, a variable, any object that is
-    neither number nor array) comes out unwrapped; so do the components of one variable, as the variable.
-    Numbers and arrays are always wrapped when there are several replicas, also when they are equal or
+    None, an equal string, and a variable come out unwrapped; so do the components of one variable, as the
+    variable. Numbers and arrays are always wrapped when there are several replicas, also when they are equal or
     identical: the same replicas laid out over several ranks could not know, and must give the same numbers.
 
     Args:
         values: A structure per local replica.
         replica_ids: Their global ids.
         always_wrap: Wrap every leaf in a PerReplica, also that of a lone replica.
+        wrap_lone: Treat a lone replica as one of several, for strategies whose ranks differ in their numbers.
+        unwrap_objects: Unwrap also any other object that is one and the same on every replica and is neither
+            number nor array; for the arguments of ``merge_call``.
 
     Raises:
         ValueError: The structures differ.
@@ -31,7 +40,7 @@ def regroup(values: Sequence[Any], replica_ids: Sequence[int] | None = None, alw
     >>> regroup([{"loss": 1.0, "name": "a"}, {"loss": 2.0, "name": "a"}])
     {'loss': PerReplica:{0: 1.0, 1: 2.0}, 'name': 'a'}
     """
-    if len(values) == 1 and not always_wrap:
+    if len(values) == 1 and not (always_wrap or wrap_lone):
         return values[0]
 
     def group(*leaves: Any) -> Any:
@@ -41,17 +50,19 @@ def regroup(values: Sequence[Any], replica_ids: Sequence[int] | None = None, alw
                 isinstance(leaf, Component) and leaf.container is first.container for leaf in leaves
             ):
                 return first.container
-            if all(leaf is first for leaf in leaves) and _is_collapsible(first):
+            if isinstance(first, str) and all(isinstance(leaf, str) and leaf == first for leaf in leaves):
                 return first
-            if isinstance(first, str) and all(leaf == first for leaf in leaves):
+            if all(leaf is first for leaf in leaves) and _unwraps(first, unwrap_objects):
                 return first
         return PerReplica(leaves, replica_ids)
 
     return nest.map_structure(group, *values)
 
 
-def _is_collapsible(leaf: object) -> bool:
-    return isinstance(leaf, (Variable, str)) or not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
+def _unwraps(leaf: object, unwrap_objects: bool) -> bool:
+    if leaf is None or isinstance(leaf, Variable):
+        return True
+    return unwrap_objects and not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
 
 
 def select_replica(local_id: int, structure: Any) -> Any:

@@ -128,3 +128,43 @@ def test_a_long_wait_says_so() -> None:
     job = run_script(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.3"})
     assert "rank 0 of 2 has waited 0 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
     assert job.returncode == 0
+
+
+LEAVES = """
+import sys, numpy, mpidist
+first, second = mpidist.Communicator(), mpidist.Communicator()
+if first.rank == 1:
+    sys.exit(3)
+second.all_reduce("SUM", numpy.ones(5))
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.min_ranks(1)
+def test_a_rank_that_leaves_is_noticed_by_those_that_wait() -> None:
+    job = run_script(LEAVES, 3)
+    assert job.returncode != 0
+    assert "PeerError: rank 0 was in all_reduce SUM of float64(5,)" in job.stderr
+    assert "when rank 1 has left the program" in job.stderr
+
+
+GOES_ON = """
+import sys, mpidist
+comm = mpidist.Communicator()
+if comm.rank == 1:
+    sys.exit()
+for _ in range(2):
+    try:
+        comm.barrier()
+    except mpidist.PeerError as error:
+        print(error)
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.min_ranks(1)
+def test_a_job_ends_although_a_rank_left_early() -> None:
+    job = run_script(GOES_ON, 2)
+    assert job.returncode == 0, job.stderr
+    assert "rank 1 has left the program" in job.stdout
+    assert "can no longer be used: ranks [1] left the program" in job.stdout
