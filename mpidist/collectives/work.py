@@ -101,7 +101,7 @@ class PartOfWork:
         select: Takes its result and returns the replica's part.
     """
 
-    def __init__(self, work: Work | FinishedWork, select: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Work | FinishedWork | PartOfWork, select: Callable[[Any], Any]) -> None:
         self._work = work
         self._select = select
 

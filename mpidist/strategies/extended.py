@@ -302,7 +302,9 @@ class StrategyExtended:
     def _reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
         return self._batch_reduce_to(op, [(leaf, "host") for leaf in leaves], None)
 
-    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+    def _gather_to_implementation(
+        self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
+    ) -> list[Any]:
         raise NotImplementedError
 
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:

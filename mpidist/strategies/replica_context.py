@@ -87,18 +87,24 @@ class ReplicaContext:
             RuntimeError: Called elsewhere than in this replica, or another replica returned without calling.
         """
         require_replica(self, "merge_call()")
+        # Replicas that meet in functions with other code have lost one another.
+        call = ("merge_call", getattr(merge_fn, "__code__", merge_fn))
+        return self._meet(call, merge_fn, tuple(args), kwargs or {})
+
+    def _meet(
+        self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what ``merge_call`` does; ``call`` is what must be equal on all local replicas."""
         if self._thread is not None:
-            return self._thread.merge(merge_fn, tuple(args), kwargs or {})
-        merged_args, merged_kwargs = tuple(args), kwargs or {}
-        if self._strategy.extended._wraps_lone_replica:
-            both = [(merged_args, merged_kwargs)]
-            merged_args, merged_kwargs = regroup(both, (self._id,), wrap_lone=True, unwrap_objects=True)
-        frame = self._strategy.extended._frame
-        push(frame)
+            return self._thread.merge(call, merge_fn, args, kwargs)
+        extended = self._strategy.extended
+        if extended._wraps_lone_replica:
+            args, kwargs = regroup([(args, kwargs)], (self._id,), wrap_lone=True, unwrap_objects=True)
+        push(extended._frame)
         try:
-            result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+            result = merge_fn(self._strategy, *args, **kwargs)
         finally:
-            pop(frame)
+            pop(extended._frame)
         return select_replica(0, result)
 
     def all_reduce(

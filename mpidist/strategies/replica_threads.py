@@ -43,6 +43,7 @@ class ReplicaThread(threading.Thread):
         self.error: BaseException | None = None
         self.merge_request: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self.merged: Any = None
+        self.call: tuple[Any, ...] = ()
         self.call_site = ""
 
     def run(self) -> None:
@@ -74,8 +75,11 @@ class ReplicaThread(threading.Thread):
             self.resume()
         self.join()
 
-    def merge(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge(
+        self, call: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
+        self.call = call
         self.call_site = user_call_site()
         self.merge_request = (fn, args, kwargs)
         self._has_paused.release()
@@ -124,12 +128,29 @@ def _check_all_merge(threads: Sequence[ReplicaThread]) -> None:
         )
 
 
+def _check_same_call(threads: Sequence[ReplicaThread]) -> None:
+    """Raise ValueError where replicas meet at calls that differ, as a sum and a mean or a sum and a gather."""
+    if any(thread.call != threads[0].call for thread in threads):
+        sites = "; ".join(
+            f"replica {t.context.replica_id_in_sync_group} in {_call_text(t.call)} at {t.call_site}" for t in threads
+        )
+        raise ValueError(
+            f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the same "
+            "operation, axis and options, in the same order"
+        )
+
+
+def _call_text(call: tuple[Any, ...]) -> str:
+    return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
+
+
 def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
     requests = [thread.merge_request for thread in threads]
     works_for_call_site = threads[0].call_site  # noqa: F841 - read by core.callsite
     ids = [thread.context.replica_id_in_sync_group for thread in threads]
     fn = requests[0][0]  # type: ignore[index]
     with strategy.extended._shared_errors("the values of its replicas"):
+        _check_same_call(threads)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
     with entered(strategy.extended._frame):

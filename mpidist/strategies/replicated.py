@@ -24,7 +24,7 @@ from mpidist.input import InputWorkers, distribute_dataset, distribute_from_func
 from mpidist.strategies.extended import StrategyExtended, is_on_read
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replica_threads import run_replicas
-from mpidist.strategies.single_replica import check_can_gather, copy_into, plain_call
+from mpidist.strategies.single_replica import check_can_gather, check_can_reduce, copy_into, plain_call
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
 from mpidist.values.variable import initial_array, make_variable
@@ -137,6 +137,7 @@ class ReplicatedExtended(StrategyExtended):
                 by_divisor.setdefault(divisor, []).append(i)
             else:
                 own = value.values[0] if isinstance(value, DistributedValues) else value
+                check_can_reduce([own], op)
                 results[i] = self._ops.broadcast(own, destinations)
         for divisor, indices in by_divisor.items():
             batch = [(values[i], pairs[i][1]) for i in indices]
@@ -178,7 +179,9 @@ class ReplicatedExtended(StrategyExtended):
                 )
         return value
 
-    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+    def _gather_to_implementation(
+        self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
+    ) -> list[Any]:
         local: list[Array] = []
         samples = []
         with self._shared_errors("gathering the values of its replicas"):
@@ -188,7 +191,7 @@ class ReplicatedExtended(StrategyExtended):
                 local.append(_concatenated([to_array(part) for part in parts], axis))
                 samples.append(parts[0])
         if self._comm is not None:
-            local = self._comm.gather_arrays(local, axis, note=structure)
+            local = self._comm.gather_arrays(local, axis, options=options, note=structure)
         return [_restored(sample, array) for sample, array in zip(samples, local, strict=True)]
 
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
@@ -212,17 +215,25 @@ class ReplicatedExtended(StrategyExtended):
     def _replica_ctx_all_reduce(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
-        if len(self._contexts) > 1:
-            reduced = ctx.merge_call(_merged_all_reduce, (op, value, options))
-            return reduced if out is None else copy_into(out, reduced)
-        if self._comm is None:
-            return value if out is None else copy_into(out, value)
         leaves = nest.flatten(value)
-        takes_short_way = self._ops.leaves_all_to_engine and not self._wraps_lone_replica
-        if not takes_short_way or any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), self._ids), value)
-            reduced = select_replica(0, self._start_all_reduce(op, wrapped, options).wait())
-            return reduced if out is None else copy_into(out, reduced)
+        takes_short_way = self._comm is not None and not self._use_merge_call() and not self._wraps_lone_replica
+        if takes_short_way and self._ops.leaves_all_to_engine and not _has_slices(leaves):
+            return self._all_reduce_lone(op, value, leaves, options, out)
+        check_can_reduce(leaves, op)
+        if self._total == 1:
+            return value if out is None else copy_into(out, value)
+
+        def merged(_: Strategy, values: Any) -> Any:
+            return self._start_all_reduce(op, values, options).wait()
+
+        reduced = ctx._meet(("all_reduce", op, options), merged, (value,), {})
+        return reduced if out is None else copy_into(out, reduced)
+
+    def _all_reduce_lone(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        """All-reduce dense values where every rank has one replica: nothing but the engine's call."""
+        assert self._comm is not None
         arrays = [to_array(leaf) for leaf in leaves]
         outs = None if out is None else _outputs(value, out)
         structure = "" if leaves and leaves[0] is value else nest.describe(value)
@@ -238,20 +249,26 @@ class ReplicatedExtended(StrategyExtended):
     def _replica_ctx_all_reduce_async(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
-        if len(self._contexts) > 1:
-            return ctx.merge_call(_merged_all_reduce_async, (op, value, options))
-        if self._comm is None:
+        check_can_reduce(nest.flatten(value), op)
+        if self._total == 1:
             return FinishedWork(value)
-        wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), self._ids), value)
-        return self._start_all_reduce(op, wrapped, options)
+
+        def merged(_: Strategy, values: Any) -> PerReplica:
+            work = self._start_all_reduce(op, values, options)
+            return PerReplica([PartOfWork(work, partial(select_replica, i)) for i in range(len(self._ids))], self._ids)
+
+        return ctx._meet(("all_reduce_async", op, options), merged, (value,), {})
 
     def _start_all_reduce(
         self, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Work | FinishedWork | PartOfWork:
-        """Start reducing a nest of PerReplica values; the work gives a nest of results for the local devices."""
+        """Start reducing a nest of values; the work gives a nest of results for the local devices."""
         destinations = Mirrored(self._devices, self._ids)
-        pairs = [(leaf, destinations) for leaf in nest.flatten(value)]
+        leaves = [
+            leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), self._ids) for leaf in nest.flatten(value)
+        ]
         structure = "" if isinstance(value, PerReplica) else nest.describe(value)
+        pairs = [(leaf, destinations) for leaf in leaves]
         work = self._ops.reduce_pairs_async(op, pairs, self._total, options, structure)
         return PartOfWork(work, lambda results: nest.pack_like(value, results))
 
@@ -262,11 +279,11 @@ class ReplicatedExtended(StrategyExtended):
             check_can_gather(leaf, axis, "all_gather()")
 
         def merged(_: Strategy, values: Any) -> Any:
-            gathered = self._gather(nest.flatten(values), axis, nest.describe(values))
+            gathered = self._gather_to_implementation(nest.flatten(values), axis, nest.describe(values), options)
             copies = [Mirrored([g, *(_copied(g) for _ in self._ids[1:])], self._ids) for g in gathered]
             return nest.pack_like(values, copies)
 
-        return ctx.merge_call(merged, (value,))
+        return ctx._meet(("all_gather along axis", axis, options), merged, (value,), {})
 
     # Input ----------------------------------------------------------------------------------------------------
 
@@ -317,18 +334,8 @@ class ReplicatedExtended(StrategyExtended):
             self._comm.close()
 
 
-def _merged_all_reduce(strategy: Strategy, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
-    extended: Any = strategy.extended
-    return extended._start_all_reduce(op, value, options).wait()
-
-
-def _merged_all_reduce_async(
-    strategy: Strategy, op: ReduceOp, value: Any, options: CommunicationOptions | None
-) -> PerReplica:
-    extended: Any = strategy.extended
-    work = extended._start_all_reduce(op, value, options)
-    ids = extended.local_replica_ids
-    return PerReplica([PartOfWork(work, partial(select_replica, i)) for i in range(len(ids))], ids)
+def _has_slices(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, IndexedSlices) for leaf in leaves)
 
 
 def _restored(sample: Any, array: Array) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import reduction_dtypes
 from mpidist.collectives import FinishedWork
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
@@ -41,9 +42,13 @@ class SingleReplicaExtended(StrategyExtended):
     def _batch_reduce_to(
         self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
     ) -> list[Any]:
-        return [_own_value(value) for value, _ in pairs]
+        values = [_own_value(value) for value, _ in pairs]
+        check_can_reduce(values, op)
+        return values
 
-    def _gather(self, leaves: Sequence[Any], axis: int, structure: str) -> list[Any]:
+    def _gather_to_implementation(
+        self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
+    ) -> list[Any]:
         for leaf in leaves:
             check_can_gather(leaf, axis, "gather()")
         return [_own_value(leaf) for leaf in leaves]
@@ -59,11 +64,13 @@ class SingleReplicaExtended(StrategyExtended):
     def _replica_ctx_all_reduce(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
+        check_can_reduce(nest.flatten(value), op)
         return value if out is None else copy_into(out, value)
 
     def _replica_ctx_all_reduce_async(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
+        check_can_reduce(nest.flatten(value), op)
         return FinishedWork(value)
 
     def _replica_ctx_all_gather(
@@ -87,6 +94,12 @@ def copy_into(out: Any, value: Any) -> Any:
     """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
     nest.map_structure(lambda target, source: np.copyto(to_array(target, "out"), to_array(source)), out, value)
     return out
+
+
+def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
+    """Raise TypeError unless ``op`` can reduce each of ``leaves``, so that one replica refuses what several would."""
+    for leaf in leaves:
+        reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
 
 
 def check_can_gather(value: Any, axis: int, method: str) -> None:

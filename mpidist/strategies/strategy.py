@@ -145,7 +145,9 @@ class Strategy:
             NotImplementedError: IndexedSlices.
         """
         context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
-        return nest.pack_like(value, self._extended._gather(nest.flatten(value), axis, nest.describe(value)))
+        return nest.pack_like(
+            value, self._extended._gather_to_implementation(nest.flatten(value), axis, nest.describe(value))
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
