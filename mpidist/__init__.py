@@ -12,7 +12,8 @@ install_excepthook()
 warn_about_unknown()
 
 # MPI reads its environment when it starts, so the lines above come before everything that could start it.
-from mpidist import cluster_resolver, experimental, v1  # noqa: E402
+from mpidist import cluster_resolver, experimental, metrics, optimizers, v1  # noqa: E402
+from mpidist.checkpoint import Checkpoint, latest_checkpoint  # noqa: E402
 from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
 from mpidist.collectives import Communicator  # noqa: E402
 from mpidist.core.context import (  # noqa: E402
@@ -40,6 +41,7 @@ from mpidist.cross_device_ops import (  # noqa: E402
     ReductionToOneDevice,
 )
 from mpidist.input import (  # noqa: E402
+    ArraySpec,
     AutoShardPolicy,
     Dataset,
     DistributedDataset,
@@ -56,10 +58,20 @@ from mpidist.strategies import (  # noqa: E402
     Strategy,
     StrategyExtended,
 )
+from mpidist.training import (  # noqa: E402
+    common_rng,
+    compute_average_loss,
+    global_count,
+    replica_rng,
+    scale_regularization_loss,
+    set_seed,
+)
 from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
 
 __all__ = [
+    "ArraySpec",
     "AutoShardPolicy",
+    "Checkpoint",
     "ClusterSpec",
     "CollectiveTimeoutError",
     "Communicator",
@@ -92,13 +104,22 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "cluster_resolver",
+    "common_rng",
+    "compute_average_loss",
     "experimental",
     "experimental_set_strategy",
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
+    "global_count",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
+    "metrics",
+    "optimizers",
+    "replica_rng",
+    "scale_regularization_loss",
+    "set_seed",
     "v1",
     "variable_creator_scope",
 ]

@@ -1,0 +1,31 @@
+"""The README: its program runs, alone and on several ranks, and gives the same numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.mpirun import run_script
+
+pytestmark = pytest.mark.one_rank
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_training_loop_runs_everywhere() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    outputs = []
+    for ranks in (1, 3):
+        job = run_script(program, ranks)
+        assert job.returncode == 0, job.stderr
+        outputs.append(job.stdout)
+    assert outputs[0] == outputs[1]
+    assert "epoch 4: loss 0.0" in outputs[0]
+
+
+def test_relative_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", README.read_text())
+    assert links
+    assert [link for link in links if not (README.parent / link).exists()] == []
