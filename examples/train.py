@@ -1,0 +1,261 @@
+"""Trains a two-layer network on handwritten digits, on one process or many, with gradients written by hand.
+
+    python examples/train.py                                             one process
+    mpirun -n 4 python examples/train.py --strategy multi_worker         four ranks
+    python examples/train.py --strategy mirrored --devices 2             two replicas in one process
+
+The seed and the global batch alone decide the numbers: all strategies give the same losses and weights.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import mpidist  # before mpi4py: it prepares MPI for this machine
+import numpy as np
+from mpi4py import MPI
+
+try:
+    import matplotlib
+    from sklearn.datasets import load_digits
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f'examples/train.py needs {error.name}; type: pip install "mpidist[examples]"')
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402 - after the choice of a backend that needs no screen
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds = ["default", "one_device", "mirrored", "multi_worker"]
+    parser.add_argument("--strategy", choices=kinds, default="multi_worker")
+    parser.add_argument("--devices", type=int, default=1, metavar="K", help="replicas per rank (default: 1)")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all replicas together (default: 32)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="stop after so many steps in all, also within an epoch")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="checkpoints and curves (default: out/)")
+    parser.add_argument("--dump-weights", type=Path, metavar="FILE.npz", help="write the weights and losses, too")
+    arguments = parser.parse_args()
+    if arguments.devices > 1 and arguments.strategy in ("default", "one_device"):
+        parser.error(f"--devices {arguments.devices} needs --strategy mirrored or multi_worker")
+    for name in ("devices", "epochs", "batch_size", "steps"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
+    return arguments
+
+
+def make_strategy(arguments):
+    """The one place that knows how the work is spread."""
+    devices = [f"cpu:{index}" for index in range(arguments.devices)]
+    if arguments.strategy == "default":
+        return mpidist.get_strategy()
+    if arguments.strategy == "one_device":
+        return mpidist.OneDeviceStrategy(devices[0])
+    if arguments.strategy == "mirrored":
+        return mpidist.MirroredStrategy(devices)
+    return mpidist.MultiWorkerMirroredStrategy(devices=devices)
+
+
+def load_data():
+    """Return the training and the test part of the 1,797 images: float64 rows of 64 pixels, and labels."""
+    digits = load_digits()
+    images = digits.data / 16.0
+    order = np.random.default_rng(0).permutation(len(images))
+    train, test = order[:-360], order[-360:]
+    return (images[train], digits.target[train]), (images[test], digits.target[test])
+
+
+class Network:
+    """64 pixels, 128 hidden units with ReLU, 10 scores. Create it inside strategy.scope()."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        self.variables = {
+            "w1": mpidist.Variable(rng.normal(0, np.sqrt(2 / 64), (64, 128)), name="w1"),
+            "b1": mpidist.Variable(np.zeros(128), name="b1"),
+            "w2": mpidist.Variable(rng.normal(0, np.sqrt(2 / 128), (128, 10)), name="w2"),
+            "b2": mpidist.Variable(np.zeros(10), name="b2"),
+        }
+
+    def scores(self, images):
+        w1, b1, w2, b2 = (np.asarray(v) for v in self.variables.values())
+        hidden = np.maximum(images @ w1 + b1, 0)
+        return hidden, hidden @ w2 + b2
+
+    def losses_and_gradients(self, images, labels, batch_size):
+        """Return the loss of each image, the predicted labels, and the gradients of sum(losses) / batch_size."""
+        hidden, scores = self.scores(images)
+        scores = scores - scores.max(axis=1, keepdims=True)
+        log_probabilities = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        rows = np.arange(len(labels))
+        losses = -log_probabilities[rows, labels]
+
+        to_scores = np.exp(log_probabilities)
+        to_scores[rows, labels] -= 1
+        to_scores /= batch_size
+        to_hidden = (to_scores @ np.asarray(self.variables["w2"]).T) * (hidden > 0)
+        gradients = [images.T @ to_hidden, to_hidden.sum(0), hidden.T @ to_scores, to_scores.sum(0)]
+        return losses, scores.argmax(axis=1), gradients
+
+
+class Training:
+    """The model, what belongs to it, and the two functions that every replica runs."""
+
+    def __init__(self, strategy, arguments):
+        with strategy.scope():
+            self.network = Network(arguments.seed)
+            self.optimizer = mpidist.optimizers.SGD(learning_rate=0.1, momentum=0.9, nesterov=True)
+            self.optimizer.build(self.network.variables.values())
+            self.train_loss = mpidist.metrics.Mean(name="train_loss")
+            self.train_accuracy = mpidist.metrics.Accuracy(name="train_accuracy")
+            self.test_accuracy = mpidist.metrics.Accuracy(name="test_accuracy")
+        self.checkpoint = mpidist.Checkpoint(
+            weights=self.network.variables,
+            optimizer=self.optimizer,
+            metrics=[self.train_loss, self.train_accuracy],
+            step=0,
+            history="[]",
+        )
+
+    def train_step(self, images, labels):
+        """Return this replica's part of the loss; the parts of all replicas add up to the mean over the batch."""
+        # The last batch of an epoch is smaller, and is not dealt evenly.
+        batch_size = mpidist.global_count(images)
+        losses, predicted, gradients = self.network.losses_and_gradients(images, labels, batch_size)
+        self.optimizer.apply_gradients(zip(gradients, self.network.variables.values(), strict=True))
+        self.train_loss.update_state(losses)
+        self.train_accuracy.update_state(labels, predicted)
+        return mpidist.compute_average_loss(losses, global_batch_size=batch_size)
+
+    def test_step(self, images, labels):
+        _, scores = self.network.scores(images)
+        self.test_accuracy.update_state(labels, scores.argmax(axis=1))
+
+
+def train(strategy, arguments, is_writer):
+    """Train, and return the losses of all steps of this run."""
+    train_data, test_data = load_data()
+    steps_per_epoch = -(-len(train_data[1]) // arguments.batch_size)
+    last_step = arguments.epochs * steps_per_epoch
+    if arguments.steps is not None:
+        last_step = min(last_step, arguments.steps)
+    test_batches = strategy.experimental_distribute_dataset(
+        mpidist.Dataset.from_tensor_slices(test_data).batch(arguments.batch_size)
+    )
+    training = Training(strategy, arguments)
+    checkpoint = training.checkpoint
+    if arguments.resume:
+        restored = checkpoint.restore_latest(arguments.out)
+        if restored is None and is_writer:
+            print(f"no checkpoint in {arguments.out}: starting anew")
+        elif restored is not None:
+            restored.assert_consumed()
+            if is_writer:
+                print(f"going on from {restored.path}, after step {checkpoint.step}")
+
+    losses = []
+    progress = tqdm(total=last_step, initial=checkpoint.step, unit="step", disable=not is_writer)
+    while checkpoint.step < last_step:
+        epoch, done = divmod(checkpoint.step, steps_per_epoch)
+        # The order of an epoch depends on the seed and the epoch only, so that a resumed run deals the same batches.
+        batches = (
+            mpidist.Dataset.from_tensor_slices(train_data)
+            .shuffle(seed=arguments.seed * 1_000_000 + epoch)
+            .batch(arguments.batch_size)
+            .skip(done)
+            .take(last_step - checkpoint.step)
+        )
+        start = time.perf_counter()
+        first_step = checkpoint.step
+        for images, labels in strategy.experimental_distribute_dataset(batches):
+            parts = strategy.run(training.train_step, args=(images, labels))
+            losses.append(float(strategy.reduce("SUM", parts, axis=None)))
+            checkpoint.step += 1
+            progress.update()
+        seconds = time.perf_counter() - start
+
+        for images, labels in test_batches:
+            strategy.run(training.test_step, args=(images, labels))
+        results = {
+            "epoch": epoch + 1,
+            "loss": float(training.train_loss.result()),
+            "train_accuracy": float(training.train_accuracy.result()),
+            "test_accuracy": float(training.test_accuracy.result()),
+        }
+        training.test_accuracy.reset_state()
+        if checkpoint.step % steps_per_epoch == 0:
+            training.train_loss.reset_state()
+            training.train_accuracy.reset_state()
+        history = [entry for entry in json.loads(checkpoint.history) if entry["epoch"] != epoch + 1]
+        checkpoint.history = json.dumps([*history, results])
+        save(strategy, arguments, checkpoint, is_writer)
+        if is_writer:
+            seen = min((checkpoint.step - first_step + done) * arguments.batch_size, len(train_data[1]))
+            images_per_second = (seen - done * arguments.batch_size) / seconds
+            progress.write(
+                f"epoch {epoch + 1:2d}  loss {results['loss']:.4f}  "
+                f"train acc {results['train_accuracy']:.2%}  test acc {results['test_accuracy']:.2%}  "
+                f"{images_per_second:,.0f} images/s",
+                file=sys.stdout,
+            )
+    progress.close()
+    if is_writer:
+        report(arguments, training, losses)
+
+
+def save(strategy, arguments, checkpoint, is_writer):
+    """Save on all ranks together where they train together; otherwise rank 0 saves what it has trained alone."""
+    if strategy.extended.experimental_between_graph or is_writer:
+        checkpoint.save(arguments.out / "ckpt")
+
+
+def report(arguments, training, losses):
+    """Draw the learning curve, write the weights if wanted, and print the closing line."""
+    weights = {name: variable.numpy() for name, variable in training.network.variables.items()}
+    digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights.values())).hexdigest()
+    history = json.loads(training.checkpoint.history)
+    draw(history, arguments.out / "learning_curve.png")
+    if arguments.dump_weights is not None:
+        np.savez(arguments.dump_weights, losses=losses, **weights)
+    print(
+        f"done after {training.checkpoint.step} steps: loss {history[-1]['loss']:.6f}, "
+        f"test accuracy {history[-1]['test_accuracy']:.2%}, weights {digest[:16]}; "
+        f"checkpoint and learning_curve.png in {arguments.out}"
+    )
+
+
+def draw(history, path):
+    epochs = [entry["epoch"] for entry in history]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.plot(epochs, [entry["loss"] for entry in history], marker=".")
+    left.set(xlabel="epoch", ylabel="training loss", yscale="log")
+    for name in ("train_accuracy", "test_accuracy"):
+        right.plot(epochs, [entry[name] for entry in history], marker=".", label=name.replace("_", " "))
+    right.set(xlabel="epoch", ylabel="accuracy")
+    right.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main():
+    arguments = parse_arguments()
+    ranks = MPI.COMM_WORLD.size
+    is_writer = MPI.COMM_WORLD.rank == 0
+    with make_strategy(arguments) as strategy:
+        if is_writer:
+            alone = ranks > 1 and not strategy.extended.experimental_between_graph
+            print(
+                f"{arguments.strategy}: {strategy.num_replicas_in_sync} replica(s) in sync, {ranks} rank(s)"
+                + (", each of which trains by itself" if alone else "")
+            )
+        train(strategy, arguments, is_writer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What a checkpoint consists of: objects and nests of them taken apart into named variables, arrays and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import check_transportable
+from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.values import Variable
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class Leaves:
+    """The parts of a checkpoint by key; keys are names and positions joined by "/".
+
+    Attributes:
+        variables: Variables of any synchronization and aggregation.
+        arrays: NumPy arrays, filled in place when they are restored.
+        places: Where numbers, strings and None stand: the dict or list, and the key in it.
+        deferring: Objects that take values of parts that they do not have yet, by key.
+    """
+
+    variables: dict[str, Variable] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+    places: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    deferring: dict[str, Any] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.variables
+        yield from self.arrays
+        yield from self.places
+
+    def plain_values(self) -> dict[str, Any]:
+        """Return the numbers, strings and None as they are now, in types that JSON has."""
+        values = {key: container[name] for key, (container, name) in self.places.items()}
+        return {key: v.item() if isinstance(v, np.generic) else v for key, v in values.items()}
+
+
+def collect(objects: dict[str, Any]) -> Leaves:
+    """Return the parts of named objects.
+
+    An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
+    ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
+    it has no part for yet, and takes out of it what it comes to use.
+
+    Raises:
+        TypeError: Something that a checkpoint cannot hold.
+        ValueError: A variable that has no value across replicas.
+    """
+    leaves = Leaves()
+    for name, value in objects.items():
+        _collect(leaves, value, _escaped(name), (objects, name))
+    return leaves
+
+
+def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None) -> None:
+    if isinstance(value, Variable):
+        _check_readable(value, key)
+        leaves.variables[key] = value
+    elif isinstance(value, np.ndarray):
+        check_transportable(value.dtype, f"checkpoint object {key!r}")
+        leaves.arrays[key] = value
+    elif hasattr(value, "_checkpoint_children"):
+        if hasattr(value, "_checkpoint_defer"):
+            leaves.deferring[key] = value
+        for name, child in value._checkpoint_children().items():
+            _collect(leaves, child, f"{key}/{name}", None)
+    elif isinstance(value, Mapping):
+        for name, child in value.items():
+            if not isinstance(name, (str, int)):
+                raise TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
+            place_in = (value, name) if isinstance(value, dict) else None
+            _collect(leaves, child, f"{key}/{_escaped(str(name))}", place_in)
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            _collect(leaves, child, f"{key}/{index}", (value, index) if isinstance(value, list) else None)
+    elif isinstance(value, (*_PLAIN, np.bool_, np.integer, np.floating)):
+        if place is None:
+            raise TypeError(
+                f"checkpoint object {key!r} is {value!r}, which cannot be replaced where it stands when the "
+                "checkpoint is restored; put it in a dict or a list, or give it to Checkpoint(name=value) itself"
+            )
+        leaves.places[key] = place
+    else:
+        raise TypeError(
+            f"checkpoint object {key!r} is a {type(value).__name__}; expected a variable, an optimizer, a metric, "
+            "a NumPy array, a number, a string, or a dict, list or tuple of them"
+        )
+
+
+def _check_readable(variable: Variable, key: str) -> None:
+    if (
+        variable.synchronization == VariableSynchronization.ON_READ
+        and variable.aggregation == VariableAggregation.NONE
+        and variable.distribute_strategy.num_replicas_in_sync > 1
+    ):
+        raise ValueError(
+            f"checkpoint object {key!r} is variable {variable.name!r} with synchronization ON_READ and aggregation "
+            "NONE: its copies cannot become one value; create it with aggregation=mpidist.VariableAggregation.SUM, "
+            "MEAN or ONLY_FIRST_REPLICA"
+        )
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def restore_variable(variable: Variable, array: Array) -> None:
+    """Give ``variable`` the value that a checkpoint holds; in cross-replica context, on every rank.
+
+    Copies of an ON_READ variable with aggregation SUM get equal shares; what is left of integers goes to replica
+    0, so that the sum is kept.
+    """
+    variable.assign(array)
+    count = variable.distribute_strategy.num_replicas_in_sync
+    is_sum = (variable.synchronization, variable.aggregation) == (
+        VariableSynchronization.ON_READ,
+        VariableAggregation.SUM,
+    )
+    if is_sum and array.dtype.kind in "iu" and count > 1:
+        share = array // array.dtype.type(count)
+        for replica_id, copy in zip(
+            variable.distribute_strategy.extended.local_replica_ids, variable.values, strict=True
+        ):
+            copy.assign(array - share * array.dtype.type(count - 1) if replica_id == 0 else share)

@@ -1,0 +1,29 @@
+"""What a training loop needs beside a strategy: losses, optimizers, metrics, random numbers."""
+
+from mpidist.training.adam import Adam
+from mpidist.training.gradient_accumulator import GradientAccumulator
+from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm
+from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
+from mpidist.training.metrics import Accuracy, Mean, Metric, Sum
+from mpidist.training.optimizer import Optimizer
+from mpidist.training.random import common_rng, replica_rng, set_seed
+from mpidist.training.sgd import SGD
+
+__all__ = [
+    "SGD",
+    "Accuracy",
+    "Adam",
+    "GradientAccumulator",
+    "Mean",
+    "Metric",
+    "Optimizer",
+    "Sum",
+    "aggregate_gradients",
+    "clip_by_global_norm",
+    "common_rng",
+    "compute_average_loss",
+    "global_count",
+    "replica_rng",
+    "scale_regularization_loss",
+    "set_seed",
+]

@@ -1,0 +1,68 @@
+"""Adam: steps scaled by running moments of the gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, subtract
+from mpidist.values import Variable
+
+
+class Adam(Optimizer):
+    """Adam (tf.keras.optimizers.Adam; Kingma and Ba, https://arxiv.org/abs/1412.6980).
+
+    ``m += (1 - beta_1) * (g - m)``, ``s += (1 - beta_2) * (g**2 - s)``, and with t updates so far, this one
+    included, ``v -= learning_rate * sqrt(1 - beta_2**t) / (1 - beta_1**t) * m / (sqrt(s) + epsilon)``: epsilon is
+    the paper's "epsilon hat". Sparse gradients act as the dense array they stand for, so all moments decay.
+
+    Args:
+        learning_rate: A number, or a function of the step that returns one.
+        beta_1: Decay of the mean, from 0 to below 1.
+        beta_2: Decay of the mean square, from 0 to below 1.
+        epsilon: Keeps the denominator from 0, more than 0.
+        name: For the names of its variables.
+
+    Raises:
+        ValueError: A parameter out of range.
+        TypeError: A learning rate that is neither number nor function.
+
+    >>> v = Variable([1.0, 2.0])
+    >>> Adam(learning_rate=0.1).apply_gradients([([1.0, -1.0], v)])
+    >>> v.numpy().round(6)
+    array([0.9, 2.1])
+    """
+
+    slot_names = ("m", "s")
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        name: str = "Adam",
+    ) -> None:
+        super().__init__(learning_rate, name)
+        self.beta_1 = check_fraction("beta_1", beta_1)
+        self.beta_2 = check_fraction("beta_2", beta_2)
+        if not epsilon > 0:
+            raise ValueError(f"epsilon is {epsilon!r}; expected a number of more than 0")
+        self.epsilon = float(epsilon)
+
+    def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
+        """See ``Optimizer.update_variable``."""
+        dtype = compute_dtype(variable)
+        number = dtype.type
+        gradient = gradient.astype(dtype, copy=False)
+        mean, mean_square = self.get_slot(variable, "m"), self.get_slot(variable, "s")
+        mean.assign_add(np.asarray(number(1 - self.beta_1) * (gradient - np.asarray(mean))))
+        mean_square.assign_add(
+            np.asarray(number(1 - self.beta_2) * (np.square(gradient) - np.asarray(mean_square)))
+        )
+        count = step + 1
+        rate = learning_rate * math.sqrt(1 - self.beta_2**count) / (1 - self.beta_1**count)
+        denominator = np.sqrt(np.asarray(mean_square)) + number(self.epsilon)
+        subtract(variable, np.asarray(number(rate) * np.asarray(mean) / denominator))

@@ -1,0 +1,161 @@
+"""Gradients before an optimizer takes them: checks, the sum over replicas, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import to_array
+from mpidist.core.context import get_replica_context, has_strategy
+from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
+
+GradientsAndVariables = Iterable[tuple[Any, Variable]]
+
+
+def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], list[Variable]]:
+    """Return gradients and variables without the pairs whose gradient is None, after checking both.
+
+    Raises:
+        ValueError: No pairs, only None, or a gradient of another shape than its variable.
+        TypeError: Something that is no pair, no variable, or of a dtype that the variable cannot take.
+    """
+    gradients, variables, names = [], [], []
+    for pair in grads_and_vars:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
+            raise TypeError(
+                f"grads_and_vars holds {pair!r}; expected (gradient, variable) pairs, as zip(gradients, variables)"
+            )
+        gradient, variable = pair
+        names.append(variable.name)
+        if gradient is not None:
+            gradients.append(_checked(gradient, variable))
+            variables.append(variable)
+    if not variables:
+        what = f"only None for the variables {names}" if names else "no gradients"
+        raise ValueError(
+            f"grads_and_vars holds {what}; expected at least one gradient, as in "
+            "apply_gradients(zip(gradients, variables))"
+        )
+    return gradients, variables
+
+
+def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+    """Return the pairs with the gradients summed over all replicas; pairs without a gradient are left out.
+
+    Collective in replica context: call it on every replica, with gradients for the same variables. All gradients
+    are reduced in one go. Where nothing is active they are returned as they are. Use it to look at or change the
+    sums, then hand them on with ``apply_gradients(..., experimental_aggregate_gradients=False)``.
+
+    Args:
+        grads_and_vars: Pairs of gradient and variable; a gradient is an array, IndexedSlices or None.
+
+    Raises:
+        ValueError: Only None, or shapes that do not fit the variables.
+        TypeError: Dtypes that do not fit the variables, or no pairs.
+        RuntimeError: Called in cross-replica context.
+
+    >>> v = Variable(1.0)
+    >>> [float(g) for g, _ in aggregate_gradients([(0.5, v)])]
+    [0.5]
+    """
+    gradients, variables = checked_pairs(grads_and_vars)
+    return list(zip(sum_over_replicas(gradients), variables, strict=True))
+
+
+def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
+    """Return the sums over all replicas (collective, one packed all-reduce)."""
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            "gradients of replicas cannot be summed in cross-replica context; call it inside strategy.run(), or "
+            "sum them with strategy.reduce('SUM', gradients, axis=None)"
+        )
+    if context.num_replicas_in_sync == 1 or not has_strategy():
+        return list(gradients)
+    reduced: list[Any] = context.all_reduce("SUM", list(gradients))
+    return reduced
+
+
+def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[list[Any], Any]:
+    """Scale gradients down together so that their common norm is at most ``clip_norm`` (tf.clip_by_global_norm).
+
+    Inside ``strategy.run`` clip what ``aggregate_gradients`` returned: clipping each replica's own gradients gives
+    numbers that depend on how the batch was dealt.
+
+    Args:
+        gradients: Arrays, IndexedSlices (whose repeated rows count as their sum) and None, which stays None.
+        clip_norm: The largest norm allowed, more than 0.
+
+    Returns:
+        The gradients, new arrays of the same dtypes (all NaN if the norm is not finite), and the norm before
+        clipping, a float64 scalar.
+
+    Raises:
+        ValueError: ``clip_norm`` is not a positive number.
+
+    >>> clipped, norm = clip_by_global_norm([np.array([3.0, 4.0]), None], 1.0)
+    >>> clipped[0], float(norm)
+    (array([0.6, 0.8]), 5.0)
+    """
+    if not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm!r}; expected a number of more than 0")
+    dense = [None if g is None else _coalesced(g) for g in gradients]
+    parts = [g.values if isinstance(g, IndexedSlices) else g for g in dense if g is not None]
+    norm = np.sqrt(sum((_square_sum(part) for part in parts), np.float64(0.0)))
+    scale = np.nan if not np.isfinite(norm) else clip_norm / max(float(norm), clip_norm)
+    return [None if g is None else _scaled(g, scale) for g in dense], norm
+
+
+def _checked(gradient: Any, variable: Variable) -> Any:
+    if isinstance(gradient, DistributedValues):
+        if not isinstance(gradient, Mirrored):
+            raise ValueError(
+                f"the gradient of variable {variable.name!r} is a {type(gradient).__name__}, which differs between "
+                "replicas; call apply_gradients() inside strategy.run(), or sum it first with "
+                "strategy.reduce('SUM', gradient, axis=None)"
+            )
+        return Mirrored([_checked(part, variable) for part in gradient.values], gradient.replica_ids)
+    if isinstance(gradient, IndexedSlices):
+        shape: tuple[int, ...] = (*variable.shape[:1], *gradient.values.shape[1:])
+        gradient = IndexedSlices(_of_dtype(gradient.values, variable), gradient.indices, shape)
+    else:
+        gradient = _of_dtype(gradient, variable)
+        shape = gradient.shape
+    if shape != variable.shape:
+        raise ValueError(
+            f"a gradient of shape {shape} was given for variable {variable.name!r} of shape {variable.shape}; "
+            "expected the shape of the variable"
+        )
+    return gradient
+
+
+def _of_dtype(gradient: Any, variable: Variable) -> Any:
+    if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
+        return np.asarray(gradient, variable.dtype)
+    array = to_array(gradient, f"gradient of variable {variable.name!r}")
+    if array.dtype == variable.dtype:
+        return array
+    # A wider gradient would be rounded without anybody noticing; most often it is float64 by accident.
+    if array.dtype.kind not in "iuf" or not np.can_cast(array.dtype, variable.dtype, "safe"):
+        raise TypeError(
+            f"a gradient of dtype {array.dtype} was given for variable {variable.name!r} of dtype {variable.dtype}; "
+            f"convert it first: gradient.astype({variable.dtype.name!r})"
+        )
+    return array.astype(variable.dtype)
+
+
+def _coalesced(gradient: Any) -> Any:
+    return gradient.coalesce() if isinstance(gradient, IndexedSlices) else to_array(gradient, "gradient")
+
+
+def _square_sum(array: Any) -> Any:
+    # NumPy's own sum, not a BLAS dot product: ranks must get the same bits, whatever the alignment of the array.
+    return np.sum(np.square(np.abs(array), dtype=np.float64))
+
+
+def _scaled(gradient: Any, scale: float) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(_scaled(gradient.values, scale), gradient.indices, gradient.dense_shape)
+    return (gradient * gradient.dtype.type(scale)).astype(gradient.dtype, copy=False)

@@ -1,0 +1,150 @@
+"""How per-example losses become a loss whose gradients may be summed over replicas.
+
+The rule: every replica divides the sum of its losses by the size G of the *global* batch, and gradients are summed
+over replicas. A plain mean over the local batch, summed over n replicas, is n times too large.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, to_array
+from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
+    """Return the sum of the losses divided by the global batch size (tf.nn.compute_average_loss).
+
+    Summed over replicas the results are the mean over the global batch. Weighted losses are still divided by the
+    number of examples, not by the sum of the weights. An empty batch gives 0.
+
+    Args:
+        per_example_loss: Array of shape (batch, ...), one or more losses per example.
+        sample_weight: A number, or an array that broadcasts against the losses; one of shape (batch,) weighs
+            examples whose losses have one more axis. Weighting is computed in float32 at least (TensorFlow: in
+            float32 always).
+        global_batch_size: Number of examples on all replicas together, 0 or more. By default the local number
+            times the number of replicas, which is wrong where their batches differ: pass
+            ``global_count(images)`` or the size itself for a last, uneven batch.
+
+    Returns:
+        A NumPy scalar of the dtype of the losses; integer losses give float64.
+
+    Raises:
+        ValueError: A loss without axes, weights that do not broadcast, or a negative batch size.
+        TypeError: A batch size that is no whole number.
+        RuntimeError: No ``global_batch_size`` in cross-replica context.
+
+    >>> compute_average_loss([2.0, 3.0], global_batch_size=4)
+    np.float64(1.25)
+    """
+    losses = _as_array(per_example_loss, "per_example_loss")
+    if losses.ndim == 0:
+        raise ValueError(
+            f"per_example_loss is {per_example_loss!r}, a scalar; expected an array of shape (batch, ...) with a loss "
+            "for each example: do not average over the local batch first"
+        )
+    dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
+    examples = losses.shape[0]
+    if sample_weight is not None:
+        losses = _weighted(losses, _as_array(sample_weight, "sample_weight"))
+    if global_batch_size is None:
+        if has_strategy() and in_cross_replica_context():
+            raise RuntimeError(
+                "compute_average_loss() was called without global_batch_size in cross-replica context, where no "
+                "local batch is meant; call it inside strategy.run(), or pass global_batch_size=..."
+            )
+        global_batch_size = examples * get_strategy().num_replicas_in_sync
+    count = _batch_size(global_batch_size)
+    total = np.sum(losses, dtype=_summing_dtype(dtype))
+    return dtype.type(total / count if count else 0)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return the sum of the losses divided by the number of replicas (tf.nn.scale_regularization_loss).
+
+    For losses that do not depend on the data and that every replica adds: summed over replicas they count once.
+
+    Args:
+        regularization_loss: A number, an array, or a list of numbers.
+
+    Raises:
+        RuntimeError: Called in cross-replica context.
+
+    >>> scale_regularization_loss([1.0, 2.0, 3.0])
+    np.float64(6.0)
+    """
+    if has_strategy() and in_cross_replica_context():
+        raise RuntimeError(
+            "scale_regularization_loss() was called in cross-replica context; call it inside strategy.run(), "
+            "where every replica adds the result to its loss"
+        )
+    losses = _as_array(regularization_loss, "regularization_loss")
+    dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
+    total = np.sum(losses, dtype=_summing_dtype(dtype))
+    return dtype.type(total / get_strategy().num_replicas_in_sync)
+
+
+def global_count(batch: Any) -> int:
+    """Return how many examples the batches of all replicas hold together. Extension.
+
+    Collective in replica context: call it on every replica. It is the right ``global_batch_size`` for batches that
+    are not dealt evenly, as the last one of an epoch.
+
+    Args:
+        batch: This replica's batch: anything with a length.
+
+    Raises:
+        RuntimeError: Called in cross-replica context.
+        TypeError: ``batch`` has no length.
+
+    >>> global_count([[0.0, 1.0], [2.0, 3.0]])
+    2
+    """
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError("global_count() was called in cross-replica context; call it inside strategy.run()")
+    return int(context.all_reduce("SUM", np.int64(len(batch))))
+
+
+def _as_array(value: Any, what: str) -> Array:
+    return np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, what)
+
+
+def _summing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def _weighted(losses: Array, weights: Array) -> Array:
+    """Return ``losses * weights`` after aligning a missing, or a superfluous, last axis of the weights."""
+    if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    elif 0 < weights.ndim == losses.ndim - 1:
+        weights = weights[..., np.newaxis]
+    half = [a.dtype for a in (losses, weights) if a.dtype.itemsize < 4]
+    dtype = np.result_type(np.float32, *(a.dtype for a in (losses, weights) if a.dtype not in half))
+    try:
+        weighted: Array = np.multiply(losses.astype(dtype), weights.astype(dtype))
+    except ValueError:
+        raise ValueError(
+            f"sample_weight of shape {weights.shape} does not broadcast against per_example_loss of shape "
+            f"{losses.shape}; expected a number, shape {losses.shape[:1]} or shape {losses.shape}"
+        ) from None
+    return weighted
+
+
+def _batch_size(value: Any) -> int:
+    array = np.asarray(value)
+    if array.ndim:
+        raise ValueError(f"global_batch_size has shape {array.shape}; expected one whole number")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"global_batch_size is {value!r}; expected a whole number, such as global_batch_size=64")
+    count = operator.index(array[()])
+    if count < 0:
+        raise ValueError(f"global_batch_size is {count}; expected 0 or more")
+    return count

@@ -1,0 +1,202 @@
+"""Metrics: numbers added up on each replica, and combined over all of them when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, to_array
+from mpidist.core.context import get_replica_context, has_strategy
+from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.values import Variable
+
+
+class Metric:
+    """What the metrics share: totals in ON_READ variables with aggregation SUM.
+
+    Create it inside ``with strategy.scope():`` (collective). A subclass names its totals in ``total_names`` and
+    computes the result from their sums over all replicas.
+
+    Args:
+        name: For the names of its variables.
+        dtype: Dtype of the totals.
+    """
+
+    total_names: tuple[str, ...] = ("total",)
+
+    def __init__(self, name: str, dtype: Any = "float64") -> None:
+        self.name = name
+        # Creation goes by the arguments of tf.Variable, which the class's own constructor does not show to mypy.
+        make: Callable[..., Variable] = Variable
+        self._totals = {
+            total: make(
+                np.zeros((), dtype),
+                name=f"{name}/{total}",
+                trainable=False,
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.SUM,
+            )
+            for total in self.total_names
+        }
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables that hold the totals."""
+        return list(self._totals.values())
+
+    def result(self) -> Any:
+        """Return the metric over all that every replica has been given since the last reset.
+
+        Collective: call it on every rank, or inside ``strategy.run`` on every replica.
+
+        Returns:
+            A NumPy scalar, the same everywhere.
+        """
+        context = get_replica_context()
+        if context is not None and has_strategy():
+            sums = context.all_reduce("SUM", [total.value() for total in self._totals.values()])
+        else:
+            sums = [total.value() for total in self._totals.values()]
+        return self._result_of(*(np.asarray(value)[()] for value in sums))
+
+    def reset_state(self) -> None:
+        """Start anew. No communication; call it on every rank, outside ``strategy.run``."""
+        for total in self._totals.values():
+            total.assign(np.zeros((), total.dtype))
+
+    # The older of the two names that Keras has had for it.
+    reset_states = reset_state
+
+    def _result_of(self, *sums: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} does not implement _result_of()")
+
+    def _add(self, **amounts: Any) -> None:
+        """Add to the totals of this replica; no communication."""
+        for name, amount in amounts.items():
+            total = self._totals[name]
+            total.assign_add(np.asarray(amount, total.dtype))
+
+    def _checkpoint_children(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name."""
+        return dict(self._totals)
+
+
+class Sum(Metric):
+    """The sum of all values (tf.keras.metrics.Sum).
+
+    Args:
+        name: For the names of its variables.
+        dtype: Dtype of the total.
+
+    >>> metric = Sum()
+    >>> metric.update_state([1.0, 2.0])
+    >>> metric.result()
+    np.float64(3.0)
+    """
+
+    def __init__(self, name: str = "sum", dtype: Any = "float64") -> None:
+        super().__init__(name, dtype)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values of this replica; call it inside ``strategy.run``, or where no strategy is active.
+
+        Args:
+            values: A number or an array.
+            sample_weight: A number or an array that broadcasts against the values.
+
+        Raises:
+            ValueError: Weights that do not broadcast; called in cross-replica context with several replicas.
+        """
+        total, _ = _weighted_sum(values, sample_weight)
+        self._add(total=total)
+
+    def _result_of(self, *sums: Any) -> Any:
+        return sums[0]
+
+
+class Mean(Metric):
+    """The mean of all values, by weight where weights are given (tf.keras.metrics.Mean); 0 before any.
+
+    Args:
+        name: For the names of its variables.
+        dtype: Dtype of total and count.
+
+    >>> metric = Mean()
+    >>> metric.update_state([1.0, 2.0, 6.0])
+    >>> metric.result()
+    np.float64(3.0)
+    """
+
+    total_names = ("total", "count")
+
+    def __init__(self, name: str = "mean", dtype: Any = "float64") -> None:
+        super().__init__(name, dtype)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values of this replica; see ``Sum.update_state``."""
+        total, count = _weighted_sum(values, sample_weight)
+        self._add(total=total, count=count)
+
+    def _result_of(self, *sums: Any) -> Any:
+        total, count = sums
+        return total / count if count else total.dtype.type(0)
+
+
+class Accuracy(Mean):
+    """How often predicted labels are the true ones (tf.keras.metrics.Accuracy).
+
+    Args:
+        name: For the names of its variables.
+        dtype: Dtype of total and count.
+
+    >>> metric = Accuracy()
+    >>> metric.update_state([1, 2, 3, 4], [1, 2, 3, 0])
+    >>> metric.result()
+    np.float64(0.75)
+    """
+
+    def __init__(self, name: str = "accuracy", dtype: Any = "float64") -> None:
+        super().__init__(name, dtype)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+        """Compare labels of this replica; see ``Sum.update_state``.
+
+        Args:
+            y_true: True labels.
+            y_pred: Predicted labels, of the same shape: take ``argmax`` of scores first.
+            sample_weight: A number or an array that broadcasts against the labels.
+
+        Raises:
+            ValueError: Shapes that differ, or weights that do not broadcast.
+        """
+        true, predicted = _as_array(y_true, "y_true"), _as_array(y_pred, "y_pred")
+        if true.shape != predicted.shape:
+            raise ValueError(
+                f"y_true has shape {true.shape} and y_pred {predicted.shape}; expected a predicted label for each "
+                "true one: scores.argmax(axis=-1)"
+            )
+        super().update_state(np.equal(true, predicted), sample_weight)
+
+
+def _as_array(value: Any, what: str) -> Array:
+    return np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, what)
+
+
+def _weighted_sum(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Return the weighted sum of the values, and the sum of the weights."""
+    array = _as_array(values, "values").astype(np.float64)
+    if sample_weight is None:
+        return np.sum(array), array.size
+    weights = _as_array(sample_weight, "sample_weight").astype(np.float64)
+    if 0 < weights.ndim == array.ndim - 1:
+        weights = weights[..., np.newaxis]
+    try:
+        weights = np.broadcast_to(weights, array.shape)
+    except ValueError:
+        raise ValueError(
+            f"sample_weight of shape {weights.shape} does not broadcast against values of shape {array.shape}; "
+            f"expected a number, or shape {array.shape}"
+        ) from None
+    return np.sum(array * weights), np.sum(weights)

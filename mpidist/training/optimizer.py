@@ -1,0 +1,331 @@
+"""Optimizer: the part that all optimizers share: aggregation, slots, the step counter, saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.training import gradients as gradient_tools
+from mpidist.training.gradients import GradientsAndVariables
+from mpidist.values import IndexedSlices, Variable
+
+if TYPE_CHECKING:
+    from mpidist.strategies import ReplicaContext, Strategy
+
+LearningRate = float | Callable[[int], float]
+
+
+class Optimizer:
+    """Changes variables by their gradients; subclasses say how one variable is changed.
+
+    A subclass names its slots (arrays kept per variable) in ``slot_names`` and implements ``update_variable``.
+
+    Args:
+        learning_rate: A number, or a function of the step (0 for the first update) that returns one.
+        name: For the names of its variables.
+
+    Raises:
+        TypeError: A learning rate that is neither number nor function.
+    """
+
+    slot_names: tuple[str, ...] = ()
+
+    def __init__(self, learning_rate: LearningRate, name: str) -> None:
+        self.name = name
+        self.learning_rate = learning_rate
+        self._iterations: Variable | None = None
+        self._slots: dict[Variable, dict[str, Variable]] = {}
+        # What a checkpoint brought for variables that do not exist yet; taken out as they are made.
+        self._deferred: dict[str, Array] = {}
+
+    # What users set and read ----------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update; assign a number or a function of the step."""
+        return self._rate_at(self._step())
+
+    @learning_rate.setter
+    def learning_rate(self, value: LearningRate) -> None:
+        if not callable(value) and not isinstance(value, (int, float, np.number)):
+            raise TypeError(f"learning_rate is {value!r}; expected a number or a function of the step")
+        self._learning_rate = value if callable(value) else float(value)
+
+    @property
+    def iterations(self) -> Variable:
+        """Number of updates so far, an int64 variable (ON_WRITE, ONLY_FIRST_REPLICA).
+
+        Raises:
+            RuntimeError: It does not exist before ``build`` or the first ``apply_gradients``.
+        """
+        if self._iterations is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no variables yet; call optimizer.build(variables) inside "
+                "`with strategy.scope():`, or apply_gradients() first"
+            )
+        return self._iterations
+
+    @property
+    def variables(self) -> list[Variable]:
+        """``iterations`` and all slots, in the order they were made; empty before ``build``."""
+        slots = [slot for slots in self._slots.values() for slot in slots.values()]
+        return [] if self._iterations is None else [self._iterations, *slots]
+
+    def get_slot(self, variable: Variable, slot_name: str) -> Variable:
+        """Return the slot of a variable.
+
+        Raises:
+            ValueError: There is no such slot, or the variable has none yet.
+        """
+        slots = self._slots.get(variable, {})
+        if slot_name not in slots:
+            raise ValueError(
+                f"no slot {slot_name!r} for variable {variable.name!r}; {type(self).__name__} has the slots "
+                f"{list(self.slot_names)} for the variables {[v.name for v in self._slots]}"
+            )
+        return slots[slot_name]
+
+    # Making variables -----------------------------------------------------------------------------------------
+
+    def build(self, var_list: Iterable[Variable]) -> None:
+        """Make the step counter, and the slots of variables that have none.
+
+        Collective: call it on every rank, in the same order. The variables' own strategy is entered, so it may be
+        called outside its scope; inside ``strategy.run`` the first ``apply_gradients`` does it. Slots that a
+        checkpoint was restored for start from what it holds.
+
+        Args:
+            var_list: The variables that will be updated. Saved slots are told apart by their position in it.
+
+        Raises:
+            ValueError: Variables of different strategies, or synchronized ON_READ.
+            TypeError: Variables that do not hold floating-point numbers.
+            RuntimeError: Called inside ``strategy.run``.
+        """
+        new = [v for v in dict.fromkeys(var_list) if v not in self._slots]
+        if not new:
+            return
+        for variable in new:
+            self._check_variable(variable)
+        strategy = self._strategy_of([*self._slots, *new])
+        with _entered(strategy):
+            if self._iterations is None:
+                self._iterations = self._make_variable("iterations", np.zeros((), np.int64), "iterations")
+            for variable in new:
+                # The default strategy places nothing, and has no scope to be in.
+                beside = strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext()
+                with beside:
+                    self._slots[variable] = self._make_slots(variable, len(self._slots))
+
+    def _make_slots(self, variable: Variable, index: int) -> dict[str, Variable]:
+        zeros = np.zeros(variable.shape, compute_dtype(variable))
+        return {
+            slot: self._make_variable(f"{variable.name}/{slot}", zeros, f"slots/{index}/{slot}")
+            for slot in self.slot_names
+        }
+
+    def _make_variable(self, name: str, zeros: Array, key: str) -> Variable:
+        value = self._deferred.get(key, zeros)
+        if (value.shape, value.dtype) != (zeros.shape, zeros.dtype):
+            raise ValueError(
+                f"the checkpoint that was restored has {key} of shape {value.shape} and dtype {value.dtype} for "
+                f"optimizer {self.name!r}; expected shape {zeros.shape} and dtype {zeros.dtype}: restore a "
+                "checkpoint of the same variables, given to the optimizer in the same order"
+            )
+        self._deferred.pop(key, None)
+        # Creation goes by the arguments of tf.Variable, which the class's own constructor does not show to mypy.
+        make: Callable[..., Variable] = Variable
+        return make(
+            value,
+            name=f"{self.name}/{name}",
+            trainable=False,
+            synchronization=VariableSynchronization.ON_WRITE,
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+    # Updating -------------------------------------------------------------------------------------------------
+
+    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+        """Return the pairs with the gradients summed over replicas: see ``mpidist.training.aggregate_gradients``."""
+        return gradient_tools.aggregate_gradients(grads_and_vars)
+
+    def apply_gradients(
+        self, grads_and_vars: GradientsAndVariables, experimental_aggregate_gradients: bool = True
+    ) -> None:
+        """Update variables by their gradients.
+
+        Inside ``strategy.run`` it is collective: call it on every replica, with gradients for the same variables.
+        The gradients are *summed* over replicas in one packed all-reduce (divide the loss by the global batch
+        size), then each replica updates its own copies, all alike, without further communication.
+
+        Outside ``run`` the gradients are taken for sums already and every copy is updated by them; nothing is
+        communicated, so they must be the same on all ranks. (Keras raises an error there.)
+
+        The first call makes the optimizer's variables if ``build`` was not called.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable. A gradient is an array of the variable's shape and
+                dtype, IndexedSlices, or None, which leaves the variable as it is.
+            experimental_aggregate_gradients: False takes the gradients for sums already also inside ``run``;
+                they must then be the same on all replicas.
+
+        Raises:
+            ValueError: Only None, shapes that do not fit, or variables of another strategy.
+            TypeError: Dtypes that do not fit.
+
+        Source: https://www.tensorflow.org/tutorials/distribute/custom_training and LO-03 of its rules.
+        """
+        gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
+        strategy = self._strategy_of(variables)
+        context = get_replica_context()
+        if context is not None and context.strategy is strategy:
+            if experimental_aggregate_gradients:
+                gradients = gradient_tools.sum_over_replicas(gradients)
+            self._build_in_replica(variables)
+            update = partial(self._update_all, gradients=gradients, variables=variables)
+            # One update context for all: inside it every variable, slots included, means this replica's copy.
+            cast("ReplicaContext", context)._update(self.iterations, update)
+            return
+        with _entered(strategy):
+            self.build(variables)
+            strategy.extended.update(
+                self.iterations,
+                lambda iterations, grads: self._update_all(iterations, grads, variables),
+                args=(gradients,),
+            )
+
+    def _build_in_replica(self, variables: list[Variable]) -> None:
+        if all(variable in self._slots for variable in variables):
+            return
+        context = get_replica_context()
+        if context is None or not has_strategy():
+            self.build(variables)
+        else:
+            context.merge_call(lambda _: self.build(variables))
+            if self._iterations is None:
+                # Only the first replica's function was called, and it was about another optimizer.
+                raise RuntimeError(
+                    f"every replica has {type(self).__name__} of its own; create the optimizer once, outside "
+                    "strategy.run(), and use it in all replicas"
+                )
+
+    def _update_all(self, iterations: Any, gradients: list[Any], variables: list[Variable]) -> None:
+        """Update the copies that the update context is about."""
+        step = int(iterations)
+        rate = self._rate_at(step)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if isinstance(gradient, IndexedSlices):
+                self.update_sparse(variable, gradient, rate, step)
+            else:
+                self.update_variable(variable, gradient, rate, step)
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(np.asarray(variable)))
+        iterations.assign_add(1)
+
+    def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
+        """Update one variable, in update context: it and its slots mean the copies of one replica.
+
+        Args:
+            variable: The variable.
+            gradient: The summed gradient, of its shape and dtype; not to be changed.
+            learning_rate: Of this step.
+            step: Number of updates before this one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement update_variable()")
+
+    def update_sparse(
+        self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int
+    ) -> None:
+        """Update one variable by a sparse gradient, by default as by the dense array that it stands for."""
+        self.update_variable(variable, gradient.to_dense(), learning_rate, step)
+
+    # Helpers --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> int:
+        if self._iterations is not None:
+            return int(np.asarray(self._iterations))
+        return int(self._deferred.get("iterations", 0))
+
+    def _rate_at(self, step: int) -> float:
+        rate = self._learning_rate
+        return float(rate(step)) if callable(rate) else rate
+
+    def _check_variable(self, variable: Variable) -> None:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"the optimizer was given {variable!r}; expected a mpidist.Variable")
+        if variable.synchronization == VariableSynchronization.ON_READ:
+            raise ValueError(
+                f"variable {variable.name!r} is synchronized ON_READ, so its copies differ; an optimizer expects "
+                "synchronization ON_WRITE"
+            )
+        if variable.dtype.kind != "f" and variable.dtype.name != "bfloat16":
+            raise TypeError(
+                f"variable {variable.name!r} has dtype {variable.dtype}; an optimizer expects floating-point numbers"
+            )
+
+    def _strategy_of(self, variables: Iterable[Variable]) -> Strategy:
+        """Return the strategy that all ``variables`` belong to, after comparing it with the current one."""
+        strategies = list(dict.fromkeys(variable.distribute_strategy for variable in variables))
+        if len(strategies) > 1:
+            names = [type(s).__name__ for s in strategies]
+            raise ValueError(f"the variables belong to different strategies, {names}; expected one for all of them")
+        strategy = strategies[0]
+        if has_strategy() and get_strategy() is not strategy:
+            raise ValueError(
+                f"the variables belong to {type(strategy).__name__}, and {type(get_strategy()).__name__} is current; "
+                "create them, and use the optimizer, under one strategy"
+            )
+        return cast("Strategy", strategy)
+
+    # Saved state ----------------------------------------------------------------------------------------------
+
+    def _checkpoint_children(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name; what was restored and is not in use yet included."""
+        children: dict[str, Any] = dict(self._deferred)
+        if self._iterations is not None:
+            children["iterations"] = self._iterations
+        for index, slots in enumerate(self._slots.values()):
+            children.update({f"slots/{index}/{name}": slot for name, slot in slots.items()})
+        return children
+
+    def _checkpoint_defer(self, values: dict[str, Array]) -> None:
+        """Take values of variables that do not exist yet, and take out each as it comes to use."""
+        for key, value in self._deferred.items():
+            values.setdefault(key, value)
+        self._deferred = values
+
+
+def compute_dtype(variable: Variable) -> np.dtype[Any]:
+    """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
+    return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
+
+
+def subtract(variable: Variable, delta: Array) -> None:
+    """Subtract ``delta``, which is of the variable's compute dtype, from the variable's copy."""
+    if delta.dtype == variable.dtype:
+        variable.assign_sub(delta)
+    else:
+        variable.assign((np.asarray(variable).astype(delta.dtype) - delta).astype(variable.dtype))
+
+
+def check_fraction(name: str, value: float) -> float:
+    """Return a hyper-parameter that must lie in [0, 1).
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value!r}; expected a number from 0 to below 1")
+    return float(value)
+
+
+def _entered(strategy: Strategy) -> AbstractContextManager[Any]:
+    is_inside = in_cross_replica_context() and get_strategy() is strategy
+    return nullcontext() if is_inside else strategy.scope()

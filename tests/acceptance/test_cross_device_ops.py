@@ -1,0 +1,209 @@
+"""CO-01 to CO-10: the public calls and extension points of CrossDeviceOps, alone and under a strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice
+from mpidist.experimental import CommunicationOptions
+from mpidist.values import PerReplica
+from tests.acceptance.checks import check_each, replica_id, same
+from tests.support.layouts import per_replica
+
+REFUSED = (ValueError, TypeError)
+MAKERS = {
+    "base": CrossDeviceOps,
+    "one_device": ReductionToOneDevice,
+    "one_device_named": lambda: ReductionToOneDevice(reduce_to_device="cpu:0"),
+    "hierarchical": HierarchicalCopyAllReduce,
+    "hierarchical_0": lambda: HierarchicalCopyAllReduce(num_packs=0),
+    "hierarchical_3": lambda: HierarchicalCopyAllReduce(num_packs=3),
+    "nccl": NcclAllReduce,
+    "nccl_2": lambda: NcclAllReduce(num_packs=2),
+}
+EACH = pytest.mark.parametrize("maker", MAKERS)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """NcclAllReduce says once that arrays in host memory go by MPI."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@EACH
+def test_reduce_by_itself(maker: str) -> None:
+    ops = MAKERS[maker]()
+    value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 5.0])])
+    with quiet():
+        for op, expected in (("SUM", [4.0, 7.0]), (ReduceOp.MEAN, [2.0, 3.5]), ("max", [3.0, 5.0])):
+            same(np.asarray(ops.reduce(op, value, "cpu:0")), expected)
+            placed = ops.reduce(op, value, value)
+            assert [part.tolist() for part in placed.values] == [expected, expected]
+        same(np.asarray(ops.reduce("MEAN", 5.0, "cpu:0")), 5.0)
+        same(np.asarray(ops.reduce("SUM", np.ones(2), "cpu:0")), np.ones(2))
+        results = ops.batch_reduce("SUM", [(value, "cpu:0"), (PerReplica([1, 2]), value)])
+        same(np.asarray(results[0]), [4.0, 7.0])
+        same(np.asarray(results[1]), 3)
+        assert ops.batch_reduce("SUM", []) == []
+    broadcast = ops.broadcast(np.ones(2), value)
+    assert len(broadcast.values) == 2
+    same(np.asarray(broadcast), np.ones(2))
+
+
+@EACH
+def test_refused_arguments(maker: str) -> None:
+    ops = MAKERS[maker]()
+    value = PerReplica([np.ones(2), np.ones(2)])
+    for destinations in (None, [], (), ["cpu:0"]):
+        with pytest.raises(REFUSED, match="destinations"):
+            ops.reduce("SUM", value, destinations)
+    with pytest.raises(ValueError, match="destinations"):
+        ops.broadcast(np.ones(2), [])
+    for pairs in (value, [value], [(value,)], [(value, "cpu:0", 1)], "ab"):
+        with pytest.raises(ValueError, match="pairs"):
+            ops.batch_reduce("SUM", pairs)
+    with pytest.raises(ValueError):
+        ops.batch_reduce("SUM", [(value, "cpu:0"), (PerReplica([1.0, 2.0, 3.0]), "cpu:0")])
+    with pytest.raises(ValueError, match="SOME"):
+        ops.reduce("SOME", value, "cpu:0")
+    with pytest.raises(TypeError):
+        ops.reduce(mpidist.VariableAggregation.SUM, value, "cpu:0")
+    with pytest.raises(ValueError):
+        ops.reduce("SUM", PerReplica([np.ones(2), np.ones(3)]), "cpu:0")
+    with pytest.raises(TypeError):
+        ops.reduce("SUM", PerReplica([np.array([True]), np.array([False])]), "cpu:0")
+
+
+def test_refused_constructor_arguments() -> None:
+    for cls in (HierarchicalCopyAllReduce, NcclAllReduce):
+        with pytest.raises(ValueError, match="-1"):
+            cls(num_packs=-1)
+    from mpidist.cross_device_ops import CollectiveAllReduce
+
+    with pytest.raises(ValueError, match="group_size"):
+        CollectiveAllReduce(["cpu:0", "cpu:1"], group_size=3)
+
+
+@EACH
+@pytest.mark.parametrize("local", [1, 2, 3])
+def test_under_a_mirrored_strategy(maker: str, local: int) -> None:
+    """The same program and numbers whichever class reduces; on all ranks of the node."""
+    from mpi4py import MPI
+
+    from tests.support.layouts import _node_communicator
+
+    node = _node_communicator(MPI.COMM_WORLD)
+    devices = [f"cpu:{k}" for k in range(local)]
+    strategy = mpidist.MirroredStrategy(devices, cross_device_ops=MAKERS[maker](), communicator=node)
+    with quiet(), strategy:
+        n = strategy.num_replicas_in_sync
+        value = per_replica(strategy, lambda i: np.arange(5.0) * (i + 1))
+        same(strategy.reduce("SUM", value, axis=None), np.arange(5.0) * sum(range(1, n + 1)))
+        same(strategy.reduce("MEAN", value, axis=0), 2.0 * sum(range(1, n + 1)) / n)
+        nest = {"a": np.ones(3, np.float32), "b": [np.array(2), np.zeros((0, 2))], "c": np.full((2, 2), 1j)}
+
+        def replica() -> Any:
+            return mpidist.get_replica_context().all_reduce("SUM", nest)
+
+        expected = {"a": np.full(3, n), "b": [np.array(2 * n), np.zeros((0, 2))], "c": np.full((2, 2), 1j * n)}
+        check_each(strategy, strategy.run(replica), lambda _: expected)
+        slices = strategy.run(lambda: mpidist.IndexedSlices(np.full((1, 2), replica_id() + 1.0), np.array([0]), (2, 2)))
+        dense = strategy.extended.reduce_to("SUM", slices, "cpu:0").to_dense()
+        same(dense, [[sum(range(1, n + 1))] * 2, [0.0, 0.0]])
+    node.Free()
+
+
+def test_a_lone_nccl_on_the_host_warns_once() -> None:
+    ops = NcclAllReduce()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ops.reduce("SUM", PerReplica([np.ones(2), np.ones(2)]), "cpu:0")
+    assert len(caught) <= 1
+
+
+def test_mixed_dense_and_sparse_batches_keep_their_order(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
+    dense = per_replica(strategy, lambda i: float(i))
+    sparse = strategy.run(lambda: mpidist.IndexedSlices(np.ones((1, 1)), np.array([1]), (2, 1)))
+    results = strategy.extended.batch_reduce_to("SUM", [(dense, "cpu:0"), (sparse, "cpu:0"), (dense, "cpu:0")])
+    same(np.asarray(results[0]), float(sum(range(n))))
+    same(results[1].to_dense(), [[0.0], [float(n)]])
+    same(np.asarray(results[2]), float(sum(range(n))))
+
+
+def test_accumulation_fn_is_honoured() -> None:
+    calls: list[int] = []
+
+    def add(values: Any) -> Any:
+        calls.append(len(values))
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
+
+    strategy = mpidist.MirroredStrategy(
+        ["cpu:0", "cpu:1"], ReductionToOneDevice(accumulation_fn=add), communicator=_self()
+    )
+    with strategy:
+        value = per_replica(strategy, lambda i: np.array([i + 1.0]))
+        same(strategy.reduce("SUM", value, axis=None), [3.0])
+        same(strategy.reduce("MEAN", value, axis=None), [1.5])
+    assert calls == [2, 2]
+
+
+def _self() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+def test_a_class_of_ones_own() -> None:
+    """CO-01: the extension points are what the public calls and the strategy go through."""
+    calls: list[str] = []
+
+    class Recorded(CrossDeviceOps):
+        def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+            calls.append(f"reduce {reduce_op.name}")
+            return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+        def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+            calls.append(f"batch {reduce_op.name}")
+            return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+    strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"], Recorded(), communicator=_self())
+    with strategy:
+        value = per_replica(strategy, lambda i: i + 1.0)
+        same(strategy.reduce("SUM", value, axis=None), 3.0)
+        assert calls
+        calls.clear()
+        same(np.asarray(strategy.extended.batch_reduce_to("MEAN", [(value, "cpu:0")])[0]), 1.5)
+        assert calls
+        calls.clear()
+        strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0))
+        assert calls
+
+
+def test_bytes_per_pack_changes_nothing_but_the_packing(strategy: Any) -> None:
+    """CO-09: whatever the packs, the same numbers in the same order."""
+    n = strategy.num_replicas_in_sync
+    nest = [np.full(4, k + 1, np.float32) for k in range(4)] + [np.full(3, 7.0), np.array(2), np.zeros(0)]
+
+    def replica(size: int) -> Any:
+        return mpidist.get_replica_context().all_reduce("SUM", nest, CommunicationOptions(bytes_per_pack=size))
+
+    for size in (0, 1, 15, 16, 20, 1 << 30):
+        result = strategy.run(replica, args=(size,))
+        for part in strategy.experimental_local_results(result):
+            for leaf, start in zip(part, nest, strict=True):
+                assert np.asarray(leaf).dtype == start.dtype
+                same(leaf, n * start)

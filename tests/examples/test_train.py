@@ -1,0 +1,149 @@
+"""examples/train.py as a user starts it: same numbers in every layout, resumed runs, files of one rank only."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.mpirun import ROOT, child_environment, run_script
+
+pytestmark = pytest.mark.one_rank
+
+for _module in ("sklearn", "matplotlib", "tqdm", "safetensors"):
+    pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
+
+SCRIPT = ROOT / "examples" / "train.py"
+
+
+def train(out: Path, *arguments: str, ranks: int | None = None) -> str:
+    """Run it, without mpirun where ``ranks`` is None; return what it printed."""
+    options = ("--out", str(out), *arguments)
+    if ranks is None:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *options],
+            env=child_environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    else:
+        done = run_script(SCRIPT, ranks, *options, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def closing_line(output: str) -> str:
+    [line] = [line for line in output.splitlines() if line.startswith("done after")]
+    return line
+
+
+def weights_digest(output: str) -> str:
+    return closing_line(output).split("weights ")[1].split(";")[0]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("reference")
+    train(folder, "--strategy", "default", "--steps", "20", "--dump-weights", str(folder / "weights.npz"))
+    with np.load(folder / "weights.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "ranks"),
+    [
+        ("one_device", 1, None),
+        *(("mirrored", devices, None) for devices in (1, 2, 3, 4)),
+        *(("multi_worker", 1, ranks) for ranks in (1, 2, 3, 4)),
+        ("multi_worker", 2, 2),
+        ("mirrored", 2, 2),
+    ],
+)
+def test_all_layouts_agree_after_20_steps(
+    strategy: str, devices: int, ranks: int | None, reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    options = ("--strategy", strategy, "--devices", str(devices), "--steps", "20")
+    output = train(tmp_path, *options, "--dump-weights", str(tmp_path / "weights.npz"), ranks=ranks)
+    count = 1 if strategy == "one_device" else devices * (ranks or 1)
+    assert f"{strategy}: {count} replica(s) in sync, {ranks or 1} rank(s)" in output
+    with np.load(tmp_path / "weights.npz") as weights:
+        assert sorted(weights.files) == sorted(reference)
+        assert weights["losses"].shape == (20,)
+        for name in weights.files:
+            np.testing.assert_allclose(weights[name], reference[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("default", None), ("multi_worker", 2)])
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(
+    strategy: str, ranks: int | None, tmp_path: Path
+) -> None:
+    options = ("--strategy", strategy, "--batch-size", "100")
+    whole = train(tmp_path / "whole", *options, "--steps", "40", ranks=ranks)
+    train(tmp_path / "parts", *options, "--steps", "20", ranks=ranks)  # in the middle of epoch 2
+    resumed = train(tmp_path / "parts", *options, "--steps", "40", "--resume", ranks=ranks)
+    assert "after step 20" in resumed
+    assert weights_digest(resumed) == weights_digest(whole)
+    lines = {name: output for name, output in (("whole", whole), ("resumed", resumed))}
+    last = {name: re.findall(r"epoch  3 .*test acc \S+", output) for name, output in lines.items()}
+    assert last["whole"] == last["resumed"] != []
+
+
+def test_a_resumed_run_may_have_another_number_of_ranks(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    train(tmp_path, "--steps", "12", ranks=2)
+    dump = ("--dump-weights", str(tmp_path / "weights.npz"))
+    train(tmp_path, "--strategy", "mirrored", "--devices", "3", "--steps", "20", "--resume", *dump)
+    with np.load(tmp_path / "weights.npz") as weights:
+        assert weights["losses"].shape == (8,)
+        np.testing.assert_allclose(weights["w1"], reference["w1"], rtol=0, atol=1e-10)
+
+
+def test_two_ranks_reach_97_percent(tmp_path: Path) -> None:
+    output = train(tmp_path, ranks=2)
+    accuracy = float(re.search(r"test accuracy ([\d.]+)%", closing_line(output)).group(1))  # type: ignore[union-attr]
+    assert accuracy >= 97
+    assert len(re.findall(r"^epoch ", output, re.MULTILINE)) == 20
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "ckpt-20" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("strategy", ["default", "one_device"])
+def test_only_rank_0_writes_where_ranks_train_alone(strategy: str, tmp_path: Path) -> None:
+    output = train(tmp_path, "--strategy", strategy, "--epochs", "2", ranks=2)
+    assert "each of which trains by itself" in output
+    assert len(re.findall(r"^epoch ", output, re.MULTILINE)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-1", "ckpt-2", "learning_curve.png"]
+    closing_line(output)
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    for options, message in [
+        (("--strategy", "default", "--devices", "2"), "needs --strategy mirrored or multi_worker"),
+        (("--epochs", "0"), "expected 1 or more"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *options],
+            env=child_environment(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tqdm.py").write_text("raise ImportError('not here', name='tqdm')")
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.strip() == 'examples/train.py needs tqdm; type: pip install "mpidist[examples]"'

@@ -1,0 +1,74 @@
+"""Metrics: local updates, one global result in every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.metrics import Accuracy, Mean, Sum
+from tests.support.layouts import layouts, per_replica
+
+
+def test_results_are_over_all_replicas(strategy: mpidist.Strategy) -> None:
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        total, mean, accuracy = Sum(), Mean(), Accuracy()
+    # Replica i has i values, the first one none.
+    values = per_replica(strategy, lambda i: np.full(i, float(i)))
+
+    def step(x: np.ndarray) -> None:
+        total.update_state(x)
+        mean.update_state(x)
+        accuracy.update_state(np.arange(4), np.arange(4) % (len(x) + 1))
+
+    for _ in range(2):
+        strategy.run(step, args=(values,))
+    count, value = sum(range(n)), sum(i * i for i in range(n))
+    hits = sum(min(i + 1, 4) for i in range(n))
+    assert total.result() == 2 * value
+    assert mean.result() == (pytest.approx(value / count) if count else 0)
+    assert accuracy.result() == pytest.approx(hits / (4 * n))
+    inside = strategy.run(lambda: (total.result(), accuracy.result()))
+    for results in strategy.experimental_local_results(inside):
+        assert results == (2 * value, pytest.approx(hits / (4 * n)))
+    for metric in (total, mean, accuracy):
+        metric.reset_state()
+        assert metric.result() == 0
+
+
+def test_weights() -> None:
+    mean, total = Mean(), Sum()
+    mean.update_state([1.0, 3.0], sample_weight=[3, 1])
+    mean.update_state(2.0)
+    assert mean.result() == (3 + 3 + 2) / 5
+    total.update_state([[1.0, 2.0], [3.0, 4.0]], sample_weight=[1, 0])
+    assert total.result() == 3
+    with pytest.raises(ValueError, match=r"sample_weight of shape \(3,\)"):
+        mean.update_state([1.0, 2.0], [1, 2, 3])
+
+
+def test_accuracy_compares_labels_of_one_shape() -> None:
+    accuracy = Accuracy()
+    accuracy.update_state([1, 2], [1, 3], sample_weight=[3, 1])
+    assert accuracy.result() == 0.75
+    with pytest.raises(ValueError, match="argmax"):
+        accuracy.update_state([1, 2], [[0.1, 0.9], [0.3, 0.7]])
+
+
+def test_dtype_and_names() -> None:
+    mean = Mean(name="loss", dtype="float32")
+    mean.update_state(np.float32(0.1))
+    assert mean.result().dtype == np.float32
+    assert [v.name for v in mean.variables] == ["loss/total", "loss/count"]
+    for variable in mean.variables:
+        assert variable.synchronization == mpidist.VariableSynchronization.ON_READ
+        assert variable.aggregation == mpidist.VariableAggregation.SUM
+
+
+@pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
+def test_no_replica_is_meant_across_replicas(strategy: mpidist.Strategy) -> None:
+    with strategy.scope():
+        mean = Mean()
+        with pytest.raises(ValueError, match="which copy"):
+            mean.update_state(1.0)
