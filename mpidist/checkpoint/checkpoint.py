@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,11 @@ class Checkpoint:
                 what is asked for. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
+        if path is None:
+            raise ValueError(
+                "path is None, as latest_checkpoint() returns where there is no checkpoint; expected the path of one: "
+                "start from scratch, or use restore_latest(directory), which returns None then"
+            )
         status = self._restore(lambda: Path(path), f"restoring checkpoint {os.fspath(path)}")
         assert status is not None
         return status
@@ -168,7 +174,7 @@ class Checkpoint:
 
         return self._restore(find, f"restoring the latest checkpoint of {os.fspath(directory)}")
 
-    def _restore(self, find: Any, doing: str) -> LoadStatus | None:
+    def _restore(self, find: Callable[[], Path | None], doing: str) -> LoadStatus | None:
         leaves = collect(self._objects)
         strategy = _strategy_of(leaves, "restore()")
         arrays: dict[str, Array] = {}
@@ -245,7 +251,7 @@ def _check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
                 f"{key!r} has shape {tensor.shape} and dtype {tensor.dtype} in the checkpoint, and shape "
                 f"{target.shape} and dtype {target.dtype.name} here"
             )
-    for key in leaves.places.keys() & manifest.tensors.keys():
+    for key in sorted(leaves.places.keys() & manifest.tensors.keys()):
         problems.append(f"{key!r} is an array in the checkpoint and a value here")
     if problems:
         raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))

@@ -217,6 +217,8 @@ def _put(temporary: Path, path: Path) -> None:
     old = path.parent / f".{path.name}.{uuid.uuid4().hex}.old"
     path.rename(old)
     temporary.rename(path)
+    # The new name must be on the disk before the old data go.
+    _sync(path.parent)
     shutil.rmtree(old)
 
 

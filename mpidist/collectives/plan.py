@@ -20,6 +20,11 @@ from mpidist.core.options import CommunicationOptions
 Signature = tuple[tuple[tuple[int, ...], DType], ...]
 
 
+def signature_of(arrays: Sequence[Array]) -> Signature:
+    """Return shape and dtype of each array."""
+    return tuple((array.shape, array.dtype) for array in arrays)
+
+
 def signature_text(signature: Signature) -> str:
     """Return shapes and dtypes as text, runs of equal ones once.
 

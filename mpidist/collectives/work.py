@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Any
 from mpidist.collectives.waiting import Steps
 
 if TYPE_CHECKING:
-    from mpidist.collectives.communicator import Communicator
+    from mpidist.collectives.channel import Channel
 
 
 class Work:
     """A collective on its way. Its inputs must not be changed until it is done.
 
-    Works of one communicator are carried out in the order in which they were started, on every rank.
+    Works of one Communicator are carried out in the order in which they were started, on every rank.
     """
 
-    def __init__(
-        self, communicator: Communicator, steps: Steps[Any], text: str, call_site: str, timeout: float
-    ) -> None:
-        self._communicator = communicator
+    def __init__(self, channel: Channel, steps: Steps[Any], text: str, call_site: str, timeout: float) -> None:
+        self._channel = channel
         self._steps = steps
         self._finish: list[Callable[[Any], Any]] = []
-        self._is_done = False
+        self.is_done = False
         self._result: Any = None
         self._error: BaseException | None = None
         self.text = text
@@ -37,9 +35,9 @@ class Work:
 
     def done(self) -> bool:
         """Whether the result is there; moves the collective forward, and does not block."""
-        if not self._is_done:
-            self._communicator.advance()
-        return self._is_done
+        if not self.is_done:
+            self._channel.advance()
+        return self.is_done
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the result once it is there.
@@ -52,7 +50,7 @@ class Work:
             CollectiveTimeoutError: Not done within the deadline of the collective itself.
             MismatchError: The ranks started different collectives.
         """
-        self._communicator.complete(self, timeout)
+        self._channel.complete(self, timeout)
         if self._error is not None:
             raise self._error
         while self._finish:
@@ -60,21 +58,21 @@ class Work:
         return self._result
 
     def step(self) -> bool:
-        """Move one step forward; returns whether it is done. Called by the communicator alone."""
+        """Move one step forward; returns whether it is done. Called by the channel alone."""
         try:
             next(self._steps)
         except StopIteration as stop:
             self._result = stop.value
-            self._is_done = True
+            self.is_done = True
         except Exception as error:  # handed to the caller of wait()
             self._error = error
-            self._is_done = True
-        return self._is_done
+            self.is_done = True
+        return self.is_done
 
     def settle(self, error: BaseException) -> None:
-        """End with ``error``, which ``wait`` raises. Called by the communicator alone."""
+        """End with ``error``, which ``wait`` raises. Called by the channel alone."""
         self._error = error
-        self._is_done = True
+        self.is_done = True
 
 
 class FinishedWork:

@@ -7,7 +7,7 @@ from typing import Any
 from mpidist.arrays.convert import is_array_like
 from mpidist.core.devices import canonical_device
 from mpidist.values import DistributedValues, IndexedSlices, Variable
-from mpidist.values.variable import Component
+from mpidist.values.component import Component
 
 HOST = "cpu:0"
 

@@ -18,7 +18,8 @@ from mpidist.core.options import CommunicationOptions, check_communication_optio
 from mpidist.cross_device_ops.destinations import destination_devices
 from mpidist.input import InputWorkers
 from mpidist.values import DistributedValues, Variable, regroup, select_replica
-from mpidist.values.variable import Component, update_components
+from mpidist.values.component import Component
+from mpidist.values.variable import update_components
 
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext

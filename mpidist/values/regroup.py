@@ -7,9 +7,10 @@ from typing import Any
 
 from mpidist.arrays.convert import is_array_like
 from mpidist.core import nest
+from mpidist.values.component import Component
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.variable import Component, Variable
+from mpidist.values.variable import Variable
 
 
 def regroup(

@@ -21,7 +21,6 @@ are laid out over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,29 +28,13 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.values.component import ASSIGN, Assignment, as_value_of
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
     from mpidist.values.scatter import ScatterOp
     from mpidist.values.variable import Variable
-
-Assignment = Callable[[Array, Array], None]
-
-
-def ASSIGN(array: Array, value: Array) -> None:  # noqa: N802 - a constant that happens to be a function
-    """Set ``array`` to ``value``."""
-    np.copyto(array, value)
-
-
-def ASSIGN_ADD(array: Array, value: Array) -> None:  # noqa: N802
-    """Add ``value`` to ``array``."""
-    np.add(array, value, out=array)
-
-
-def ASSIGN_SUB(array: Array, value: Array) -> None:  # noqa: N802
-    """Subtract ``value`` from ``array``."""
-    np.subtract(array, value, out=array)
 
 
 class Policy(Protocol):
@@ -180,8 +163,8 @@ class _OnRead:
                     f"assign_add or assign_sub in cross-replica context on variable {variable.name!r}, whose value is "
                     "the sum of its copies: which copy should change? Call it inside strategy.run(), or use assign()"
                 )
-            share = np.asarray(value) / variable.distribute_strategy.num_replicas_in_sync
-            value = share.astype(variable.dtype)
+            total = as_value_of(variable, value)
+            value = (total / variable.distribute_strategy.num_replicas_in_sync).astype(variable.dtype)
         _write_all(variable, how, value)
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:

@@ -1,4 +1,4 @@
-"""Variable: what users create, the copies it consists of, and how its creation reaches the current strategy."""
+"""Variable: what users create, and how its creation reaches the current strategy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.dtypes import DType, check_transportable
+from mpidist.arrays.dtypes import check_transportable
 from mpidist.core.context import Frame as _Frame
 from mpidist.core.context import current_frame, entered, get_strategy, has_strategy, variable_creators
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
+from mpidist.values.component import Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues
-from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.operators import ReadsAsArray
-from mpidist.values.synchronization import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Policy, policy_for
+from mpidist.values.synchronization import Policy, policy_for
 
 
 class _CreatedByStrategy(ABCMeta):
@@ -111,172 +110,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, a
     return array
 
 
-class _Assignable(ReadsAsArray):
-    """What variables and their components have in common: reading, and the family of assignments."""
-
-    name: str
-
-    def _assign(self, how: Callable[..., None], value: Any) -> Any:
-        raise NotImplementedError
-
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Any:
-        raise NotImplementedError
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
-
-        Args:
-            value: Array or number of the variable's shape. Its dtype must be the variable's, or convert
-                without loss of kind (Python numbers, integers to floats).
-            use_locking, name, read_value: Accepted as in TensorFlow, and ignored.
-
-        Returns:
-            The variable.
-
-        Raises:
-            ValueError: Another shape, or a combination of context and aggregation that has no meaning.
-            TypeError: Another dtype, or a distributed value in replica context.
-        """
-        del use_locking, name, read_value
-        return self._assign(ASSIGN, value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Add ``delta``; see :meth:`assign`."""
-        del use_locking, name, read_value
-        return self._assign(ASSIGN_ADD, delta)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtract ``delta``; see :meth:`assign`."""
-        del use_locking, name, read_value
-        return self._assign(ASSIGN_SUB, delta)
-
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Add rows at positions; repeated positions accumulate.
-
-        In replica context the rows of all replicas are gathered first (collective) by the variable's
-        aggregation: SUM takes all of them, MEAN all divided by the number of replicas, ONLY_FIRST_REPLICA those
-        of replica 0. The same holds for the other scatter methods.
-
-        Raises:
-            TypeError: Not an IndexedSlices.
-            NotImplementedError: The variable is synchronized ON_READ.
-            ValueError: A position outside the variable, or rows of another shape.
-        """
-        return self._scatter(scatter.ADD, sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
-        """Subtract rows at positions; see :meth:`scatter_add`."""
-        return self._scatter(scatter.SUB, sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
-        """Multiply rows at positions; see :meth:`scatter_add`."""
-        return self._scatter(scatter.MUL, sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
-        """Divide rows at positions, integers towards zero; see :meth:`scatter_add`."""
-        return self._scatter(scatter.DIV, sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Take the smaller of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.MIN, sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Take the larger of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.MAX, sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Replace rows at positions; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.UPDATE, sparse_delta)
-
-    def gather_nd(self, indices: Any) -> Array:
-        """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
-        return np.array(self._read()[tuple(np.moveaxis(np.asarray(indices), -1, 0))])
-
-    def sparse_read(self, indices: Any) -> Array:
-        """Return the rows at ``indices``."""
-        return np.asarray(np.take(self._read(), np.asarray(indices), axis=0))
-
-    def value(self) -> Array:
-        """Return the value in the current context: a snapshot that later assignments do not change.
-
-        Use the variable itself, or ``numpy.asarray(variable)``, to compute with it without a copy.
-        """
-        return np.array(self._read())
-
-    def read_value(self) -> Array:
-        """Return the same as :meth:`value`."""
-        return self.value()
-
-    def numpy(self) -> Array:
-        """Return the same as :meth:`value`."""
-        return self.value()
-
-    @property
-    def dtype(self) -> DType:
-        """Dtype of the elements."""
-        return self._local_array().dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the variable."""
-        return self._local_array().shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self._local_array().ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self._local_array().size
-
-    def _local_array(self) -> Array:
-        raise NotImplementedError
-
-    # NumPy's mixin compares element by element, which would make variables unusable as keys.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-
-
-class Component(_Assignable):
-    """The copy of a variable that belongs to one local replica: what ``extended.update`` gives to its function.
-
-    Assignments act on this copy alone.
-    """
-
-    def __init__(self, array: Array, name: str, device: str) -> None:
-        self._array = array
-        self._view: Array = array.view()
-        self._view.flags.writeable = False
-        self.name = name
-        self.device = device
-        self.container: Variable
-
-    def _read(self) -> Array:
-        return self._view
-
-    def _local_array(self) -> Array:
-        return self._array
-
-    def _assign(self, how: Callable[..., None], value: Any) -> Component:
-        how(self._array, as_value_of(self, value))
-        return self
-
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Component:
-        how.apply(self._array, scatter.check_slices(slices, self))
-        return self
-
-    def __repr__(self) -> str:
-        return f"<Component {self.name!r} on {self.device}: {self._array!r}>"
-
-
-class Variable(_Assignable, metaclass=_CreatedByStrategy):
+class Variable(Assignable, metaclass=_CreatedByStrategy):
     """A value that lives as long as the program, with a copy per replica (tf.Variable under a strategy).
 
     Inside ``strategy.scope()`` creation is collective: call it on every rank, in the same order; all copies start
@@ -385,7 +219,7 @@ class Variable(_Assignable, metaclass=_CreatedByStrategy):
             return self._components[local_id]._read()
         return self._policy.read(self)
 
-    def _assign(self, how: Callable[..., None], value: Any) -> Variable:
+    def _assign(self, how: Assignment, value: Any) -> Variable:
         frame = current_frame()
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             self._components[0]._assign(how, _sole_value(value))
@@ -486,36 +320,6 @@ def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, 
 
 def _sole_value(value: Any) -> Any:
     return value.values[0] if isinstance(value, DistributedValues) and len(value.values) == 1 else value
-
-
-def as_value_of(variable: Component | Variable, value: Any) -> Array:
-    """Return ``value`` as an array of the variable's shape and dtype.
-
-    Raises:
-        ValueError: Another shape.
-        TypeError: A dtype that does not convert without loss of kind.
-    """
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, f"value for {variable.name!r}")
-    if array.shape != variable.shape:
-        raise ValueError(
-            f"a value of shape {array.shape} was assigned to variable {variable.name!r} of shape {variable.shape}; "
-            "expected the same shape"
-        )
-    dtype = variable.dtype
-    if array.dtype == dtype:
-        return array
-    is_python = isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic)
-    to_inexact = array.dtype.kind in "iu" and (dtype.kind in "fc" or dtype.name == "bfloat16")
-    if is_python and np.can_cast(array.dtype, dtype, "same_kind"):
-        return array.astype(dtype)
-    if is_python and dtype.name == "bfloat16" and array.dtype.kind in "iuf":
-        return array.astype(dtype)
-    if to_inexact or np.can_cast(array.dtype, dtype, "safe"):
-        return array.astype(dtype)
-    raise TypeError(
-        f"a value of dtype {array.dtype} was assigned to variable {variable.name!r} of dtype {dtype}; "
-        f"convert it first: value.astype({dtype.name!r})"
-    )
 
 
 def update_components(

@@ -11,7 +11,7 @@ import pytest
 
 import mpidist
 from mpidist.values import PerReplica
-from tests.acceptance.checks import local_ids, make_variable, num_workers, same
+from tests.acceptance.checks import local_ids, make_variable, same
 from tests.support.layouts import layouts, per_replica
 
 pytestmark = pytest.mark.min_ranks(2)
@@ -214,13 +214,9 @@ def test_an_error_on_one_rank_reaches_all(strategy: Any, rank: int) -> None:
     """Every rank gets an error of its own or a PeerError, and nobody waits."""
     local = len(local_ids(strategy))
     bad_dtype = np.array([object()]) if rank == 0 else np.zeros(1)
-    bad_axis = 5 if rank == 0 else 0
     calls: list[Call] = [
         lambda s: s.reduce("SUM", per_replica(s, lambda i: bad_dtype), axis=None),
-        lambda s: s.reduce("SUM", per_replica(s, lambda i: np.zeros(2)), axis=bad_axis),
-        lambda s: s.gather(per_replica(s, lambda i: np.zeros(2)), axis=bad_axis),
-        lambda s: s.run(lambda: mpidist.get_replica_context().all_reduce("SUM", bad_dtype)),
-        lambda s: s.run(lambda: mpidist.get_replica_context().all_gather(np.zeros(1 if rank else ()), axis=0)),
+        lambda s: s.gather(per_replica(s, lambda i: np.zeros(2)), axis=5 if rank == 0 else 0),
     ]
     if local > 1:
         calls += [
@@ -229,17 +225,8 @@ def test_an_error_on_one_rank_reaches_all(strategy: Any, rank: int) -> None:
             everywhere(lambda c: c.all_reduce("SUM", np.zeros(2 + c.local_replica_id * (rank == 0)))),
             everywhere(lambda c: c.all_gather(np.zeros((1, 2 + c.local_replica_id * (rank == 0))), axis=0)),
         ]
-    for index, call in enumerate(calls):
-        with pytest.raises((ValueError, TypeError, mpidist.PeerError)) as info:
+    for call in calls:
+        with pytest.raises((ValueError, TypeError) if rank == 0 else mpidist.PeerError):
             call(strategy)
-        if rank == 0:
-            assert not isinstance(info.value, mpidist.PeerError), index
-        assert num_workers(strategy) > 1
-
-
-@LAYOUTS
-def test_an_assignment_that_fails_on_one_rank(strategy: Any, rank: int) -> None:
-    variable = make_variable(strategy, np.zeros(2), aggregation=mpidist.VariableAggregation.SUM)
-    with pytest.raises((ValueError, TypeError, mpidist.PeerError)):
-        strategy.run(lambda: variable.assign(np.zeros(3 if rank == 0 else 2)))
-    same(variable.numpy(), np.zeros(2))
+        total = strategy.reduce("SUM", strategy.run(lambda: 1), axis=None)
+        same(total, strategy.num_replicas_in_sync)

@@ -359,11 +359,13 @@ def test_wrong_objects() -> None:
         Checkpoint(save=1)
     checkpoint = Checkpoint(epoch=1)
     with pytest.raises(AttributeError, match="no object 'step'"):
-        checkpoint.step  # noqa: B018
+        checkpoint.step
     with pytest.raises(AttributeError, match=r"Checkpoint\(step=\.\.\.\)"):
         checkpoint.step = 1
     with pytest.raises(TypeError, match="expected a variable"):
         checkpoint.epoch = object()
+    with pytest.raises(ValueError, match="path is None"):
+        checkpoint.restore(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a name after the directory"):
         checkpoint.save("out/")
 

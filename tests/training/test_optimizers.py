@@ -199,7 +199,7 @@ def test_variables_of_the_optimizer(strategy: mpidist.Strategy) -> None:
     v, w = make(strategy, np.ones((2, 3)), name="v"), make(strategy, 1.0, name="w")
     optimizer = Adam()
     with pytest.raises(RuntimeError, match="build"):
-        optimizer.iterations  # noqa: B018
+        optimizer.iterations
     assert optimizer.variables == []
     with strategy.scope():
         optimizer.build([v, w])
@@ -289,7 +289,8 @@ def test_wrong_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "make_wrong", [lambda: SGD(momentum=1.0), lambda: Adam(beta_1=-0.1), lambda: Adam(beta_2=1), lambda: Adam(epsilon=0)]
+    "make_wrong",
+    [lambda: SGD(momentum=1.0), lambda: Adam(beta_1=-0.1), lambda: Adam(beta_2=1), lambda: Adam(epsilon=0)],
 )
 def test_wrong_parameters(make_wrong: Callable[[], Optimizer]) -> None:
     with pytest.raises(ValueError, match="expected a number"):

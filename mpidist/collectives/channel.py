@@ -1,0 +1,271 @@
+"""Channel: one private MPI communicator, on which this rank carries out collectives one after the other.
+
+What is here is the same for every collective: order, deadlines, reports, errors that other ranks must learn of, and
+the end of the program. What a collective does is given as steps (see ``mpidist.collectives.waiting``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpidist.collectives.handshake import FAILED, LEFT, Handshake
+from mpidist.collectives.waiting import Deadline, Steps, drive
+from mpidist.collectives.work import Work
+from mpidist.core import settings
+from mpidist.core.callsite import user_call_site
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+# A rank that failed on its own tells the others, but does not keep its error back for longer than this.
+_FAILURE_SECONDS = 30.0
+# How long a rank that leaves after a timeout waits for the others to catch up, so that MPI can end in order.
+_EXIT_SECONDS = 5.0
+_open: list[Channel] = []
+
+
+def open_channels() -> list[Channel]:
+    """Return the channels of this process that have not been closed."""
+    return list(_open)
+
+
+class Channel:
+    """Carries out collectives on a duplicate of an MPI communicator (collective).
+
+    Args:
+        comm: The communicator to duplicate.
+        timeout: Seconds before a collective is given up; ``MPIDIST_TIMEOUT`` by default.
+
+    Attributes:
+        comm: The duplicate.
+        handshake: With which every collective on it begins.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float | None) -> None:
+        self.comm: MPI.Intracomm = comm.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self.handshake = Handshake(self.comm)
+        self.timeout: float = timeout or settings.TIMEOUT.read()
+        self._warn_after: float = settings.WARN_AFTER.read()
+        self._queue: deque[Work] = deque()
+        self._lock = threading.Lock()
+        self._calls = 0
+        self.unusable: str | None = None
+        self._given_up: Steps[Any] | None = None
+        _open.append(self)
+
+    def __repr__(self) -> str:
+        return f"<channel of a Communicator, rank {self.rank} of {self.size}>"
+
+    def run(self, steps: Steps[T], text: str, timeout: float | None = None) -> T:
+        """Carry out a collective, after those that were submitted, and return its result.
+
+        Args:
+            steps: What to do.
+            text: What it is, for reports.
+            timeout: Seconds before it is given up; that of the channel by default.
+
+        Raises:
+            CollectiveTimeoutError: It took longer; the channel can no longer be used.
+            RuntimeError: The channel was closed or has given up before, or is in use by another thread.
+            PeerError: Another rank has failed or left.
+        """
+        self._check_usable()
+        while self._queue:
+            self._finish_oldest()
+        return self._drive(steps, text, timeout or self.timeout, None)
+
+    def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
+        """Start a collective, to be carried out in the order of submission, and return its handle."""
+        self._check_usable()
+        work = Work(self, steps, text, call_site, timeout or self.timeout)
+        self._queue.append(work)
+        self.advance()
+        return work
+
+    def advance(self) -> None:
+        """Move the oldest unfinished work one step forward."""
+        self._check_usable()
+        if self._queue and self._queue[0].step():
+            self._queue.popleft()
+
+    def complete(self, work: Work, timeout: float | None) -> None:
+        """Carry out works in order until ``work`` is done."""
+        if timeout is None:
+            while self._queue and not work.is_done:
+                self._finish_oldest()
+        elif not work.is_done:
+            drive(
+                self._polling(work),
+                lambda: Deadline(timeout, timeout, lambda _: "", lambda _: _raise_still_running(work, timeout)),
+            )
+
+    @contextmanager
+    def shared_errors(self, doing: str) -> Iterator[None]:
+        """Run a block of rank-local work before a collective, so that an error in it reaches every rank.
+
+        The rank that fails raises its own error; the others raise PeerError at their next call.
+
+        Args:
+            doing: What the block does, for the report.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.size > 1 and self.unusable is None:
+                news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", user_call_site())
+                text = f"telling the other ranks of {type(error).__name__} in {doing}"
+                try:
+                    self._drive(self._after_queue(news), text, min(self.timeout, _FAILURE_SECONDS), None)
+                except CollectiveTimeoutError as others_did_not_come:
+                    raise error from others_did_not_come
+            raise
+
+    def close(self, free_first: Callable[[], None]) -> None:
+        """Finish what is on its way, call ``free_first`` and free the communicator (collective); once."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        if self.unusable is None and not self.handshake.left:
+            while self._queue:
+                self._finish_oldest()
+            free_first()
+            self.comm.Free()
+            self.unusable = "it has been closed"
+
+    # Inside -----------------------------------------------------------------------------------------------------
+
+    def _finish_oldest(self) -> None:
+        self._check_usable()
+        work = self._queue[0]
+        self._drive(self._stepping(work), work.text, work.timeout, work.call_site)
+        self._queue.popleft()
+
+    def _stepping(self, work: Work) -> Steps[None]:
+        while not work.step():
+            yield
+
+    def _polling(self, work: Work) -> Steps[None]:
+        while not work.is_done:
+            self.advance()
+            yield
+
+    def _after_queue(self, steps: Steps[None]) -> Steps[None]:
+        while self._queue:
+            if self._queue[0].step():
+                self._queue.popleft()
+            yield
+        yield from steps
+
+    def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads used one Communicator at the same time; collectives of one communicator are issued "
+                "by one thread, in the same order on every rank"
+            )
+        try:
+            self._calls += 1
+            return drive(
+                steps,
+                lambda: Deadline(
+                    timeout,
+                    self._warn_after,
+                    lambda waited: self._report(text, waited, call_site),
+                    lambda waited: self._expire(steps, text, waited),
+                ),
+            )
+        finally:
+            self._lock.release()
+
+    def _report(self, text: str, waited: float, call_site: str | None) -> str:
+        return (
+            f"mpidist: rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in {text}, "
+            f"its collective number {self._calls}, at {call_site or user_call_site()}"
+        )
+
+    def _expire(self, steps: Steps[Any], text: str, waited: float) -> None:
+        # Requests are still open, and MPI may write to their buffers: the communicator is never used again,
+        # and the buffers are kept.
+        self._given_up = steps
+        self.unusable = f"an earlier collective, {text}, did not finish within its deadline"
+        error = CollectiveTimeoutError(text, self._calls, waited, self.rank)
+        for work in self._queue:
+            work.settle(error)
+        self._queue.clear()
+        raise error
+
+    def _check_usable(self) -> None:
+        if self.unusable is not None:
+            raise RuntimeError(f"this Communicator can no longer be used: {self.unusable}")
+        if self.handshake.left:
+            raise PeerError(f"this Communicator can no longer be used: ranks {self.handshake.left} left the program")
+
+    # The end of the program -------------------------------------------------------------------------------------
+
+    def _leave(self) -> Steps[None]:
+        """Finish what is on its way and tell the others that this rank's program has ended."""
+        if self._given_up is not None:
+            yield from _at_most(self._given_up, _EXIT_SECONDS, self._abort_job)
+        if not self.handshake.left:
+            yield from self._after_queue(self.handshake.signal(LEFT, "has left the program", "its end"))
+
+    def _abort_job(self) -> None:
+        # MPI_Finalize would wait for ever for the collective that was given up.
+        print(f"mpidist: rank {self.rank} ends the job: {self.unusable}", file=sys.stderr, flush=True)
+        import_mpi().COMM_WORLD.Abort(1)
+
+    def _say_that_it_waits(self, _: float) -> str:
+        return f"mpidist: rank {self.rank} has ended its program, and waits for the other ranks to end theirs"
+
+
+def _raise_still_running(work: Work, timeout: float) -> None:
+    raise TimeoutError(f"{work.text} is not done after {timeout} s; it goes on, and may be waited for again")
+
+
+def _at_most(steps: Steps[Any], seconds: float, otherwise: Callable[[], None]) -> Steps[None]:
+    give_up = time.monotonic() + seconds
+    try:
+        for _ in steps:
+            if time.monotonic() > give_up:
+                otherwise()
+            yield
+    except (MismatchError, PeerError):
+        # The caller had its CollectiveTimeoutError; all ranks have now taken part, which is what matters here.
+        return
+
+
+def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
+    going = list(all_steps)
+    while going:
+        going = [steps for steps in going if next(steps, going) is not going]
+        yield
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell the other ranks that this program has ended, before MPI_Finalize waits for theirs in silence.
+
+    A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
+    How long the other programs still run is their own affair, so this wait has no deadline, only a report.
+    """
+    several = [channel for channel in _open if channel.size > 1]
+    if several and not import_mpi().Is_finalized():
+        first = several[0]
+        drive(
+            _together([channel._leave() for channel in several]),
+            lambda: Deadline(math.inf, first._warn_after, first._say_that_it_waits, lambda _: None),
+        )
+    _open.clear()
