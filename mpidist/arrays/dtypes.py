@@ -19,13 +19,13 @@ _HALF = ("float16", "bfloat16")
 
 
 def check_transportable(dtype: DType, what: str) -> None:
-    """Raise TypeError unless elements of ``dtype`` are plain numbers or bools in this machine's byte order."""
+    """Raise TypeError unless elements of ``dtype`` are numbers or bools in this machine's byte order."""
     if dtype.kind in "biufc" and dtype.isnative:
         return
     if dtype.name == "bfloat16":
         return
     raise TypeError(
-        f"{what} takes numbers and bools in native byte order, and was given dtype {dtype!r}; "
+        f"{what} takes numbers in native byte order, and was given dtype {dtype!r}; "
         "convert it first, for example with array.astype('float32')"
     )
 
@@ -46,7 +46,7 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
         raise TypeError(
             f"{op.name} of bool is not defined; cast it first: value.astype('int32'), or 'float32' for a share"
         )
-    check_transportable(dtype, f"reduction {op.name}")
+    check_transportable(dtype, op.name)
     if dtype.name in _HALF:
         return np.dtype(np.float32), dtype
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):

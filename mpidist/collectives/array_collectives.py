@@ -40,7 +40,7 @@ class ArrayCollectives:
     def __init__(self, comm: MPI.Intracomm | None = None, *, options: CommunicationOptions | None = None) -> None:
         check_communication_options(options)
         self._options = _DEFAULT_OPTIONS.merge(options)
-        _check_is_offered(self._options)
+        check_is_offered(self._options)
         base = world_topology().world if comm is None else comm
         self._channel = Channel(base, self._options.timeout_seconds)
         self.rank: int = self._channel.rank
@@ -60,7 +60,9 @@ class ArrayCollectives:
     ) -> list[Array]:
         """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
-        _check_out(plan, out)
+        if out is not None:
+            with self.shared_errors("checking out"):
+                _check_out(plan, out)
         return self._run(self._reduce_steps(plan, arrays, out, None), plan.text, options)
 
     def reduce_arrays_async(
@@ -84,12 +86,13 @@ class ArrayCollectives:
         """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
         moved = []
         parts = []
-        for array in arrays:
-            check_transportable(array.dtype, "all_gather")
-            position = check_has_axis(array, axis, "all_gather")
-            moved.append(np.ascontiguousarray(np.moveaxis(array, position, 0)))
-            shape = ", ".join("*" if i == position else str(n) for i, n in enumerate(array.shape))
-            parts.append(f"{array.dtype.name}({shape})")
+        with self.shared_errors("all_gather"):
+            for array in arrays:
+                check_transportable(array.dtype, "all_gather")
+                position = check_has_axis(array, axis, "all_gather")
+                moved.append(np.ascontiguousarray(np.moveaxis(array, position, 0)))
+                shape = ", ".join("*" if i == position else str(n) for i, n in enumerate(array.shape))
+                parts.append(f"{array.dtype.name}({shape})")
         text = f"all_gather along axis {axis} of {', '.join(parts)}{f' as {note}' if note else ''}"
 
         def steps() -> Steps[list[Array]]:
@@ -112,8 +115,9 @@ class ArrayCollectives:
     ) -> list[Array]:
         """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
         root = self._check_root(root)
-        for array in arrays:
-            check_transportable(array.dtype, "broadcast")
+        with self.shared_errors("broadcast"):
+            for array in arrays:
+                check_transportable(array.dtype, "broadcast")
         of_what = f" for {note}" if note else ""
         text = f"broadcast from rank {root} of {signature_text(signature_of(arrays))}{of_what}"
 
@@ -136,6 +140,10 @@ class ArrayCollectives:
         """
         return self._channel.shared_errors(doing)
 
+    def announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error, as :meth:`shared_errors` does."""
+        self._channel.announce(error, doing)
+
     def close(self) -> None:
         """Finish what is on its way and free the communicator (collective). Closing again does nothing."""
         self._channel.close(self._close_algorithms)
@@ -157,10 +165,11 @@ class ArrayCollectives:
         key = (kind, op, divisor, signature, options, note)
         plan = self._plans.get(key)
         if plan is None:
-            check_communication_options(options)
-            merged = self._options.merge(options)
-            _check_is_offered(merged)
-            plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
+            with self.shared_errors(kind):
+                check_communication_options(options)
+                merged = self._options.merge(options)
+                check_is_offered(merged)
+                plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
         return plan
 
     def _reduce_steps(
@@ -205,7 +214,8 @@ def _timeout_of(options: CommunicationOptions | None) -> float | None:
     return options.timeout_seconds
 
 
-def _check_is_offered(options: CommunicationOptions) -> None:
+def check_is_offered(options: CommunicationOptions) -> None:
+    """Raise for options that name something unknown, or that this version does not offer."""
     algorithms.check_name(options.algorithm)
     for name in ("wire_dtype", "error_feedback", "deterministic"):
         if getattr(options, name):

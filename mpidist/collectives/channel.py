@@ -65,6 +65,7 @@ class Channel:
         self._calls = 0
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
+        self._announced: Exception | None = None
         _open.append(self)
 
     def __repr__(self) -> str:
@@ -125,14 +126,28 @@ class Channel:
         try:
             yield
         except Exception as error:
-            if self.size > 1 and self.unusable is None:
-                news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", user_call_site())
-                text = f"telling the other ranks of {type(error).__name__} in {doing}"
-                try:
-                    self._drive(self._after_queue(news), text, min(self.timeout, _FAILURE_SECONDS), None)
-                except CollectiveTimeoutError as others_did_not_come:
-                    raise error from others_did_not_come
+            self.announce(error, doing)
             raise
+
+    def announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error that this rank is about to raise in place of its next collective.
+
+        Errors that the ranks have in common already, and one that was announced before, are left alone.
+
+        Args:
+            error: The error.
+            doing: What was being done, for the report.
+        """
+        is_common = isinstance(error, (MismatchError, PeerError, CollectiveTimeoutError))
+        if self.size == 1 or self.unusable is not None or is_common or error is self._announced:
+            return
+        self._announced = error
+        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", user_call_site())
+        text = f"telling the other ranks of {type(error).__name__} in {doing}"
+        try:
+            self._drive(self._after_queue(news), text, min(self.timeout, _FAILURE_SECONDS), None)
+        except CollectiveTimeoutError as others_did_not_come:
+            raise error from others_did_not_come
 
     def close(self, free_first: Callable[[], None]) -> None:
         """Finish what is on its way, call ``free_first`` and free the communicator (collective); once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,8 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         op = ReduceOp.of(op)
-        arrays, rebuild = _unwrap(value)
-        outs = None if out is None else _unwrap(out)[0]
+        arrays, rebuild = self._unwrap(value)
+        outs = None if out is None else self._unwrap(out)[0]
         return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs))
 
     def all_reduce_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
@@ -86,14 +86,14 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         op = ReduceOp.of(op)
-        arrays, rebuild = _unwrap(value)
+        arrays, rebuild = self._unwrap(value)
         return self.reduce_arrays_async(op, arrays, self.size, options=options).then(rebuild)
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
         op = ReduceOp.of(op)
         root = self._check_root(root)
-        arrays, rebuild = _unwrap(value)
+        arrays, rebuild = self._unwrap(value)
         plan = self._plan(f"reduce to rank {root}", op, arrays, self.size, options, "")
 
         def steps() -> Steps[list[Array] | None]:
@@ -123,8 +123,9 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         op = ReduceOp.of(op)
-        array = to_array(value)
-        check_has_axis(array, 0, "reduce_scatter")
+        with self.shared_errors("reduce_scatter"):
+            array = to_array(value)
+            check_has_axis(array, 0, "reduce_scatter")
         plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
         rows = [len(part) for part in np.array_split(np.arange(len(array)), self.size)]
         row_size = int(np.prod(array.shape[1:]))
@@ -161,7 +162,7 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        arrays, rebuild = _unwrap(value)
+        arrays, rebuild = self._unwrap(value)
         return rebuild(self.gather_arrays(arrays, axis, options=options))
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
@@ -172,7 +173,7 @@ class Communicator(ArrayCollectives):
             root: Whose value it is.
             options: Laid over those of the communicator.
         """
-        arrays, rebuild = _unwrap(value)
+        arrays, rebuild = self._unwrap(value)
         return rebuild(self.broadcast_arrays(arrays, root, options=options))
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
@@ -223,6 +224,19 @@ class Communicator(ArrayCollectives):
         part.Free()
         return group
 
+    def _unwrap(self, value: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+        """Return the arrays of a value, and the function that makes the result look like the value."""
+        try:
+            if isinstance(value, (list, tuple)):
+                kind = type(value)
+                return [to_array(v) for v in value], lambda results: kind(
+                    _restore(v, r) for v, r in zip(value, results, strict=True)
+                )
+            return [to_array(value)], lambda results: _restore(value, results[0])
+        except TypeError as error:
+            self.announce(error, "reading its value")
+            raise
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -240,13 +254,3 @@ class Communicator(ArrayCollectives):
 def _restore(value: Any, result: Array) -> Any:
     restore = restorer(value)
     return result if restore is None else restore(result)
-
-
-def _unwrap(value: Any) -> tuple[list[Array], Any]:
-    """Return the arrays of a value, and the function that makes the result look like the value."""
-    if isinstance(value, (list, tuple)):
-        kind = type(value)
-        return [to_array(v) for v in value], lambda results: kind(
-            _restore(v, r) for v, r in zip(value, results, strict=True)
-        )
-    return [to_array(value)], lambda results: _restore(value, results[0])

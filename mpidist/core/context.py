@@ -167,7 +167,7 @@ def scope(strategy: StrategyLike) -> Iterator[Any]:
     frames = _stack.frames
     if frames:
         top = frames[-1]
-        if strategy is _default[0].strategy:
+        if strategy is _default[0].strategy and top.strategy is not strategy:
             raise RuntimeError(
                 f"the default strategy's scope must not nest inside that of {type(top.strategy).__name__}"
             )
@@ -238,6 +238,8 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
 def require_scope(strategy: StrategyLike, method: str) -> None:
     """Raise RuntimeError unless ``strategy``'s scope (or its cross-replica context) is entered."""
     top = current_frame()
+    if strategy is _default[0].strategy and top.strategy is strategy:
+        return
     if top.strategy is not strategy or top.replica_context is not None:
         if _stack.frames and top.strategy is not strategy:
             raise _mixing(top.strategy, strategy)

@@ -31,6 +31,11 @@ class ReplicaContextLike(Protocol):
     ) -> Any:
         """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
 
+    def _meet(
+        self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what ``merge_call`` does; ``call`` is what must be equal on all local replicas."""
+
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduce over all replicas."""
 
@@ -57,8 +62,14 @@ class ExtendedLike(Protocol):
     def _create_variable(self, **kwargs: Any) -> Any:
         """Create a variable as the strategy keeps it."""
 
-    def _broadcast_from_first(self, value: Any) -> Any:
+    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
         """Return, on every rank, the nest of arrays that the first rank passed (collective)."""
+
+    def _batch_reduce_to(self, op: Any, pairs: Any, options: Any, structure: str = "") -> list[Any]:
+        """Reduce many values; ``structure`` says what they belong to, which all ranks must agree on."""
+
+    def _announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error that is about to be raised in place of a collective."""
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduce over all replicas and place the result."""

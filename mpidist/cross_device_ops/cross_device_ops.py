@@ -113,7 +113,10 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None,
     ) -> Any:
-        """Combine the values of this rank's replicas and put the result on ``destinations``."""
+        """Combine the values of this rank's replicas and put the result on ``destinations``.
+
+        Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
+        """
         del options
         arrays = per_replica_value.values
         total = accumulate(arrays, reduce_op)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +40,8 @@ def agree(batches: LocalBatches, same_everywhere: bool) -> Agreement:
     if communicator is None:
         return Agreement(batches.steps)
     text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
-    told: list[tuple[str, int, int]] = communicator.all_gather_object((text, batches.steps, secrets.randbits(63)))
+    drawn = _drawn_seeds(batches)
+    told: list[tuple[str, int, list[int]]] = communicator.all_gather_object((text, batches.steps, list(drawn.values())))
     if same_everywhere and len({text for text, _, _ in told}) > 1:
         plans = {rank: text for rank, (text, _, _) in enumerate(told)}
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
@@ -52,15 +52,17 @@ def agree(batches: LocalBatches, same_everywhere: bool) -> Agreement:
             plans,
         )
     steps = [count for _, count, _ in told]
-    result = Agreement(longest(steps), _seeds(batches, told[0][2]))
+    # All shuffle as the first worker does, which is also what a single process would do.
+    seeds: dict[Shuffle, tuple[int, ...]] = {shuffle: (seed,) for shuffle, seed in zip(drawn, told[0][2], strict=False)}
+    result = Agreement(longest(steps), seeds)
     if result.steps > 0 and 0 in steps:
         result.spec = gather_spec(batches, _first_spec(batches) if batches.steps else None)
     return result
 
 
-def _seeds(batches: LocalBatches, base: int) -> dict[Shuffle, tuple[int, ...]]:
-    every = dict.fromkeys(shuffle for node in batches.nodes for shuffle in node.shuffles())
-    return {shuffle: (base, number) for number, shuffle in enumerate(every) if not shuffle.given}
+def _drawn_seeds(batches: LocalBatches) -> dict[Shuffle, int]:
+    """Return the seeds of the shuffles that were given none by the user."""
+    return {shuffle: shuffle.seed for node in batches.nodes for shuffle in node.shuffles() if not shuffle.given}
 
 
 def _first_spec(batches: LocalBatches) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.core.seed import next_seed
 from mpidist.input import dealing, sources
 from mpidist.input.elements import as_element, map_leaves
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
@@ -208,7 +209,7 @@ class Dataset:
             buffer_size: Elements of a stream that are held in memory to draw from; None holds all of them.
                 Rows that can be read by number are permuted as a whole and need no buffer, except in an
                 endless dataset, where it is the number of rows to draw from.
-            seed: A whole number that fixes the order; None draws one.
+            seed: A whole number that fixes the order; None draws one (see ``mpidist.set_seed``).
             reshuffle_each_iteration: Whether each pass has an order of its own, also each one of a later
                 ``repeat``.
 
@@ -230,8 +231,9 @@ class Dataset:
                 "buffer_size; say how many elements to draw from, shuffle(buffer_size=1000), or call "
                 "shuffle() before repeat()"
             )
-        drawn = secrets.randbits(63) if seed is None else seed
-        return self._reordered(Shuffle(buffer_size, drawn, seed is not None, bool(reshuffle_each_iteration)))
+        return self._reordered(
+            Shuffle(buffer_size, _seed_or_drawn(seed), seed is not None, bool(reshuffle_each_iteration))
+        )
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return the dataset gone through ``count`` times, without end for None or -1.
@@ -380,6 +382,12 @@ def _require_dataset(value: Any) -> Dataset:
     if not isinstance(value, Dataset):
         raise TypeError(f"zip() got {value!r} of type {type(value).__name__}; expected Dataset objects")
     return value
+
+
+def _seed_or_drawn(seed: int | None) -> int:
+    if seed is None:
+        seed = next_seed()
+    return secrets.randbits(63) if seed is None else seed
 
 
 def _require_callable(name: str, value: Any) -> None:

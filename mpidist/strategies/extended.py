@@ -67,7 +67,7 @@ class StrategyExtended:
         check_communication_options(options)
         destination_devices(destinations)
         leaves = nest.flatten(value)
-        results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options)
+        results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options, nest.describe(value))
         return nest.pack_like(value, results)
 
     def batch_reduce_to(
@@ -91,7 +91,8 @@ class StrategyExtended:
         flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
         for _, destinations in flat:
             destination_devices(destinations)
-        results = iter(self._batch_reduce_to(op, flat, options) if flat else [])
+        structure = nest.describe([value for value, _ in pairs])
+        results = iter(self._batch_reduce_to(op, flat, options, structure) if flat else [])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
@@ -293,15 +294,20 @@ class StrategyExtended:
         raise NotImplementedError
 
     def _batch_reduce_to(
-        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Any]:
+        """Reduce many values; ``structure`` says what they belong to, which all ranks must agree on."""
         raise NotImplementedError
 
     def _reduce_to(self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None) -> Any:
         return self._batch_reduce_to(op, [(value, destinations)], options)[0]
 
-    def _reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
-        return self._batch_reduce_to(op, [(leaf, "host") for leaf in leaves], None)
+    def _reduce(self, op: ReduceOp, leaves: Sequence[Any], structure: str = "") -> list[Any]:
+        return self._batch_reduce_to(op, [(leaf, "host") for leaf in leaves], None, structure)
 
     def _gather_to_implementation(
         self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
@@ -311,7 +317,7 @@ class StrategyExtended:
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
         raise NotImplementedError
 
-    def _broadcast_from_first(self, value: Any) -> Any:
+    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
         raise NotImplementedError
 
     def _replica_ctx_all_reduce(
@@ -382,6 +388,9 @@ class StrategyExtended:
         """Return a block around rank-local work whose errors every rank should learn of."""
         del doing
         return nullcontext()
+
+    def _announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error that is about to be raised in place of a collective."""
 
     def _copy_for(self, strategy: Strategy) -> StrategyExtended:
         raise NotImplementedError

@@ -35,18 +35,19 @@ def check_axis(axis: Any) -> None:
 
 
 def reduce_over_axis(
-    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...]
+    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...], structure: str
 ) -> list[Any]:
-    """Reduce each of ``leaves`` along ``axis`` and over the replicas, all in one batch (collective)."""
+    """Reduce ``leaves``, from a ``structure``, along ``axis`` and over the replicas, in one batch (collective)."""
     axes = axis if isinstance(axis, tuple) else (axis,)
-    with extended._shared_errors(f"reducing along axis {axis}"):
+    along = f"{structure} along axis {axis}"
+    with extended._shared_errors(f"reducing{along}"):
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
-        if op is not ReduceOp.MEAN:
-            return extended._reduce(op, parts)
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+    if op is not ReduceOp.MEAN:
+        return extended._reduce(op, parts, along)
     contributions = _as_contributions(extended, [*parts, *counts])
-    totals = extended._reduce(ReduceOp.SUM, contributions)
+    totals = extended._reduce(ReduceOp.SUM, contributions, f"mean of {along}")
     results = []
     for total, count, sample in zip(totals[: len(leaves)], totals[len(leaves) :], samples, strict=True):
         mean = _divide(np.asarray(total), np.asarray(count), to_array(sample))

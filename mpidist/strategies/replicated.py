@@ -122,13 +122,18 @@ class ReplicatedExtended(StrategyExtended):
     # Reductions -----------------------------------------------------------------------------------------------
 
     def _batch_reduce_to(
-        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Any]:
         results: list[Any] = [None] * len(pairs)
         by_divisor: dict[int, list[int]] = {}
         values: list[Any] = []
         for i, (value, destinations) in enumerate(pairs):
-            value = self._as_contribution(op, value)
+            with self._shared_errors(f"{op.name} of its values"):
+                value = self._as_contribution(op, value)
             values.append(value)
             if isinstance(value, PerReplica) and self._total > 1:
                 # A plain value counts once per rank, a PerReplica once per replica.
@@ -137,11 +142,13 @@ class ReplicatedExtended(StrategyExtended):
                 by_divisor.setdefault(divisor, []).append(i)
             else:
                 own = value.values[0] if isinstance(value, DistributedValues) else value
-                check_can_reduce([own], op)
+                with self._shared_errors(f"{op.name} of its values"):
+                    check_can_reduce([own], op)
                 results[i] = self._ops.broadcast(own, destinations)
         for divisor, indices in by_divisor.items():
             batch = [(values[i], pairs[i][1]) for i in indices]
-            for i, result in zip(indices, self._ops.reduce_pairs(op, batch, divisor, options), strict=True):
+            reduced = self._ops.reduce_pairs(op, batch, divisor, options, structure)
+            for i, result in zip(indices, reduced, strict=True):
                 results[i] = result
         return results
 
@@ -198,16 +205,18 @@ class ReplicatedExtended(StrategyExtended):
         sent = self._broadcast_from(tensor, root)
         return nest.map_structure(lambda leaf: self._ops.broadcast(leaf, destinations), sent)
 
-    def _broadcast_from_first(self, value: Any) -> Any:
-        return self._broadcast_from(value, 0)
+    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
+        return self._broadcast_from(value, 0, doing)
 
-    def _broadcast_from(self, value: Any, root: int) -> Any:
+    def _broadcast_from(self, value: Any, root: int, doing: str = "") -> Any:
         if not 0 <= root < len(self._replica_counts):
             raise ValueError(f"root is {root}; expected a rank from 0 to {len(self._replica_counts) - 1}")
         if self._comm is None:
             return value
         leaves = nest.flatten(value)
-        arrays = self._comm.broadcast_arrays([to_array(leaf) for leaf in leaves], root, note=nest.describe(value))
+        with self._shared_errors("broadcasting its values"):
+            arrays = [to_array(leaf) for leaf in leaves]
+        arrays = self._comm.broadcast_arrays(arrays, root, note=doing or nest.describe(value))
         return nest.pack_like(value, [_restored(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
 
     # In replica context ---------------------------------------------------------------------------------------
@@ -219,7 +228,8 @@ class ReplicatedExtended(StrategyExtended):
         takes_short_way = self._comm is not None and not self._use_merge_call() and not self._wraps_lone_replica
         if takes_short_way and self._ops.leaves_all_to_engine and not _has_slices(leaves):
             return self._all_reduce_lone(op, value, leaves, options, out)
-        check_can_reduce(leaves, op)
+        with self._shared_errors(f"{op.name} of its values"):
+            check_can_reduce(leaves, op)
         if self._total == 1:
             return value if out is None else copy_into(out, value)
 
@@ -234,8 +244,12 @@ class ReplicatedExtended(StrategyExtended):
     ) -> Any:
         """All-reduce dense values where every rank has one replica: nothing but the engine's call."""
         assert self._comm is not None
-        arrays = [to_array(leaf) for leaf in leaves]
-        outs = None if out is None else _outputs(value, out)
+        try:
+            arrays = [to_array(leaf) for leaf in leaves]
+            outs = None if out is None else _outputs(value, out)
+        except (TypeError, ValueError) as error:
+            self._announce(error, f"{op.name} of its values")
+            raise
         structure = "" if leaves and leaves[0] is value else nest.describe(value)
         results = self._comm.reduce_arrays(
             op, arrays, self._total, options=self._ops.with_algorithm(options), out=outs, note=structure
@@ -249,7 +263,8 @@ class ReplicatedExtended(StrategyExtended):
     def _replica_ctx_all_reduce_async(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
-        check_can_reduce(nest.flatten(value), op)
+        with self._shared_errors(f"{op.name} of its values"):
+            check_can_reduce(nest.flatten(value), op)
         if self._total == 1:
             return FinishedWork(value)
 
@@ -275,8 +290,9 @@ class ReplicatedExtended(StrategyExtended):
     def _replica_ctx_all_gather(
         self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
-        for leaf in nest.flatten(value):
-            check_can_gather(leaf, axis, "all_gather()")
+        with self._shared_errors("gathering its values"):
+            for leaf in nest.flatten(value):
+                check_can_gather(leaf, axis, "all_gather()")
 
         def merged(_: Strategy, values: Any) -> Any:
             gathered = self._gather_to_implementation(nest.flatten(values), axis, nest.describe(values), options)
@@ -318,6 +334,10 @@ class ReplicatedExtended(StrategyExtended):
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._comm is None else self._comm.shared_errors(doing)
+
+    def _announce(self, error: Exception, doing: str) -> None:
+        if self._comm is not None:
+            self._comm.announce(error, doing)
 
     def _copy_for(self, strategy: Strategy) -> StrategyExtended:
         if self._comm is not None or self._cluster_resolver is not None:

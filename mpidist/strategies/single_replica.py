@@ -40,7 +40,11 @@ class SingleReplicaExtended(StrategyExtended):
         return make_variable(self._strategy, (self._device,), array, **kwargs)
 
     def _batch_reduce_to(
-        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        structure: str = "",
     ) -> list[Any]:
         values = [_own_value(value) for value, _ in pairs]
         check_can_reduce(values, op)
@@ -58,7 +62,7 @@ class SingleReplicaExtended(StrategyExtended):
             raise ValueError(f"root is {root}; expected 0: this strategy has one rank")
         return tensor
 
-    def _broadcast_from_first(self, value: Any) -> Any:
+    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
         return value
 
     def _replica_ctx_all_reduce(

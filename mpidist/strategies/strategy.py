@@ -124,10 +124,11 @@ class Strategy:
         context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
         op = ReduceOp.of(reduce_op)
         check_axis(axis)
-        leaves = nest.flatten(value)
-        results = (
-            self._extended._reduce(op, leaves) if axis is None else reduce_over_axis(self._extended, op, leaves, axis)
-        )
+        leaves, structure = nest.flatten(value), nest.describe(value)
+        if axis is None:
+            results = self._extended._reduce(op, leaves, structure)
+        else:
+            results = reduce_over_axis(self._extended, op, leaves, axis, structure)
         return nest.pack_like(value, results)
 
     def gather(self, value: Any, axis: int) -> Any:

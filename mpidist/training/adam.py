@@ -59,9 +59,7 @@ class Adam(Optimizer):
         gradient = gradient.astype(dtype, copy=False)
         mean, mean_square = self.get_slot(variable, "m"), self.get_slot(variable, "s")
         mean.assign_add(np.asarray(number(1 - self.beta_1) * (gradient - np.asarray(mean))))
-        mean_square.assign_add(
-            np.asarray(number(1 - self.beta_2) * (np.square(gradient) - np.asarray(mean_square)))
-        )
+        mean_square.assign_add(np.asarray(number(1 - self.beta_2) * (np.square(gradient) - np.asarray(mean_square))))
         count = step + 1
         rate = learning_rate * math.sqrt(1 - self.beta_2**count) / (1 - self.beta_1**count)
         denominator = np.sqrt(np.asarray(mean_square)) + number(self.epsilon)

@@ -15,9 +15,7 @@ from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 
 
-def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
-) -> Any:
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """Return the sum of the losses divided by the global batch size (tf.nn.compute_average_loss).
 
     Summed over replicas the results are the mean over the global batch. Weighted losses are still divided by the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,8 @@ class Metric:
 
     def __init__(self, name: str, dtype: Any = "float64") -> None:
         self.name = name
-        # Creation goes by the arguments of tf.Variable, which the class's own constructor does not show to mypy.
-        make: Callable[..., Variable] = Variable
         self._totals = {
-            total: make(
+            total: Variable(
                 np.zeros((), dtype),
                 name=f"{name}/{total}",
                 trainable=False,

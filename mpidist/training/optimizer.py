@@ -140,9 +140,7 @@ class Optimizer:
                 "checkpoint of the same variables, given to the optimizer in the same order"
             )
         self._deferred.pop(key, None)
-        # Creation goes by the arguments of tf.Variable, which the class's own constructor does not show to mypy.
-        make: Callable[..., Variable] = Variable
-        return make(
+        return Variable(
             value,
             name=f"{self.name}/{name}",
             trainable=False,
@@ -240,9 +238,7 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement update_variable()")
 
-    def update_sparse(
-        self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int
-    ) -> None:
+    def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
         """Update one variable by a sparse gradient, by default as by the dense array that it stands for."""
         self.update_variable(variable, gradient.to_dense(), learning_rate, step)
 

@@ -54,9 +54,7 @@ class SGD(Optimizer):
         slot.assign(velocity)
         subtract(variable, np.asarray(move - factor * velocity if self.nesterov else -velocity))
 
-    def update_sparse(
-        self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int
-    ) -> None:
+    def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
         """See ``Optimizer.update_sparse``."""
         if self.momentum or compute_dtype(variable) != variable.dtype:
             super().update_sparse(variable, gradient, learning_rate, step)

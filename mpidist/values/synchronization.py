@@ -59,7 +59,7 @@ class Policy(Protocol):
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
-    if isinstance(value, DistributedValues) and not isinstance(value, Mirrored) and len(value.values) > 1:
+    if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
         raise ValueError(
             f"a {type(value).__name__} was assigned to variable {variable.name!r} in cross-replica context; expected "
             "one value: reduce it first with strategy.reduce(...), or assign inside strategy.run()"
@@ -72,10 +72,10 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
         component._assign(how, part)
 
 
-def _first_replica(strategy: StrategyLike, value: Any) -> Any:
+def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, DistributedValues) else value
-    return strategy.extended._broadcast_from_first(mine)
+    return strategy.extended._broadcast_from_first(mine, doing)
 
 
 class _OnWrite:
@@ -89,13 +89,14 @@ class _OnWrite:
 
         def merged(strategy: StrategyLike, values: Any) -> None:
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                combined = _first_replica(strategy, values)
+                combined = _first_replica(strategy, values, doing)
             else:
                 op = ReduceOp.from_variable_aggregation(variable.aggregation)
-                combined = strategy.extended.reduce_to(op, values, variable)
+                combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
 
-        context.merge_call(merged, (value,))
+        doing = f"{how.__name__.lower()} of variable {variable.name!r}"
+        context._meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         _write_all(variable, how, value)
@@ -119,12 +120,13 @@ class _OnWrite:
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
 
         def merged(strategy: StrategyLike, values: Any) -> None:
-            combined = strategy.extended.reduce_to(op, values, variable)
+            combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
                 part = combined.values[i] if isinstance(combined, DistributedValues) else combined
                 component._scatter(how, part)
 
-        context.merge_call(merged, (slices,))
+        doing = f"{how.name} of variable {variable.name!r}"
+        context._meet((doing,), merged, (slices,), {})
 
     def _require_aggregation(self, variable: Variable) -> None:
         if variable.aggregation == VariableAggregation.NONE:
@@ -149,7 +151,7 @@ class _OnRead:
         copies = PerReplica([c._array for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return np.asarray(_first_replica(strategy, copies))
+                return np.asarray(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
             return np.asarray(strategy.extended.reduce_to(op, copies, "cpu:0"))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -143,7 +144,23 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     array([4., 6.])
     """
 
-    def __init__(
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            initial_value: Any = None,
+            trainable: bool | None = None,
+            dtype: Any = None,
+            name: str | None = None,
+            shape: Sequence[int] | None = None,
+            constraint: Callable[[Array], Any] | None = None,
+            synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+            aggregation: VariableAggregation = VariableAggregation.NONE,
+        ) -> None: ...
+
+    __signature__ = inspect.signature(_variable_arguments)
+
+    def _assemble(
         self,
         strategy: StrategyLike,
         components: Sequence[Component],
@@ -231,7 +248,12 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                     f"{type(value).__name__} was assigned to variable {self.name!r} inside strategy.run(); "
                     "expected this replica's array: pass the value through run(fn, args=(value,))"
                 )
-            self._policy.assign_in_replica(self, frame.replica_context, how, as_value_of(self, value))
+            try:
+                checked = as_value_of(self, value)
+            except (TypeError, ValueError) as error:
+                self._strategy.extended._announce(error, f"assigning to variable {self.name!r}")
+                raise
+            self._policy.assign_in_replica(self, frame.replica_context, how, checked)
         else:
             with self._strategy.scope():
                 self._policy.assign_across(self, how, value)
@@ -264,8 +286,8 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                 "copy it inside `with strategy.scope():` of the strategy it was created under"
             )
         parts = [Component(c._array.copy(), c.name, c.device) for c in self._components]
-        twin: Variable = type.__call__(
-            type(self),
+        twin: Variable = object.__new__(type(self))
+        twin._assemble(
             self._strategy,
             parts,
             initial_value=copy.deepcopy(self.initial_value, memo),
@@ -314,7 +336,8 @@ def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, 
         Component(np.array(array, order="C"), name if i == 0 else f"{name}/replica_{i}", device)
         for i, device in enumerate(devices)
     ]
-    variable: Variable = type.__call__(Variable, strategy, components, **properties)
+    variable: Variable = object.__new__(Variable)
+    variable._assemble(strategy, components, **properties)
     return variable
 
 

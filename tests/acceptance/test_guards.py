@@ -123,9 +123,9 @@ def test_update_under_another_strategy_is_refused(strategy: Any, variable: Any) 
 def test_colocate_vars_with_needs_the_scope(strategy: Any, variable: Any) -> None:
     with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"), strategy.extended.colocate_vars_with(variable):
         pass
-    with strategy.scope(), strategy.extended.colocate_vars_with(variable):
-        with strategy.extended.colocate_vars_with(variable):
-            slot = mpidist.Variable(1.0)
+    colocated = strategy.extended.colocate_vars_with
+    with strategy.scope(), colocated(variable), colocated(variable):
+        slot = mpidist.Variable(1.0)
     assert slot.values[0].device == variable.values[0].device
     foreign = mpidist.Variable(0.0)
     with strategy.scope(), pytest.raises(ValueError), strategy.extended.colocate_vars_with(foreign):

@@ -39,7 +39,9 @@ def test_identity_of_a_replica(strategy: Any) -> None:
     is_single_default = is_default(strategy)
     check_each(strategy, strategy.run(replica), lambda i: i)
     assert tuple(seen) == local_ids(strategy)
-    check_each(strategy, strategy.run(lambda: context().all_gather(np.array([replica_id()]), axis=0)), lambda _: range(n))
+    check_each(
+        strategy, strategy.run(lambda: context().all_gather(np.array([replica_id()]), axis=0)), lambda _: range(n)
+    )
 
 
 def test_merge_call_runs_once_per_rank_with_the_local_values(strategy: Any) -> None:

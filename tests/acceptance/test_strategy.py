@@ -279,9 +279,7 @@ def test_skeleton_of_a_training_loop(strategy: Any) -> None:
         b.assign_sub(rate * gradients[1] / strategy.num_replicas_in_sync)
         return (error**2).sum() / batch
 
-    found = [
-        strategy.reduce("SUM", strategy.run(train_step, args=(inputs,)), axis=None) for inputs in distributed
-    ]
+    found = [strategy.reduce("SUM", strategy.run(train_step, args=(inputs,)), axis=None) for inputs in distributed]
     iterator = iter(distributed)
     for _ in range(2):
         found.append(strategy.reduce("SUM", strategy.run(train_step, args=(next(iterator),)), axis=None))

@@ -99,7 +99,7 @@ def test_identity_makes_variables_keys(strategy: Any) -> None:
     one, two = make_variable(strategy, [1.0, 1.0]), make_variable(strategy, [1.0, 1.0])
     table = {one: "one", two: "two"}
     assert table[one] == "one"
-    assert one == one  # noqa: PLR0124
+    assert one == one
     assert one != two
     assert one in [two, one]
     assert one.ref() == one.ref()
