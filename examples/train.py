@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-import mpidist  # before mpi4py: it prepares MPI for this machine
 import numpy as np
-from mpi4py import MPI
+
+import mpidist  # before mpi4py: it prepares MPI for this machine
+
+from mpi4py import MPI  # isort: skip
 
 try:
     import matplotlib
@@ -26,7 +28,7 @@ except ImportError as error:
     sys.exit(f'examples/train.py needs {error.name}; type: pip install "mpidist[examples]"')
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - after the choice of a backend that needs no screen
+from matplotlib import pyplot  # after the choice of a backend that needs no screen
 
 
 def parse_arguments():
@@ -84,6 +86,7 @@ class Network:
         }
 
     def scores(self, images):
+        """Return the hidden layer and the scores."""
         w1, b1, w2, b2 = (np.asarray(v) for v in self.variables.values())
         hidden = np.maximum(images @ w1 + b1, 0)
         return hidden, hidden @ w2 + b2
@@ -134,6 +137,7 @@ class Training:
         return mpidist.compute_average_loss(losses, global_batch_size=batch_size)
 
     def test_step(self, images, labels):
+        """Count the hits of this replica."""
         _, scores = self.network.scores(images)
         self.test_accuracy.update_state(labels, scores.argmax(axis=1))
 
@@ -239,6 +243,8 @@ def draw(history, path):
         right.plot(epochs, [entry[name] for entry in history], marker=".", label=name.replace("_", " "))
     right.set(xlabel="epoch", ylabel="accuracy")
     right.legend()
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path)
     pyplot.close(figure)
 

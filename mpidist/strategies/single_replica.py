@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives import FinishedWork
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
@@ -112,6 +112,7 @@ def check_can_gather(value: Any, axis: int, method: str) -> None:
     if isinstance(sample, IndexedSlices):
         raise NotImplementedError(f"{method} of IndexedSlices is not offered; gather their values and indices")
     array = to_array(sample)
+    check_transportable(array.dtype, method)
     if array.ndim == 0:
         raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
     if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
