@@ -28,10 +28,8 @@ def install_excepthook() -> None:
     aborted. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
     Two ways to leave are not uncaught exceptions, and no hook sees them: ``sys.exit(code)``, and an error in
-    a thread. A rank that leaves by ``sys.exit(1)`` waits in MPI_Finalize for the others, and these wait for
-    it until the deadline of their collective (``MPIDIST_TIMEOUT``) raises and so ends the job. To end it at
-    once raise an exception instead, or start the program with ``mpirun -n N python -m mpi4py train.py``,
-    which turns the exit code into an abort.
+    a thread. A rank whose program ends tells the others, whose next collective then raises PeerError, which this
+    hook sees (``mpidist.collectives.channel``). Ranks that are in no collective of mpidist wait in MPI_Finalize.
 
     Raises:
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.

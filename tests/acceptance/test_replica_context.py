@@ -189,6 +189,15 @@ def test_all_reduce_into_out(strategy: Any) -> None:
     strategy.run(replica)
 
 
+def test_out_that_does_not_fit(strategy: Any) -> None:
+    frozen = np.empty(2)
+    frozen.flags.writeable = False
+    for out in (np.empty(3), np.empty((2, 1)), np.empty(2, np.float32), np.empty(2, np.int64), frozen, [np.empty(2)]):
+        with pytest.raises((ValueError, TypeError, mpidist.PeerError), match="out"):
+            strategy.run(lambda o=out: context().all_reduce("SUM", np.ones(2), out=o))
+    same(strategy.reduce("SUM", strategy.run(lambda: 1), axis=None), strategy.num_replicas_in_sync)
+
+
 def test_results_of_replicas_are_their_own(strategy: Any) -> None:
     def replica() -> Any:
         result = context().all_reduce("SUM", np.ones(2))

@@ -117,7 +117,7 @@ def test_installing_twice_is_installing_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_exit_code_of_one_rank_with_mpi4py_as_the_runner(tmp_path) -> None:
-    """The documented way for programs that leave by sys.exit: mpi4py's runner makes it an abort."""
+    """Ranks outside of any collective of mpidist that leave by sys.exit: mpi4py's runner makes it an abort."""
     program = tmp_path / "program.py"
     program.write_text(INSTALL + MPI + "import sys\nif world.Get_rank() == 1: sys.exit(3)" + WAIT)
     done = run_script(
