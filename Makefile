@@ -16,7 +16,7 @@ RANKS ?= 2
 OUT ?= out/
 TRAIN_ARGS ?=
 TEST_ARGS ?=
-STEP_SECONDS ?= 300
+STEP_SECONDS ?= 480
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun

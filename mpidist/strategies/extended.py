@@ -389,6 +389,10 @@ class StrategyExtended:
         del doing
         return nullcontext()
 
+    def _distributed(self, value: Any) -> Any:
+        """Return the components of a variable as a distributed value; other values unchanged."""
+        return value.value() if isinstance(value, Variable) else value
+
     def _announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that is about to be raised in place of a collective."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.arrays.dtypes import reduction_dtypes
 from mpidist.core.enums import ReduceOp
-from mpidist.values import DistributedValues, PerReplica
+from mpidist.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
@@ -41,6 +41,7 @@ def reduce_over_axis(
     axes = axis if isinstance(axis, tuple) else (axis,)
     along = f"{structure} along axis {axis}"
     with extended._shared_errors(f"reducing{along}"):
+        leaves = [extended._distributed(leaf) for leaf in leaves]
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
@@ -57,17 +58,21 @@ def reduce_over_axis(
 
 
 def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
-    # In one process the mean of a plain value is that of any one replica; its sum would be refused.
-    if extended._in_multi_worker_mode() or extended._num_replicas_in_sync == 1:
-        return list(parts)
-    return [
-        p if isinstance(p, DistributedValues) else PerReplica((p,) * len(extended.local_replica_ids)) for p in parts
-    ]
+    """Return what to sum for a mean: values that are equal on all replicas count on each of them."""
+    in_one_process = not extended._in_multi_worker_mode() and extended._num_replicas_in_sync > 1
+    contributions = []
+    for part in parts:
+        if isinstance(part, Mirrored):
+            part = PerReplica(part.values, part.replica_ids)
+        elif in_one_process and not isinstance(part, DistributedValues):
+            part = PerReplica((part,) * len(extended.local_replica_ids))
+        contributions.append(part)
+    return contributions
 
 
 def _per_component(leaf: Any, fn: Any) -> Any:
     if isinstance(leaf, DistributedValues):
-        return PerReplica([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
+        return type(leaf)([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
     return fn(to_array(leaf))
 
 

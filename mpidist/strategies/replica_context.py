@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mpidist.core import nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.values import regroup, select_replica
+from mpidist.values.component import Assignable
 
 if TYPE_CHECKING:
     from mpidist.collectives import FinishedWork, PartOfWork, Work
@@ -139,7 +143,7 @@ class ReplicaContext:
         require_replica(self, "all_reduce()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        return self._strategy.extended._replica_ctx_all_reduce(self, op, value, options, out)
+        return self._strategy.extended._replica_ctx_all_reduce(self, op, _read_here(value), options, out)
 
     def all_reduce_async(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
@@ -151,7 +155,7 @@ class ReplicaContext:
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        work: Work = self._strategy.extended._replica_ctx_all_reduce_async(self, op, value, options)
+        work: Work = self._strategy.extended._replica_ctx_all_reduce_async(self, op, _read_here(value), options)
         return work
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -171,7 +175,7 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather()")
         check_communication_options(options)
-        return self._strategy.extended._replica_ctx_all_gather(self, value, axis, options)
+        return self._strategy.extended._replica_ctx_all_gather(self, _read_here(value), axis, options)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
         """Apply ``fn`` to this replica's component of ``var``; copies diverge if the arguments differ."""
@@ -187,6 +191,13 @@ class ReplicaContext:
 
     def __repr__(self) -> str:
         return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
+
+
+def _read_here(value: Any) -> Any:
+    """Return ``value`` with its variables replaced by what they are in this replica."""
+    if type(value) is np.ndarray or not any(isinstance(leaf, Assignable) for leaf in nest.flatten(value)):
+        return value
+    return nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, Assignable) else leaf, value)
 
 
 def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:

@@ -24,7 +24,14 @@ from mpidist.input import InputWorkers, distribute_dataset, distribute_from_func
 from mpidist.strategies.extended import StrategyExtended, is_on_read
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replica_threads import run_replicas
-from mpidist.strategies.single_replica import check_can_gather, check_can_reduce, copy_into, plain_call
+from mpidist.strategies.single_replica import (
+    check_can_gather,
+    check_can_reduce,
+    check_out,
+    copy_into,
+    outputs_for,
+    plain_call,
+)
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
 from mpidist.values.variable import initial_array, make_variable
@@ -154,9 +161,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _as_contribution(self, op: ReduceOp, value: Any) -> Any:
         """Return the PerReplica that takes part in a reduction, or the value that is its own result."""
-        if isinstance(value, Variable):
-            copies = [component.value() for component in value.values]
-            value = PerReplica(copies, self._ids) if is_on_read(value) else Mirrored(copies, self._ids)
+        value = self._distributed(value)
         if isinstance(value, Mirrored):
             if op in (ReduceOp.SUM, ReduceOp.PROD) and self._total > 1:
                 raise ValueError(
@@ -175,6 +180,13 @@ class ReplicatedExtended(StrategyExtended):
             return PerReplica((value,), self._ids[:1])
         return self._reduce_plain(op, value)
 
+    def _distributed(self, value: Any) -> Any:
+        """Return the components of a variable as a distributed value; other values unchanged."""
+        if not isinstance(value, Variable):
+            return value
+        copies = [component.value() for component in value.values]
+        return PerReplica(copies, self._ids) if is_on_read(value) else Mirrored(copies, self._ids)
+
     def _reduce_plain(self, op: ReduceOp, value: Any) -> Any:
         if op in (ReduceOp.SUM, ReduceOp.PROD) and self._total > 1:
             array = None if isinstance(value, IndexedSlices) else to_array(value)
@@ -192,7 +204,7 @@ class ReplicatedExtended(StrategyExtended):
         local: list[Array] = []
         samples = []
         with self._shared_errors("gathering the values of its replicas"):
-            for leaf in leaves:
+            for leaf in map(self._distributed, leaves):
                 parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
                 check_can_gather(parts[0], axis, "gather()")
                 local.append(_concatenated([to_array(part) for part in parts], axis))
@@ -230,6 +242,8 @@ class ReplicatedExtended(StrategyExtended):
             return self._all_reduce_lone(op, value, leaves, options, out)
         with self._shared_errors(f"{op.name} of its values"):
             check_can_reduce(leaves, op)
+            if out is not None:
+                check_out(value, out, op, self._total)
         if self._total == 1:
             return value if out is None else copy_into(out, value)
 
@@ -246,7 +260,7 @@ class ReplicatedExtended(StrategyExtended):
         assert self._comm is not None
         try:
             arrays = [to_array(leaf) for leaf in leaves]
-            outs = None if out is None else _outputs(value, out)
+            outs = None if out is None else outputs_for(value, out)
         except (TypeError, ValueError) as error:
             self._announce(error, f"{op.name} of its values")
             raise
@@ -365,11 +379,6 @@ def _restored(sample: Any, array: Array) -> Any:
 
 def _copied(value: Any) -> Any:
     return _restored(value, to_array(value).copy())
-
-
-def _outputs(value: Any, out: Any) -> list[Array]:
-    nest.assert_same_structure(value, out)
-    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
 
 
 def _concatenated(arrays: Sequence[Array], axis: int) -> Array:

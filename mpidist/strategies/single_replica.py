@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import to_array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives import FinishedWork
 from mpidist.core import nest
@@ -69,7 +69,10 @@ class SingleReplicaExtended(StrategyExtended):
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
         check_can_reduce(nest.flatten(value), op)
-        return value if out is None else copy_into(out, value)
+        if out is None:
+            return value
+        check_out(value, out, op, 1)
+        return copy_into(out, value)
 
     def _replica_ctx_all_reduce_async(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
@@ -92,6 +95,30 @@ def _own_value(value: Any) -> Any:
     if isinstance(value, Variable):
         return value.value()
     return value.values[0] if isinstance(value, DistributedValues) else value
+
+
+def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
+    """Raise ValueError unless ``out`` can take the result of reducing ``value`` over ``num_replicas`` replicas."""
+    for leaf, target_array in zip(nest.flatten(value), outputs_for(value, out), strict=True):
+        if isinstance(leaf, IndexedSlices):
+            raise ValueError("out was given for IndexedSlices, whose number of rows is not known; leave it out")
+        array = to_array(leaf)
+        dtype = reduction_dtypes(array.dtype, op)[1] if num_replicas > 1 else array.dtype
+        if (target_array.shape, target_array.dtype) != (array.shape, dtype):
+            raise ValueError(
+                f"out has {target_array.dtype}{target_array.shape}; expected {dtype}{array.shape}, as the result has"
+            )
+        if not target_array.flags.writeable:
+            raise ValueError("out is read-only; expected arrays that can be written")
+
+
+def outputs_for(value: Any, out: Any) -> list[Array]:
+    """Return the arrays of ``out``, which has to have the structure of ``value``."""
+    try:
+        nest.assert_same_structure(value, out)
+    except ValueError as error:
+        raise ValueError(f"out does not fit the value: {error}") from None
+    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
 
 
 def copy_into(out: Any, value: Any) -> Any:

@@ -184,3 +184,34 @@ def test_local_methods_work_in_every_row(strategy: Any, variable: Any) -> None:
         assert strategy.extended.variable_created_in_scope(variable)
     assert strategy.experimental_local_results(5) == (5,)
     strategy.run(lambda: strategy.num_replicas_in_sync)
+
+
+@OWN
+def test_everything_of_cross_replica_context_works_in_merge_fn_and_in_an_update(strategy: Any, variable: Any) -> None:
+    n = strategy.num_replicas_in_sync
+    totals: list[Any] = []
+
+    def reduce_ids() -> Any:
+        def one() -> Any:
+            return mpidist.get_replica_context().all_reduce("SUM", 1)
+
+        assert all(part == n for part in strategy.experimental_local_results(strategy.run(one)))
+        ids = strategy.run(lambda: mpidist.get_replica_context().replica_id_in_sync_group)
+        totals.append(int(strategy.reduce("SUM", ids, axis=None)))
+
+    strategy.run(lambda: mpidist.get_replica_context().merge_call(lambda s: reduce_ids()))
+    strategy.extended.update(variable, lambda component: reduce_ids())
+    assert totals == [sum(range(n))] * (1 + len(variable.values))
+
+
+@OWN
+def test_the_strategy_cannot_be_set_and_input_not_taken_inside_run(strategy: Any) -> None:
+    iterator = iter(strategy.experimental_distribute_dataset(_dataset()))
+
+    def replica() -> None:
+        with pytest.raises(RuntimeError, match="scope"):
+            mpidist.experimental_set_strategy(None)
+        with pytest.raises(ValueError, match="next"):
+            next(iterator)
+
+    strategy.run(replica)

@@ -221,6 +221,18 @@ def test_all_reduce_async(strategy: Any) -> None:
     check_each(strategy, strategy.run(replica), lambda _: ({"a": 4.0}, np.full(2, sum(range(n)))))
 
 
+def test_works_may_be_waited_for_in_any_order(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
+
+    def replica() -> Any:
+        works = [context().all_reduce_async("SUM", np.full(k, float(k))) for k in range(4)]
+        order = works if local_ids(strategy)[0] == 0 else works[::-1]
+        waited = [work.wait() for work in order]
+        return waited if local_ids(strategy)[0] == 0 else waited[::-1]
+
+    check_each(strategy, strategy.run(replica), lambda _: [np.full(k, float(k * n)) for k in range(4)])
+
+
 def test_wrong_arguments(strategy: Any) -> None:
     def replica() -> None:
         with pytest.raises(ValueError, match="AVERAGE"):

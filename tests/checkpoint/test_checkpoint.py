@@ -99,9 +99,7 @@ def train(strategy: mpidist.Strategy, optimizer: Any, v: mpidist.Variable, steps
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_training_goes_on_as_if_never_interrupted(
-    strategy: mpidist.Strategy, built: bool, tmp_path: Path
-) -> None:
+def test_training_goes_on_as_if_never_interrupted(strategy: mpidist.Strategy, built: bool, tmp_path: Path) -> None:
     def fresh() -> tuple[mpidist.Variable, Adam, Checkpoint]:
         with strategy.scope():
             v = mpidist.Variable([1.0, -2.0])

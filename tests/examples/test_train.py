@@ -81,9 +81,7 @@ def test_all_layouts_agree_after_20_steps(
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("default", None), ("multi_worker", 2)])
-def test_a_resumed_run_ends_like_one_that_was_not_interrupted(
-    strategy: str, ranks: int | None, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(strategy: str, ranks: int | None, tmp_path: Path) -> None:
     options = ("--strategy", strategy, "--batch-size", "100")
     whole = train(tmp_path / "whole", *options, "--steps", "40", ranks=ranks)
     train(tmp_path / "parts", *options, "--steps", "20", ranks=ranks)  # in the middle of epoch 2
@@ -94,9 +92,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(
     assert of_whole == of_resumed != []
 
 
-def test_a_resumed_run_may_have_another_number_of_ranks(
-    reference: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_a_resumed_run_may_have_another_number_of_ranks(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     train(tmp_path, "--steps", "12", ranks=2)
     dump = ("--dump-weights", str(tmp_path / "weights.npz"))
     train(tmp_path, "--strategy", "mirrored", "--devices", "3", "--steps", "20", "--resume", *dump)
