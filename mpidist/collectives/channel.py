@@ -158,6 +158,7 @@ class Channel:
             while self._queue:
                 self._finish_oldest()
             free_first()
+            self.handshake.free()
             self.comm.Free()
             self.unusable = "it has been closed"
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,12 +57,28 @@ class Handshake:
         self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
         self._mine = np.zeros(1 + INLINE_ELEMENTS)
         self._sums = np.zeros(1 + INLINE_ELEMENTS)
-        self._send = [self._mine, self._mine.size, mpi.DOUBLE]
-        self._receive = [self._sums, self._sums.size, mpi.DOUBLE]
+        spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
+        self._persistent: MPI.Prequest | None = None
+        try:
+            # One request for ever costs half of a new one per call.
+            self._persistent = comm.Allreduce_init(*spec)
+            self._start: Callable[[], MPI.Request] = self._restart
+        except NotImplementedError:
+            self._start = partial(comm.Iallreduce, *spec)
         self.payload: Array = self._mine[1:]
         self.totals: Array = self._sums[1:]
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []
+
+    def _restart(self) -> MPI.Request:
+        assert self._persistent is not None
+        self._persistent.Start()
+        return self._persistent
+
+    def free(self) -> None:
+        """Free the request (before the communicator is freed)."""
+        if self._persistent is not None:
+            self._persistent.Free()
 
     def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
         """Meet the other ranks; ``self.payload`` is summed into ``self.totals`` on the way (collective).
@@ -76,7 +94,7 @@ class Handshake:
         """
         identity &= self._mask
         self._mine[0] = identity
-        request = self._comm.Iallreduce(self._send, self._receive)
+        request = self._start()
         while not request.Test():
             yield
         if self._sums[0] != identity * self._size:
@@ -92,7 +110,7 @@ class Handshake:
         """
         self.payload[:] = 0
         self._mine[0] = identity = plan_id(kind) & self._mask
-        request = self._comm.Iallreduce(self._send, self._receive)
+        request = self._start()
         while not request.Test():
             yield
         if self._sums[0] != identity * self._size:

@@ -22,7 +22,7 @@ Signature = tuple[tuple[tuple[int, ...], DType], ...]
 
 def signature_of(arrays: Sequence[Array]) -> Signature:
     """Return shape and dtype of each array."""
-    return tuple((array.shape, array.dtype) for array in arrays)
+    return tuple([(array.shape, array.dtype) for array in arrays])
 
 
 def signature_text(signature: Signature) -> str:

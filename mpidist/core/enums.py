@@ -58,7 +58,7 @@ class ReduceOp(Enum):
         if type(op) is ReduceOp:
             return op
         if isinstance(op, str):
-            member = ReduceOp.__members__.get(op.upper())
+            member = _REDUCE_OPS.get(op) or _REDUCE_OPS.get(op.upper())
             if member is None:
                 names = ", ".join(ReduceOp.__members__)
                 raise ValueError(f"reduce_op is {op!r}; expected one of {names}, for example reduce_op='SUM'")
@@ -80,6 +80,10 @@ class ReduceOp(Enum):
         if aggregation == VariableAggregation.MEAN:
             return ReduceOp.MEAN
         raise ValueError(f"aggregation is {aggregation!r}; only VariableAggregation.SUM and MEAN are reductions")
+
+
+# Looked up at every reduction; Enum's own __members__ makes a new proxy each time.
+_REDUCE_OPS = dict(ReduceOp.__members__)
 
 
 class CommunicationImplementation(Enum):

@@ -12,9 +12,20 @@ from typing import Any
 _BRANCHES = (list, tuple, dict, Mapping)
 
 
+class _KindOfType(dict[type, bool]):
+    """Whether the values of a type are structures; a memo, as this is asked for every leaf of every step."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = is_structure = issubclass(kind, _BRANCHES) or hasattr(kind, "__attrs_attrs__")
+        return is_structure
+
+
+_is_structure = _KindOfType()
+
+
 def is_nest(value: object) -> bool:
     """Whether ``value`` is a structure rather than a leaf."""
-    return isinstance(value, _BRANCHES) or hasattr(type(value), "__attrs_attrs__")
+    return _is_structure[type(value)]
 
 
 def _keys(mapping: Mapping[Any, Any]) -> list[Any]:

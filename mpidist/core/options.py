@@ -67,6 +67,11 @@ class CommunicationOptions:
         values = (bytes_per_pack, timeout_seconds, member, wire_dtype, error_feedback, deterministic, algorithm)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        # Kept, since options are part of what every plan is looked up by.
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options with the fields of ``other`` that differ from the defaults laid over them."""

@@ -74,6 +74,10 @@ class ReplicatedExtended(StrategyExtended):
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
         self._ops = cross_device_ops or select_cross_device_ops(devices, self._total, comm, options)
         self._ops.bind(comm, self._total)
+        # Whether an all-reduce of dense values is the engine's call and nothing else.
+        self._takes_short_way = (
+            comm is not None and len(devices) == 1 and not self._wraps_lone_replica and self._ops.leaves_all_to_engine
+        )
 
     # Facts ----------------------------------------------------------------------------------------------------
 
@@ -237,8 +241,7 @@ class ReplicatedExtended(StrategyExtended):
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
         leaves = nest.flatten(value)
-        takes_short_way = self._comm is not None and not self._use_merge_call() and not self._wraps_lone_replica
-        if takes_short_way and self._ops.leaves_all_to_engine and not _has_slices(leaves):
+        if self._takes_short_way and not any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
             return self._all_reduce_lone(op, value, leaves, options, out)
         with self._shared_errors(f"{op.name} of its values"):
             check_can_reduce(leaves, op)
@@ -366,10 +369,6 @@ class ReplicatedExtended(StrategyExtended):
     def _close(self) -> None:
         if self._comm is not None:
             self._comm.close()
-
-
-def _has_slices(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, IndexedSlices) for leaf in leaves)
 
 
 def _restored(sample: Any, array: Array) -> Any:
