@@ -10,9 +10,11 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import check_transportable
-from mpidist.collectives import algorithms, gathering
+from mpidist.collectives import algorithms, gathering, table
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.handshake import plan_id
+from mpidist.collectives.memory import ResultPool
+from mpidist.collectives.node import Node
 from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
@@ -47,6 +49,10 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, ReductionPlan] = {}
         self._algorithms: dict[str, algorithms.Algorithm] = {}
+        self._node: Node | None = None
+        self._pool = ResultPool()
+        self.last_algorithm = "none"
+        """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
 
     def reduce_arrays(
         self,
@@ -151,6 +157,8 @@ class ArrayCollectives:
     def _close_algorithms(self) -> None:
         for algorithm in self._algorithms.values():
             algorithm.close()
+        if self._node is not None:
+            self._node.close()
 
     def _plan(
         self,
@@ -177,25 +185,43 @@ class ArrayCollectives:
     ) -> Steps[list[Array]]:
         handshake = self._channel.handshake
         if plan.inline:
+            self.last_algorithm = "handshake"
             plan.fill_inline(arrays, handshake.payload)
             yield from handshake.open(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals, out)
         yield from handshake.open(plan.id, plan.text, call_site)
-        algorithm = self._algorithm(plan.algorithm)
         results: list[Array] = [arrays[0]] * len(arrays)
         for pack in plan.packs:
-            flat = pack.empty_result(out)
-            send = pack.fill(arrays)
-            if out is not None and np.may_share_memory(send, flat):
-                send = send.copy()
-            yield from algorithm.all_reduce(send, flat, plan.op)
+            algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes))
+            flat = pack.result_buffer(out, self._pool)
+            parts = pack.parts(arrays, algorithm.most_parts)
+            if out is not None:
+                parts = [part.copy() if np.may_share_memory(part, flat) else part for part in parts]
+            yield from algorithm.all_reduce(parts, flat, plan.op)
             plan.finish(pack, flat, results, out)
         return results
 
-    def _algorithm(self, name: str | None) -> algorithms.Algorithm:
-        name = algorithms.check_name(name)
+    def _choice(self, nbytes: int) -> str:
+        """Return the algorithm for a message (collective: the node may have to be explored)."""
+        if nbytes < table.SMALLEST_CHOICE or self.size == 1:
+            return "mpi"
+        node = self._explored()
+        if node.topology.num_nodes > 1:
+            row = table.SHIPPED.several_nodes
+        else:
+            row = table.SHIPPED.one_node_readable if node.reads_neighbours else table.SHIPPED.one_node
+        return table.look_up(row, nbytes)
+
+    def _explored(self) -> Node:
+        if self._node is None:
+            self._node = Node(self._channel.comm)
+        return self._node
+
+    def _algorithm(self, name: str) -> algorithms.Algorithm:
+        self.last_algorithm = name
         if name not in self._algorithms:
-            self._algorithms[name] = algorithms.make(name, self._channel.comm)
+            node = self._explored() if algorithms.needs_node(name) else None
+            self._algorithms[name] = algorithms.make(name, self._channel.comm, node)
         return self._algorithms[name]
 
     def _run(self, steps: Steps[T], text: str, options: CommunicationOptions | None) -> T:

@@ -100,7 +100,7 @@ class Communicator(ArrayCollectives):
             yield from self._channel.handshake.open(plan.id, plan.text, None)
             results: list[Array] = [arrays[0]] * len(arrays)
             for pack in plan.packs:
-                flat = pack.empty_result(None) if self.rank == root else None
+                flat = pack.result_buffer(None, self._pool) if self.rank == root else None
                 yield from reduce_to(self._channel.comm, pack.fill(arrays), flat, op, root)
                 if flat is not None:
                     plan.finish(pack, flat, results, None)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.core.enums import ReduceOp
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
 
 # MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
 MAX_COUNT = 2**31 - 1
+
+
+_NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
 
 
 @cache
@@ -42,6 +53,11 @@ def mpi_datatype(dtype: DType) -> MPI.Datatype:
 def as_bytes(array: Array) -> Array:
     """Return the memory of a contiguous array as a flat array of bytes."""
     return array.reshape(-1).view("u1")
+
+
+def numpy_op(op: ReduceOp) -> np.ufunc:
+    """Return the NumPy function that forms ``op`` of two arrays; a mean is a sum that is divided afterwards."""
+    return _NUMPY_OPS[op]
 
 
 def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
+from mpidist.collectives.memory import ResultPool
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -56,6 +57,7 @@ class Pack:
         self._stops = np.cumsum(counts).tolist()
         self._starts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
         self.count: int = self._stops[-1]
+        self.nbytes = self.count * dtype.itemsize
         self._buffer: Array | None = None
 
     def fill(self, arrays: Sequence[Array]) -> Array:
@@ -71,13 +73,24 @@ class Pack:
             np.copyto(buffer[start:stop].reshape(shape), arrays[index])
         return buffer
 
-    def empty_result(self, out: Sequence[Array] | None) -> Array:
+    def parts(self, arrays: Sequence[Array], most: int) -> list[Array]:
+        """Return flat arrays that one after the other are the input: the callers' own memory where possible.
+
+        Args:
+            arrays: All arrays of the call.
+            most: Into how many parts it may come.
+        """
+        if self._casts or len(self.indices) > most:
+            return [self.fill(arrays)]
+        return [np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
+
+    def result_buffer(self, out: Sequence[Array] | None, pool: ResultPool) -> Array:
         """Return the flat buffer for the result: the caller's own array where it can be used as it is."""
         if out is not None and len(self.indices) == 1:
             array = out[self.indices[0]]
             if array.dtype == self.dtype and array.flags.c_contiguous:
                 return array.reshape(-1)
-        return np.empty(self.count, self.dtype)
+        return pool.take(self.count, self.dtype)
 
     def unpack(self, flat: Array, dtype: DType, results: list[Array], out: Sequence[Array] | None) -> None:
         """Put the parts of ``flat`` into ``results``, as views, or cast to ``dtype``, or copied to ``out``."""

@@ -1,17 +1,19 @@
 """The algorithms of an all-reduce, one file each, over flat buffers.
 
-Each is made for one communicator, collectively, the first time it is used, and has one method,
-``all_reduce(send, receive, op)``: steps that reduce the flat array ``send`` of all ranks into ``receive``.
+Each is made for one communicator, collectively, the first time it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.algorithms.hierarchical import Hierarchical
 from mpidist.collectives.algorithms.mpi import Mpi
+from mpidist.collectives.algorithms.neighbours import Neighbours
 from mpidist.collectives.algorithms.reduce_broadcast import ReduceBroadcast
+from mpidist.collectives.node import Node
 from mpidist.collectives.waiting import Steps
 from mpidist.core.enums import ReduceOp
 
@@ -22,34 +24,34 @@ if TYPE_CHECKING:
 class Algorithm(Protocol):
     """What every algorithm offers."""
 
-    def all_reduce(self, send: Array, receive: Array, op: ReduceOp) -> Steps[None]:
-        """Reduce ``send`` over all ranks into ``receive``; both flat, of equal length and dtype."""
+    most_parts: int
+    """In how many pieces of memory it takes its input."""
+
+    def all_reduce(self, parts: Sequence[Array], receive: Array, op: ReduceOp) -> Steps[None]:
+        """Reduce the concatenation of flat ``parts`` of all ranks into flat ``receive``, all of one dtype."""
 
     def close(self) -> None:
         """Free what the algorithm holds (collective)."""
 
 
-_ALGORITHMS: dict[str, type[Mpi] | type[ReduceBroadcast] | type[Hierarchical]] = {
-    "mpi": Mpi,
-    "reduce_broadcast": ReduceBroadcast,
-    "hierarchical": Hierarchical,
-}
-DEFAULT = "mpi"
+_ON_A_COMMUNICATOR: dict[str, type[Mpi] | type[ReduceBroadcast]] = {"mpi": Mpi, "reduce_broadcast": ReduceBroadcast}
+_ON_NODES: dict[str, type[Hierarchical] | type[Neighbours]] = {"hierarchical": Hierarchical, "neighbours": Neighbours}
 
 
-def check_name(name: str | None) -> str:
-    """Return the algorithm's name, the default for None.
-
-    Raises:
-        ValueError: There is no such algorithm.
-    """
-    if name is None:
-        return DEFAULT
-    if name not in _ALGORITHMS:
-        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(sorted(_ALGORITHMS))}, or None")
-    return name
+def check_name(name: str | None) -> None:
+    """Raise ValueError unless there is an algorithm of that name, or it is None."""
+    names = sorted([*_ON_A_COMMUNICATOR, *_ON_NODES])
+    if name is not None and name not in names:
+        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(names)}, or None")
 
 
-def make(name: str, comm: MPI.Intracomm) -> Algorithm:
+def needs_node(name: str) -> bool:
+    """Whether the algorithm asks who shares a node."""
+    return name in _ON_NODES
+
+
+def make(name: str, comm: MPI.Intracomm, node: Node | None) -> Algorithm:
     """Return a new algorithm for ``comm`` (collective)."""
-    return _ALGORITHMS[name](comm)
+    if node is None:
+        return _ON_A_COMMUNICATOR[name](comm)
+    return _ON_NODES[name](node)

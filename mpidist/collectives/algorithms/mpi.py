@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 class Mpi:
     """One non-blocking call per piece that fits into an MPI count."""
 
+    most_parts = 1
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def all_reduce(self, send: Array, receive: Array, op: ReduceOp) -> Steps[None]:
+    def all_reduce(self, parts: Sequence[Array], receive: Array, op: ReduceOp) -> Steps[None]:
         """See ``Algorithm``."""
+        (send,) = parts
         datatype, operation = mpi_datatype(send.dtype), mpi_op(op)
         for a, b in chunks(send.size):
             request = self._comm.Iallreduce([send[a:b], b - a, datatype], [receive[a:b], b - a, datatype], operation)

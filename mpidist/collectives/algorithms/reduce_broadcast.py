@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
@@ -20,11 +21,14 @@ class ReduceBroadcast:
         comm: The communicator; not freed.
     """
 
+    most_parts = 1
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def all_reduce(self, send: Array, receive: Array, op: ReduceOp) -> Steps[None]:
+    def all_reduce(self, parts: Sequence[Array], receive: Array, op: ReduceOp) -> Steps[None]:
         """See ``Algorithm``."""
+        (send,) = parts
         yield from reduce_to(self._comm, send, receive, op, root=0)
         yield from broadcast(self._comm, receive, root=0)
 
