@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -193,12 +194,12 @@ class ArrayCollectives:
         results: list[Array] = [arrays[0]] * len(arrays)
         for pack in plan.packs:
             algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes))
-            flat = pack.result_buffer(out, self._pool)
             parts = pack.parts(arrays, algorithm.most_parts)
             if out is not None:
-                parts = [part.copy() if np.may_share_memory(part, flat) else part for part in parts]
-            yield from algorithm.all_reduce(parts, flat, plan.op)
-            plan.finish(pack, flat, results, out)
+                parts = [part.copy() if _overlaps(part, out) else part for part in parts]
+            receive = partial(pack.result_buffer, out, self._pool)
+            flat = yield from algorithm.all_reduce(parts, receive, plan.op, plan.divisor, out is None)
+            plan.deliver(pack, flat, results, out)
         return results
 
     def _choice(self, nbytes: int) -> str:
@@ -231,6 +232,10 @@ class ArrayCollectives:
         if not 0 <= root < self.size:
             raise ValueError(f"root is {root}; expected a rank from 0 to {self.size - 1}")
         return root
+
+
+def _overlaps(part: Array, out: Sequence[Array]) -> bool:
+    return any(np.may_share_memory(part, target) for target in out)
 
 
 def _timeout_of(options: CommunicationOptions | None) -> float | None:

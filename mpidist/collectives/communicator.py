@@ -12,7 +12,9 @@ from mpidist.collectives import gathering, objects
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to
 from mpidist.collectives.array_collectives import ArrayCollectives, check_has_axis
 from mpidist.collectives.handshake import plan_id
+from mpidist.collectives.packing import divided
 from mpidist.collectives.plan import signature_of, signature_text
+from mpidist.collectives.table import SMALLEST_CHOICE
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.enums import ReduceOp
@@ -103,7 +105,7 @@ class Communicator(ArrayCollectives):
                 flat = pack.result_buffer(None, self._pool) if self.rank == root else None
                 yield from reduce_to(self._channel.comm, pack.fill(arrays), flat, op, root)
                 if flat is not None:
-                    plan.finish(pack, flat, results, None)
+                    plan.deliver(pack, divided(flat, plan.divisor), results, None)
             return results if self.rank == root else None
 
         results = self._run(steps(), plan.text, options)
@@ -136,9 +138,11 @@ class Communicator(ArrayCollectives):
             flat = yield from gathering.reduce_scatter_rows(
                 self._channel.comm, pack.fill([array]), rows, row_size, op, pack.dtype
             )
-            if op is ReduceOp.MEAN:
-                np.true_divide(flat, self.size, out=flat)
-            return flat.astype(plan.result_dtypes[0], copy=False).reshape(rows[self.rank], *array.shape[1:])
+            return (
+                divided(flat, plan.divisor)
+                .astype(plan.result_dtypes[0], copy=False)
+                .reshape(rows[self.rank], *array.shape[1:])
+            )
 
         return _restore(value, self._run(steps(), plan.text, options))
 
@@ -203,11 +207,33 @@ class Communicator(ArrayCollectives):
     # Memory and groups ------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """Return a new array, uninitialized, in memory that collectives handle best (collective)."""
-        array = np.empty(shape, dtype)
-        text = f"empty of {signature_text(signature_of([array]))}"
+        """Return a new uninitialized array in memory that collectives handle best (collective).
+
+        Where all ranks are on one node it lies in shared memory (MPI_Win_allocate_shared), and the all-reduce of such
+        arrays copies nothing: each rank reduces its share straight out of its neighbours' memory. The result is then a
+        read-only array that the ranks share; ``out=`` gives one of the caller's own. The memory belongs to the
+        communicator: it is not used for other arrays before ``close()``. Without room in /dev/shm it is ordinary
+        memory.
+
+        Args:
+            shape: The same on every rank.
+            dtype: The same on every rank.
+
+        >>> comm = Communicator()
+        >>> gradient = comm.empty((3, 2), "float64")
+        >>> gradient[:] = 1.0
+        >>> comm.all_reduce("MEAN", gradient).tolist()
+        [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+        >>> comm.close()
+        """
+        like = np.empty(shape, dtype)
+        text = f"empty of {signature_text(signature_of([like]))}"
         self._run(self._channel.handshake.open(plan_id(text), text, None), text, None)
-        return array
+        memory = None
+        if self.size > 1 and like.nbytes >= SMALLEST_CHOICE:
+            node = self._explored()
+            memory = node.shared.allocate(like.nbytes) if node.topology.num_nodes == 1 else None
+        return like if memory is None else memory.view(like.dtype).reshape(like.shape)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a communicator of the ranks that passed the same ``color`` (collective; MPI_Comm_split).

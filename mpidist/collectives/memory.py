@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,27 +12,40 @@ from mpidist.arrays.dtypes import DType
 
 # Below this the allocator keeps memory anyway.
 SMALLEST = 64 << 10
-# A block that nobody has asked for in so many requests goes back to the system.
+# Blocks of a size that nobody has asked for in so many requests go back to the system.
 _IDLE_REQUESTS = 64
-# References to an idle block: the entry's own, and the argument of getrefcount.
-_IDLE_REFERENCES = 2
 
 
-@dataclass
-class _Entry:
-    block: Array
-    last_request: int
+def _references(holder: list[Any], index: int) -> int:
+    return sys.getrefcount(holder[index])
+
+
+# What the same expression says of an object that only a list knows; it differs between versions of Python.
+_IDLE_REFERENCES = _references([object()], 0)
+
+
+def is_held(holder: list[Any], index: int) -> bool:
+    """Whether anything but the list ``holder`` refers to its element.
+
+    NumPy arrays that are views refer to the array that owns the memory, or was first made over it, however they were
+    made. So an array that is not held is one whose memory nobody can see.
+
+    >>> arrays = [np.zeros(4)]
+    >>> is_held(arrays, 0)
+    False
+    >>> view = arrays[0][1:].reshape(3, 1)[::2]
+    >>> is_held(arrays, 0)
+    True
+    """
+    return _references(holder, index) > _IDLE_REFERENCES
 
 
 class ResultPool:
-    """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it.
-
-    NumPy arrays that are views refer to the array that owns the memory, however they were made. So a block without
-    references from outside is one that nobody can see.
-    """
+    """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[_Entry]] = {}
+        self._blocks: dict[int, list[Array]] = {}
+        self._last_requests: dict[int, int] = {}
         self._requests = 0
 
     def take(self, count: int, dtype: DType) -> Array:
@@ -42,25 +55,19 @@ class ResultPool:
             return np.empty(count, dtype)
         self._requests += 1
         size = _rounded(nbytes)
-        entries = self._entries.setdefault(size, [])
-        for entry in entries:
-            if sys.getrefcount(entry.block) == _IDLE_REFERENCES:
-                break
-        else:
+        self._last_requests[size] = self._requests
+        blocks = self._blocks.setdefault(size, [])
+        idle = next((i for i in range(len(blocks)) if not is_held(blocks, i)), None)
+        if idle is None:
             self._drop_idle()
-            entry = _Entry(np.empty(size, np.uint8), 0)
-            entries.append(entry)
-        entry.last_request = self._requests
-        return entry.block[:nbytes].view(dtype)
+            blocks.append(np.empty(size, np.uint8))
+            idle = -1
+        return blocks[idle][:nbytes].view(dtype)
 
     def _drop_idle(self) -> None:
-        oldest = self._requests - _IDLE_REQUESTS
-        for entries in self._entries.values():
-            entries[:] = [
-                entry
-                for entry in entries
-                if entry.last_request > oldest or sys.getrefcount(entry.block) > _IDLE_REFERENCES
-            ]
+        for size, last_request in list(self._last_requests.items()):
+            if last_request <= self._requests - _IDLE_REQUESTS:
+                del self._blocks[size], self._last_requests[size]
 
 
 def _rounded(nbytes: int) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.neighbours_memory import NeighboursMemory, address_of
+from mpidist.collectives.shared_memory import SharedMemory
+from mpidist.collectives.shared_results import SharedResults
 from mpidist.collectives.waiting import Steps
 from mpidist.core.errors import PeerError
 from mpidist.topology import Topology, import_mpi
@@ -33,6 +35,8 @@ class Node:
         rank, size: In ``comm``.
         control: int64 array of shape (size, CONTROL_SLOTS) that all ranks of the node see; each writes its row.
         pids: Process of every rank.
+        shared: Windows of the node.
+        results: Results that the ranks of the node share.
         reads_neighbours: Whether every rank of every node may read the memory of its neighbours.
     """
 
@@ -42,6 +46,8 @@ class Node:
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self._window, self.control = self._make_control()
         self.memory = NeighboursMemory()
+        self.shared = SharedMemory(self.comm)
+        self.results = SharedResults(self)
         self._barrier = self._make_barrier()
         self.pids: list[int] = self.comm.allgather(os.getpid())
         self.reads_neighbours = bool(self.topology.world.allreduce(int(self._can_read()), op=import_mpi().MIN))
@@ -56,6 +62,8 @@ class Node:
 
     def close(self) -> None:
         """Free windows, requests and communicators (collective)."""
+        self.results.close()
+        self.shared.close()
         if self._barrier is not None:
             self._barrier.Free()
         self.control = np.empty((0, 0), np.int64)

@@ -36,6 +36,13 @@ def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
     return packs
 
 
+def divided(flat: Array, divisor: int | None) -> Array:
+    """Divide ``flat`` in place, unless ``divisor`` is None, and return it."""
+    if divisor is not None:
+        np.true_divide(flat, divisor, out=flat)
+    return flat
+
+
 class Pack:
     """Arrays of one dtype that travel in one flat buffer.
 

@@ -75,7 +75,7 @@ class ReductionPlan:
         note: str = "",
     ) -> None:
         self.op = op
-        self.divisor = divisor
+        self.divisor = divisor if op is ReduceOp.MEAN else None
         self.algorithm = options.algorithm
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
         structure = f" as {note}" if note else ""
@@ -122,7 +122,7 @@ class ReductionPlan:
         start = 0
         for index, (shape, count) in enumerate(zip(self.shapes, self._counts, strict=True)):
             part = totals[start : start + count].reshape(shape)
-            if self.op is ReduceOp.MEAN:
+            if self.divisor is not None:
                 part = part / self.divisor
             if out is None:
                 results.append(np.array(part, self.result_dtypes[index]))
@@ -132,8 +132,6 @@ class ReductionPlan:
             start += count
         return results
 
-    def finish(self, pack: Pack, flat: Array, results: list[Array], out: Sequence[Array] | None) -> None:
-        """Turn the reduced buffer of ``pack`` into results: divide a mean, cast, cut apart."""
-        if self.op is ReduceOp.MEAN:
-            np.true_divide(flat, self.divisor, out=flat)
+    def deliver(self, pack: Pack, flat: Array, results: list[Array], out: Sequence[Array] | None) -> None:
+        """Cast the reduced buffer of ``pack`` to the dtype of the results, and cut it into them."""
         pack.unpack(flat, self.result_dtypes[pack.indices[0]], results, out)

@@ -18,7 +18,7 @@ from mpidist.experimental import CommunicationOptions
 
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
 # One that reads the memory of neighbours has none to read between (virtual) nodes.
-ONE_NODE = [] if RANKS_PER_NODE.read() else ["neighbours"]
+ONE_NODE = [] if RANKS_PER_NODE.read() else ["neighbours", "window"]
 ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *ONE_NODE]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

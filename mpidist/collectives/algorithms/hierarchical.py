@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.algorithms.mpi import Mpi
 from mpidist.collectives.algorithms.reduce_broadcast import broadcast, reduce_to
 from mpidist.collectives.node import Node
+from mpidist.collectives.packing import divided
 from mpidist.collectives.waiting import Steps
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
@@ -36,16 +37,20 @@ class Hierarchical:
         self._leaders = leaders if is_leader else None
         self._between = Mpi(leaders) if is_leader else None
 
-    def all_reduce(self, parts: Sequence[Array], receive: Array, op: ReduceOp) -> Steps[None]:
+    def all_reduce(
+        self, parts: Sequence[Array], receive: Callable[[], Array], op: ReduceOp, divisor: int | None, may_share: bool
+    ) -> Steps[Array]:
         """See ``Algorithm``."""
         (send,) = parts
+        result = receive()
         if self._between is None:
             yield from reduce_to(self._node, send, None, op, root=0)
         else:
-            of_node = np.empty_like(receive)
+            of_node = np.empty_like(result)
             yield from reduce_to(self._node, send, of_node, op, root=0)
-            yield from self._between.all_reduce([of_node], receive, op)
-        yield from broadcast(self._node, receive, root=0)
+            result = yield from self._between.all_reduce([of_node], lambda: result, op, None, False)
+        yield from broadcast(self._node, result, root=0)
+        return divided(result, divisor)
 
     def close(self) -> None:
         """Free the communicator of the leaders (collective)."""

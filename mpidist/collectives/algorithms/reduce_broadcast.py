@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi_types import chunks, mpi_datatype, mpi_op
+from mpidist.collectives.packing import divided
 from mpidist.collectives.waiting import Steps, until_done
 from mpidist.core.enums import ReduceOp
 
@@ -26,11 +27,15 @@ class ReduceBroadcast:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def all_reduce(self, parts: Sequence[Array], receive: Array, op: ReduceOp) -> Steps[None]:
+    def all_reduce(
+        self, parts: Sequence[Array], receive: Callable[[], Array], op: ReduceOp, divisor: int | None, may_share: bool
+    ) -> Steps[Array]:
         """See ``Algorithm``."""
         (send,) = parts
-        yield from reduce_to(self._comm, send, receive, op, root=0)
-        yield from broadcast(self._comm, receive, root=0)
+        result = receive()
+        yield from reduce_to(self._comm, send, result, op, root=0)
+        yield from broadcast(self._comm, result, root=0)
+        return divided(result, divisor)
 
     def close(self) -> None:
         """Nothing to free: the communicator is the caller's."""

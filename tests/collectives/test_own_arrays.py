@@ -1,0 +1,133 @@
+"""Arrays that mpidist allocated: reduced in place of shared memory, into a result that the ranks share."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from mpidist import Communicator
+from mpidist.collectives import shared_memory
+from mpidist.collectives.memory import ResultPool, is_held
+from mpidist.core.settings import RANKS_PER_NODE
+
+pytestmark = pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only")
+
+COUNT = 50_000
+
+
+def filled(comm: Communicator, value: float, count: int = COUNT) -> np.ndarray:
+    array = comm.empty(count, "f8")
+    array[:] = np.arange(count) + value + comm.rank
+    return array
+
+
+def total(comm: Communicator, value: float, count: int = COUNT) -> np.ndarray:
+    return comm.size * (np.arange(count) + value) + sum(range(comm.size))
+
+
+@pytest.mark.min_ranks(2)
+def test_the_result_is_shared_and_cannot_be_written(comm: Communicator) -> None:
+    result = comm.all_reduce("SUM", filled(comm, 1.0))
+    np.testing.assert_array_equal(result, total(comm, 1.0))
+    assert not result.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        result += 1
+
+
+def test_every_operation_on_several_arrays(comm: Communicator) -> None:
+    arrays = [filled(comm, k, COUNT + k) for k in range(3)]
+    for op, function in (("MEAN", lambda t: t / comm.size), ("SUM", lambda t: t)):
+        for k, result in enumerate(comm.all_reduce(op, arrays)):
+            np.testing.assert_allclose(result, function(total(comm, k, COUNT + k)), rtol=1e-15)
+    low = comm.all_reduce("MIN", arrays[0])
+    np.testing.assert_array_equal(low, np.arange(COUNT))
+
+
+def test_results_that_are_held_keep_their_values(comm: Communicator) -> None:
+    array = filled(comm, 0.0)
+    held = []
+    for step in range(5):
+        array[:] = step
+        held.append(comm.all_reduce("SUM", array)[10:20])
+    for step, part in enumerate(held):
+        np.testing.assert_array_equal(part, step * comm.size)
+
+
+def test_a_rank_may_hold_a_result_that_the_others_have_dropped(comm: Communicator) -> None:
+    array = filled(comm, 0.0)
+    first = comm.all_reduce("SUM", array)
+    expected = first.copy()
+    if comm.rank != 0:
+        del first
+        gc.collect()
+    for step in range(4):
+        array[:] = step
+        np.testing.assert_array_equal(comm.all_reduce("SUM", array), step * comm.size)
+    if comm.rank == 0:
+        np.testing.assert_array_equal(first, expected)
+
+
+def test_slots_are_used_again(comm: Communicator) -> None:
+    array = filled(comm, 0.0)
+    for _ in range(200):
+        comm.all_reduce("SUM", array)
+    if comm.size > 1:
+        assert len(comm._node.results._slots) <= 2
+
+
+def test_some_arrays_own_and_some_private(comm: Communicator) -> None:
+    for own_rank in range(comm.size):
+        mine = filled(comm, 2.0)
+        value = mine if comm.rank == own_rank else mine.copy()
+        np.testing.assert_array_equal(comm.all_reduce("SUM", value), total(comm, 2.0))
+    mixed = [filled(comm, 3.0), filled(comm, 4.0).copy()]
+    for k, result in enumerate(comm.all_reduce("SUM", mixed)):
+        np.testing.assert_array_equal(result, total(comm, 3.0 + k))
+
+
+def test_out_gives_an_array_of_the_callers_own(comm: Communicator) -> None:
+    out = np.empty(COUNT)
+    comm.all_reduce("SUM", filled(comm, 5.0), out=out)
+    np.testing.assert_array_equal(out, total(comm, 5.0))
+    own_out = comm.empty(COUNT, "f8")
+    comm.all_reduce("SUM", filled(comm, 5.0), out=own_out)
+    np.testing.assert_array_equal(own_out, total(comm, 5.0))
+
+
+def test_arrays_outlive_the_communicator() -> None:
+    comm = Communicator()
+    array = filled(comm, 1.0)
+    result = comm.all_reduce("SUM", array)
+    expected = total(comm, 1.0)
+    comm.close()
+    array[:] = 7
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(array, 7)
+
+
+def test_without_room_in_shared_memory(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1 << 20)
+    array = filled(comm, 1.0)
+    result = comm.all_reduce("SUM", array)
+    np.testing.assert_array_equal(result, total(comm, 1.0))
+
+
+def test_a_pool_gives_memory_again_that_nobody_sees() -> None:
+    pool = ResultPool()
+    first = pool.take(COUNT, np.dtype("f8"))
+    view = first.reshape(2, -1)[:, ::2]
+    address = first.ctypes.data
+    del first
+    assert pool.take(COUNT, np.dtype("f8")).ctypes.data != address
+    del view
+    assert address in {pool.take(COUNT, np.dtype("f8")).ctypes.data for _ in range(2)}
+
+
+def test_a_pool_forgets_sizes_that_are_not_asked_for() -> None:
+    pool = ResultPool()
+    for count in range(20_000, 200_000, 500):
+        pool.take(count, np.dtype("f8"))
+    assert len(pool._blocks) < 70
+    assert is_held([pool], 0)
