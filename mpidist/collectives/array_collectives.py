@@ -14,7 +14,7 @@ from mpidist.arrays.dtypes import check_transportable
 from mpidist.collectives import algorithms, gathering, table
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.memory import ResultPool
+from mpidist.collectives.memory import Pool
 from mpidist.collectives.node import Node
 from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
 from mpidist.collectives.waiting import Steps
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DEFAULT_OPTIONS = CommunicationOptions()
+# A program whose shapes change all the time must not grow; plans are cheap to make again.
+_MOST_PLANS = 1024
 
 
 class ArrayCollectives:
@@ -51,7 +53,7 @@ class ArrayCollectives:
         self._plans: dict[Any, ReductionPlan] = {}
         self._algorithms: dict[str, algorithms.Algorithm] = {}
         self._node: Node | None = None
-        self._pool = ResultPool()
+        self._pool = Pool()
         self.last_algorithm = "none"
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
 
@@ -178,6 +180,8 @@ class ArrayCollectives:
                 check_communication_options(options)
                 merged = self._options.merge(options)
                 check_is_offered(merged)
+                if len(self._plans) == _MOST_PLANS:
+                    self._plans.clear()
                 plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
         return plan
 
@@ -194,7 +198,7 @@ class ArrayCollectives:
         results: list[Array] = [arrays[0]] * len(arrays)
         for pack in plan.packs:
             algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes))
-            parts = pack.parts(arrays, algorithm.most_parts)
+            parts = pack.parts(arrays, algorithm.most_parts, self._pool)
             if out is not None:
                 parts = [part.copy() if _overlaps(part, out) else part for part in parts]
             receive = partial(pack.result_buffer, out, self._pool)

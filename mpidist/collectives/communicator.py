@@ -103,7 +103,7 @@ class Communicator(ArrayCollectives):
             results: list[Array] = [arrays[0]] * len(arrays)
             for pack in plan.packs:
                 flat = pack.result_buffer(None, self._pool) if self.rank == root else None
-                yield from reduce_to(self._channel.comm, pack.fill(arrays), flat, op, root)
+                yield from reduce_to(self._channel.comm, pack.fill(arrays, self._pool), flat, op, root)
                 if flat is not None:
                     plan.deliver(pack, divided(flat, plan.divisor), results, None)
             return results if self.rank == root else None
@@ -136,7 +136,7 @@ class Communicator(ArrayCollectives):
         def steps() -> Steps[Array]:
             yield from self._channel.handshake.open(plan.id, plan.text, None)
             flat = yield from gathering.reduce_scatter_rows(
-                self._channel.comm, pack.fill([array]), rows, row_size, op, pack.dtype
+                self._channel.comm, pack.fill([array], self._pool), rows, row_size, op, pack.dtype
             )
             return (
                 divided(flat, plan.divisor)

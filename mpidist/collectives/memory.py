@@ -1,4 +1,4 @@
-"""Memory that is used again: flat blocks for results, so that no step waits for the kernel to hand out pages."""
+"""Memory that is used again, for results and packed input, so that no step waits for the kernel to hand out pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_held(holder: list[Any], index: int) -> bool:
     return _references(holder, index) > _IDLE_REFERENCES
 
 
-class ResultPool:
+class Pool:
     """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it."""
 
     def __init__(self) -> None:

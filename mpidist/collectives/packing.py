@@ -8,7 +8,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
-from mpidist.collectives.memory import ResultPool
+from mpidist.collectives.memory import Pool
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -65,33 +65,31 @@ class Pack:
         self._starts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
         self.count: int = self._stops[-1]
         self.nbytes = self.count * dtype.itemsize
-        self._buffer: Array | None = None
 
-    def fill(self, arrays: Sequence[Array]) -> Array:
+    def fill(self, arrays: Sequence[Array], pool: Pool) -> Array:
         """Return the flat input buffer; a lone contiguous array of the right dtype is its own buffer."""
         if len(self.indices) == 1 and not self._casts:
             array = arrays[self.indices[0]]
             if array.flags.c_contiguous:
                 return array.reshape(-1)
-        if self._buffer is None:
-            self._buffer = np.empty(self.count, self.dtype)
-        buffer = self._buffer
+        buffer = pool.take(self.count, self.dtype)
         for index, start, stop, shape in self._slots():
             np.copyto(buffer[start:stop].reshape(shape), arrays[index])
         return buffer
 
-    def parts(self, arrays: Sequence[Array], most: int) -> list[Array]:
+    def parts(self, arrays: Sequence[Array], most: int, pool: Pool) -> list[Array]:
         """Return flat arrays that one after the other are the input: the callers' own memory where possible.
 
         Args:
             arrays: All arrays of the call.
             most: Into how many parts it may come.
+            pool: Where a buffer comes from if it takes one.
         """
         if self._casts or len(self.indices) > most:
-            return [self.fill(arrays)]
+            return [self.fill(arrays, pool)]
         return [np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
 
-    def result_buffer(self, out: Sequence[Array] | None, pool: ResultPool) -> Array:
+    def result_buffer(self, out: Sequence[Array] | None, pool: Pool) -> Array:
         """Return the flat buffer for the result: the caller's own array where it can be used as it is."""
         if out is not None and len(self.indices) == 1:
             array = out[self.indices[0]]

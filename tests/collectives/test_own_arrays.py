@@ -9,7 +9,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.collectives import shared_memory
-from mpidist.collectives.memory import ResultPool, is_held
+from mpidist.collectives.memory import Pool, is_held
 from mpidist.core.settings import RANKS_PER_NODE
 
 pytestmark = pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only")
@@ -115,7 +115,7 @@ def test_without_room_in_shared_memory(comm: Communicator, monkeypatch: pytest.M
 
 
 def test_a_pool_gives_memory_again_that_nobody_sees() -> None:
-    pool = ResultPool()
+    pool = Pool()
     first = pool.take(COUNT, np.dtype("f8"))
     view = first.reshape(2, -1)[:, ::2]
     address = first.ctypes.data
@@ -126,7 +126,7 @@ def test_a_pool_gives_memory_again_that_nobody_sees() -> None:
 
 
 def test_a_pool_forgets_sizes_that_are_not_asked_for() -> None:
-    pool = ResultPool()
+    pool = Pool()
     for count in range(20_000, 200_000, 500):
         pool.take(count, np.dtype("f8"))
     assert len(pool._blocks) < 70

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpidist.collectives.memory import Pool
 from mpidist.collectives.mpi_types import chunks
 from mpidist.collectives.packing import Pack, group_by_size
 from mpidist.collectives.plan import signature_text
@@ -43,13 +44,13 @@ def test_packs_keep_the_order_and_are_larger_than_asked_for(sizes: list[int], by
 
 def test_a_lone_array_is_its_own_buffer() -> None:
     array = np.ones((2, 3))
-    assert np.shares_memory(Pack([0], [(2, 3)], F8, F8).fill([array]), array)
+    assert np.shares_memory(Pack([0], [(2, 3)], F8, F8).fill([array], Pool()), array)
 
 
 def test_a_pack_casts_and_takes_any_memory_order() -> None:
     arrays = [np.arange(6, dtype="f4").reshape(2, 3).T, np.zeros((0, 4), "f4"), np.float32(7)[()] * np.ones((), "f4")]
     pack = Pack([2, 0, 1], [a.shape for a in arrays], F8, F4)
-    flat = pack.fill(arrays)
+    flat = pack.fill(arrays, Pool())
     assert flat.dtype == F8
     assert flat.tolist() == [7, 0, 3, 1, 4, 2, 5]
     results: list[np.ndarray] = [flat] * 3
