@@ -3,11 +3,13 @@
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
 #   make test    set up .venv and run every check: lint, plain pytest, pytest on 2, 3 and 4 ranks
 #   make lint    ruff, mypy and the import rule
+#   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make env     set up .venv only
 #   make clean   remove .venv and everything that was built
 #
-# Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, STEP_SECONDS, and
-# MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, BENCH_OUT,
+# BENCH_ARGS, STEP_SECONDS, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI
+# instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -16,6 +18,8 @@ RANKS ?= 2
 OUT ?= out/
 TRAIN_ARGS ?=
 TEST_ARGS ?=
+BENCH_OUT ?= benchmarks/results
+BENCH_ARGS ?=
 STEP_SECONDS ?= 480
 
 ifeq ($(origin MPIRUN),undefined)
@@ -26,6 +30,8 @@ endif
 BIN := $(VENV)/bin
 LIMIT := timeout --kill-after=15 $(STEP_SECONDS)
 PYTEST := $(BIN)/python -m pytest
+BENCH := $(BIN)/python -m benchmarks
+MEASURE := $(BENCH) run --out $(BENCH_OUT)
 # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
 RANK_PYTEST := $(PYTEST) -q --color=no --with-mpi -p no:cacheprovider
 
@@ -42,7 +48,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train test lint test-1 test-2 test-3 test-4 test-nodes env clean
+.PHONY: train test bench lint test-1 test-2 test-3 test-4 test-nodes env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -67,6 +73,15 @@ test-2 test-3 test-4: test-%: $(VENV)/.test
 test-nodes: $(VENV)/.test
 	MPIDIST_RANKS_PER_NODE=2 $(LIMIT) $(MPIRUN) -n 4 $(RANK_PYTEST) --ranks 4 tests $(TEST_ARGS) < /dev/null
 
+# Everything on 2 ranks; the way without reading the neighbours' memory; and in short on 4 ranks.
+bench: $(VENV)/.bench
+	$(LIMIT) $(MPIRUN) -n 2 $(MEASURE) $(BENCH_ARGS) < /dev/null
+	$(LIMIT) $(MPIRUN) -n 2 $(MEASURE) --operations all_reduce --sizes 1M,16M,64M --algorithm window \
+	  --name 2-ranks-window $(BENCH_ARGS) < /dev/null
+	$(LIMIT) $(MPIRUN) -n 4 $(MEASURE) --operations memory,all_reduce,batch,latency --models resnet50 --steps 2000 \
+	  --sizes 4,64K,256K,1M,16M,64M $(BENCH_ARGS) < /dev/null
+	$(BENCH) plot $(BENCH_OUT)/2-ranks.json $(BENCH_OUT)/4-ranks.json
+
 env: $(VENV)/bin/python
 
 $(VENV)/bin/python:
@@ -87,6 +102,10 @@ $(VENV)/.train: pyproject.toml setup.cfg | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test]'
 	@touch $@ $(VENV)/.train
+
+$(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)bench]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,76 +1,53 @@
-"""Latency of what happens at every step: an empty ``strategy.run``, and an all-reduce of one number.
-
-Start it under the launcher of your cluster, with any number of ranks::
-
-    mpirun -n 2 python benchmarks/latency.py
-
-The all-reduce is timed beside the same reduction by a bare mpi4py call on a duplicate communicator, in turn with
-it in the same process. Times are medians over the calls of rank 0, in microseconds.
-"""
+"""Latency of what happens at every step: an empty ``strategy.run``, and a replica's all-reduce of one number."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 import mpidist
+from benchmarks.inputs import count_wrong
+from benchmarks.rows import MPI, OURS
+from benchmarks.session import Session, algorithm_in
+from benchmarks.timing import Case
 
-ROUNDS = 21
-CALLS = 200
-
-
-def seconds_per_call(fn: Callable[[], object], calls: int) -> float:
-    """Return the mean time of one call out of ``calls``."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        fn()
-    return (time.perf_counter() - start) / calls
+RUN, SCALAR = "run", "scalar_all_reduce"
 
 
-def medians_in_turn(functions: dict[str, Callable[[], object]], calls: int = CALLS) -> dict[str, float]:
-    """Return the median time of each function in microseconds; the functions are timed in turn."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(ROUNDS):
-        for name, fn in functions.items():
-            times[name].append(seconds_per_call(fn, calls))
-    return {name: 1e6 * statistics.median(values) for name, values in times.items()}
-
-
-def main() -> None:
-    strategy = mpidist.MultiWorkerMirroredStrategy()
-    from mpi4py import MPI
-
-    bare = MPI.COMM_WORLD.Dup()
-    send, receive = np.ones(()), np.empty(())
+def run(session: Session, advance: Callable[[str], None]) -> None:
+    """Measure both through a MultiWorkerMirroredStrategy (collective)."""
+    strategy = mpidist.MultiWorkerMirroredStrategy(communication_options=session.options, communicator=session.bare)
 
     def nothing() -> None:
         return None
 
-    empty_run = medians_in_turn({"run": lambda: strategy.run(nothing)})["run"]
+    advance(RUN)
+    session.measure(RUN, [Case(OURS, "empty function", lambda: strategy.run(nothing))])
+    advance(SCALAR)
 
-    def measure_all_reduce() -> dict[str, float]:
+    def measure_inside() -> None:
         context = mpidist.get_replica_context()
-        return medians_in_turn(
-            {
-                "bare": lambda: bare.Allreduce(send, receive),
-                "context": lambda: context.all_reduce("SUM", send),
-            }
-        )
+        assert context is not None
+        send, receive = np.ones(()), np.empty(())
+        expected = np.asarray(float(session.ranks))
+        cases = [
+            Case(
+                MPI,
+                "private",
+                lambda: session.bare.Allreduce(send, receive),
+                lambda _: count_wrong(receive, expected),
+                prepare=lambda: receive.fill(np.nan),
+            ),
+            Case(
+                OURS,
+                "replica context",
+                lambda: context.all_reduce("SUM", send),
+                lambda result: count_wrong(result, expected),
+                lambda: algorithm_in(strategy),
+            ),
+        ]
+        session.measure(SCALAR, cases, size=send.nbytes, count=1, dtype="float64", op="sum")
 
-    reduced = strategy.run(measure_all_reduce)
-    if bare.rank == 0:
-        print(f"{MPI.Get_library_version().splitlines()[0][:60]}, {bare.size} ranks; medians in microseconds")
-        print(f"strategy.run of an empty function                {empty_run:6.2f}   (bar: at most 5)")
-        print(f"bare mpi4py Allreduce of one float64             {reduced['bare']:6.2f}")
-        over = reduced["context"] - reduced["bare"]
-        print(f"ctx.all_reduce of one float64                    {reduced['context']:6.2f}")
-        print(f"  over the bare call                             {over:6.2f}   (bar: at most 10)")
-    bare.Free()
+    strategy.run(measure_inside)
     strategy.close()
-
-
-if __name__ == "__main__":
-    main()

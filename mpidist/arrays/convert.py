@@ -44,6 +44,10 @@ def to_array(value: Any, what: str = "value") -> Array:
     >>> to_array(1.5).dtype
     dtype('float64')
     """
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, whose mask would be lost; say what counts there: {what}.filled(0)")
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, _NUMBERS):
@@ -120,7 +124,10 @@ def _from_torch(tensor: Any, what: str) -> Array:
 
         bits: Array = tensor.view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
-    array: Array = tensor.numpy()
+    try:
+        array: Array = tensor.numpy()
+    except RuntimeError as error:
+        raise TypeError(f"{what} is a torch.Tensor that NumPy cannot read: {error}") from error
     return array
 
 

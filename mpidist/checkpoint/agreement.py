@@ -32,7 +32,7 @@ def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> A
         except Exception as error:  # raised below, once the other ranks know
             failure = error
             message = {"error": f"{type(error).__name__}: {error}"}
-    message = _broadcast(strategy, message)
+    message = _broadcast(strategy, message, doing)
     if failure is not None:
         raise failure
     if "error" in message:
@@ -40,11 +40,13 @@ def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> A
     return message["result"]
 
 
-def _broadcast(strategy: StrategyLike, message: dict[str, Any]) -> dict[str, Any]:
+def _broadcast(strategy: StrategyLike, message: dict[str, Any], doing: str) -> dict[str, Any]:
     # As arrays, which every strategy can broadcast; the others must know the length first.
     text = np.frombuffer(json.dumps(message).encode(), np.uint8)
-    size = int(strategy.extended._broadcast_from_first(np.asarray(text.size)))
+    # Without the path, which may differ from rank to rank.
+    doing = f"a checkpoint ({doing.split()[0]})"
+    size = int(strategy.extended._broadcast_from_first(np.asarray(text.size), doing))
     if not strategy.extended.should_checkpoint:
         text = np.zeros(size, np.uint8)
-    received: dict[str, Any] = json.loads(np.asarray(strategy.extended._broadcast_from_first(text)).tobytes())
+    received: dict[str, Any] = json.loads(np.asarray(strategy.extended._broadcast_from_first(text, doing)).tobytes())
     return received

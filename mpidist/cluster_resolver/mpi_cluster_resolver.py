@@ -158,6 +158,11 @@ class MPIClusterResolver(ClusterResolver):
         share = self._share_of_ranks()[self._tasks.index(task)]
         return {"GPU": share} if share else {}
 
+    def is_made_of(self, jobs: Sequence[str]) -> bool:
+        """Whether every rank has one of ``jobs``, and the chief, if there is one, is rank 0; local."""
+        names = [job for job, _ in self._tasks]
+        return all(name in jobs for name in names) and "chief" not in names[1:]
+
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
         """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
 

@@ -16,13 +16,14 @@ from mpidist.collectives.channel import Channel
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.node import Node
+from mpidist.collectives.packing import copies_of_overlapping
 from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.topology import world_topology
+from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,6 +47,8 @@ class ArrayCollectives:
         check_communication_options(options)
         self._options = _DEFAULT_OPTIONS.merge(options)
         check_is_offered(self._options)
+        if comm is not None and not isinstance(comm, import_mpi().Intracomm):
+            raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
         base = world_topology().world if comm is None else comm
         self._channel = Channel(base, self._options.timeout_seconds)
         self.rank: int = self._channel.rank
@@ -172,12 +175,12 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         note: str,
     ) -> ReductionPlan:
+        check_communication_options(options)
         signature = signature_of(arrays)
         key = (kind, op, divisor, signature, options, note)
         plan = self._plans.get(key)
         if plan is None:
             with self.shared_errors(kind):
-                check_communication_options(options)
                 merged = self._options.merge(options)
                 check_is_offered(merged)
                 if len(self._plans) == _MOST_PLANS:
@@ -195,12 +198,13 @@ class ArrayCollectives:
             yield from handshake.open(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals, out)
         yield from handshake.open(plan.id, plan.text, call_site)
-        results: list[Array] = [arrays[0]] * len(arrays)
+        results: list[Any] = [None] * len(arrays)
+        if out is not None:
+            # One pack may write what another has still to read.
+            arrays = copies_of_overlapping(arrays, out)
         for pack in plan.packs:
             algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes))
             parts = pack.parts(arrays, algorithm.most_parts, self._pool)
-            if out is not None:
-                parts = [part.copy() if _overlaps(part, out) else part for part in parts]
             receive = partial(pack.result_buffer, out, self._pool)
             flat = yield from algorithm.all_reduce(parts, receive, plan.op, plan.divisor, out is None)
             plan.deliver(pack, flat, results, out)
@@ -233,13 +237,9 @@ class ArrayCollectives:
         return self._channel.run(steps, text, _timeout_of(options))
 
     def _check_root(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root is {root}; expected a rank from 0 to {self.size - 1}")
-        return root
-
-
-def _overlaps(part: Array, out: Sequence[Array]) -> bool:
-    return any(np.may_share_memory(part, target) for target in out)
+        if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:
+            raise ValueError(f"root is {root!r}; expected a rank from 0 to {self.size - 1}")
+        return int(root)
 
 
 def _timeout_of(options: CommunicationOptions | None) -> float | None:
@@ -261,9 +261,9 @@ def check_has_axis(array: Array, axis: int, method: str) -> int:
     """Return ``axis`` counted from 0, after checking that ``array`` has it."""
     if array.ndim == 0:
         raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
-    if not -array.ndim <= axis < array.ndim:
+    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
         raise ValueError(
-            f"{method} along axis {axis} of an array of rank {array.ndim}; "
+            f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
             f"expected an axis from {-array.ndim} to {array.ndim - 1}"
         )
     return axis % array.ndim

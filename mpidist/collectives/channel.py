@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpidist.collectives.handshake import FAILED, LEFT, Handshake
+from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.topology import import_mpi
+from mpidist.topology.patience import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,10 +32,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # A rank that failed on its own tells the others, but does not keep its error back for longer than this.
-_FAILURE_SECONDS = 30.0
+_FAILURE_SECONDS = 2.0
+# Works that were submitted and never waited for: beyond this many the oldest is finished first.
+_MOST_WORKS = 256
 # How long a rank that leaves after a timeout waits for the others to catch up, so that MPI can end in order.
 _EXIT_SECONDS = 5.0
+# Set on an error that the other ranks have been told of.
+_ANNOUNCED = "_mpidist_announced"
 _open: list[Channel] = []
+# A forked child has not left, and must not say so on its parent's communicators.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def open_channels() -> list[Channel]:
@@ -54,7 +62,7 @@ class Channel:
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float | None) -> None:
-        self.comm: MPI.Intracomm = comm.Dup()
+        self.comm: MPI.Intracomm = duplicate(comm, "making a Communicator or a strategy")
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.handshake = Handshake(self.comm)
@@ -65,7 +73,8 @@ class Channel:
         self._calls = 0
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
-        self._announced: Exception | None = None
+        self._interrupted: BaseException | None = None
+        self._release = _Releasing(self._lock)
         _open.append(self)
 
     def __repr__(self) -> str:
@@ -94,24 +103,40 @@ class Channel:
         self._check_usable()
         work = Work(self, steps, text, call_site, timeout or self.timeout)
         self._queue.append(work)
+        while len(self._queue) > _MOST_WORKS:
+            self._finish_oldest()
         self.advance()
         return work
 
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""
         self._check_usable()
-        if self._queue and self._queue[0].step():
-            self._queue.popleft()
+        if not self._queue:
+            return
+        work = self._queue[0]
+        with self._by_one_thread():
+            try:
+                if work.step():
+                    self._queue.popleft()
+            except BaseException as error:
+                self._interrupt(error, work.text)
+                raise
 
     def complete(self, work: Work, timeout: float | None) -> None:
-        """Carry out works in order until ``work`` is done."""
-        if timeout is None:
+        """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
+        if timeout is None or timeout >= work.timeout - work.waited:
             while self._queue and not work.is_done:
                 self._finish_oldest()
         elif not work.is_done:
+            work.waited += timeout
             drive(
                 self._polling(work),
-                lambda: Deadline(timeout, timeout, lambda _: "", lambda _: _raise_still_running(work, timeout)),
+                lambda: Deadline(
+                    timeout,
+                    self._warn_after,
+                    lambda waited: self._report(work.text, waited, work.call_site),
+                    lambda _: _raise_still_running(work, timeout),
+                ),
             )
 
     @contextmanager
@@ -139,24 +164,26 @@ class Channel:
             doing: What was being done, for the report.
         """
         is_common = isinstance(error, (MismatchError, PeerError, CollectiveTimeoutError))
-        if self.size == 1 or self.unusable is not None or is_common or error is self._announced:
+        if self.size == 1 or self.unusable is not None or is_common or hasattr(error, _ANNOUNCED):
             return
-        self._announced = error
-        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", user_call_site())
-        text = f"telling the other ranks of {type(error).__name__} in {doing}"
+        setattr(error, _ANNOUNCED, True)
+        call_site = user_call_site()
+        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
+        work = self.submit(news, f"telling the other ranks of {type(error).__name__} in {doing}", call_site)
         try:
-            self._drive(self._after_queue(news), text, min(self.timeout, _FAILURE_SECONDS), None)
-        except CollectiveTimeoutError as others_did_not_come:
-            raise error from others_did_not_come
+            self.complete(work, _FAILURE_SECONDS)
+        except TimeoutError:
+            # They are busy. The news waits in the queue for their next call, or for the end of this program.
+            return
 
     def close(self, free_first: Callable[[], None]) -> None:
         """Finish what is on its way, call ``free_first`` and free the communicator (collective); once."""
         if self not in _open:
             return
+        if self.unusable is None and not self.handshake.left:
+            self.run(self.handshake.open(plan_id("close"), "close", None), "close")
         _open.remove(self)
         if self.unusable is None and not self.handshake.left:
-            while self._queue:
-                self._finish_oldest()
             free_first()
             self.handshake.free()
             self.comm.Free()
@@ -167,7 +194,7 @@ class Channel:
     def _finish_oldest(self) -> None:
         self._check_usable()
         work = self._queue[0]
-        self._drive(self._stepping(work), work.text, work.timeout, work.call_site)
+        self._drive(self._stepping(work), work.text, max(work.timeout - work.waited, 0.0), work.call_site)
         self._queue.popleft()
 
     def _stepping(self, work: Work) -> Steps[None]:
@@ -187,24 +214,44 @@ class Channel:
         yield from steps
 
     def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
+        with self._by_one_thread():
+            self._calls += 1
+            try:
+                return drive(
+                    steps,
+                    lambda: Deadline(
+                        timeout,
+                        self._warn_after,
+                        lambda waited: self._report(text, waited, call_site),
+                        lambda waited: self._expire(steps, text, waited),
+                    ),
+                )
+            except (MismatchError, PeerError, CollectiveTimeoutError):
+                # All ranks raise these together, or the channel has been given up already.
+                raise
+            except BaseException as error:
+                self._interrupt(error, text)
+                raise
+
+    def _by_one_thread(self) -> AbstractContextManager[object]:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "two threads used one Communicator at the same time; collectives of one communicator are issued "
                 "by one thread, in the same order on every rank"
             )
-        try:
-            self._calls += 1
-            return drive(
-                steps,
-                lambda: Deadline(
-                    timeout,
-                    self._warn_after,
-                    lambda waited: self._report(text, waited, call_site),
-                    lambda waited: self._expire(steps, text, waited),
-                ),
-            )
-        finally:
-            self._lock.release()
+        return self._release
+
+    def _interrupt(self, error: BaseException, text: str) -> None:
+        # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
+        # traceback holds own buffers that MPI may still write to, so it is kept.
+        self._interrupted = error
+        self.unusable = f"{text} was interrupted by {type(error).__name__}"
+        self._settle_all(RuntimeError(f"{self.unusable}, before this collective was done"))
+
+    def _settle_all(self, error: BaseException) -> None:
+        for work in self._queue:
+            work.settle(error)
+        self._queue.clear()
 
     def _report(self, text: str, waited: float, call_site: str | None) -> str:
         return (
@@ -218,9 +265,7 @@ class Channel:
         self._given_up = steps
         self.unusable = f"an earlier collective, {text}, did not finish within its deadline"
         error = CollectiveTimeoutError(text, self._calls, waited, self.rank)
-        for work in self._queue:
-            work.settle(error)
-        self._queue.clear()
+        self._settle_all(error)
         raise error
 
     def _check_usable(self) -> None:
@@ -233,6 +278,8 @@ class Channel:
 
     def _leave(self) -> Steps[None]:
         """Finish what is on its way and tell the others that this rank's program has ended."""
+        if self._interrupted is not None:
+            self._abort_job()
         if self._given_up is not None:
             yield from _at_most(self._given_up, _EXIT_SECONDS, self._abort_job)
         if not self.handshake.left:
@@ -245,6 +292,16 @@ class Channel:
 
     def _say_that_it_waits(self, _: float) -> str:
         return f"mpidist: rank {self.rank} has ended its program, and waits for the other ranks to end theirs"
+
+
+class _Releasing(AbstractContextManager[object]):
+    """Releases a lock at the end of a block; one object for all blocks, as this is on the way of every call."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ class Communicator(ArrayCollectives):
             options: Laid over those of the communicator.
 
         Returns:
-            The kind of ``value``; the mean of integers is float64. A new array, or ``out``.
+            The kind of ``value``; the mean of integers is float64. New arrays, or ``out``. Large results of one call
+            may share one block of memory: to keep one of many for long, keep a copy.
 
         Raises:
             TypeError: A dtype that cannot be reduced: bool, object, big-endian.
@@ -100,7 +102,7 @@ class Communicator(ArrayCollectives):
 
         def steps() -> Steps[list[Array] | None]:
             yield from self._channel.handshake.open(plan.id, plan.text, None)
-            results: list[Array] = [arrays[0]] * len(arrays)
+            results: list[Any] = [None] * len(arrays)
             for pack in plan.packs:
                 flat = pack.result_buffer(None, self._pool) if self.rank == root else None
                 yield from reduce_to(self._channel.comm, pack.fill(arrays, self._pool), flat, op, root)
@@ -187,20 +189,24 @@ class Communicator(ArrayCollectives):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
         text = "all_gather_object"
+        with self.shared_errors(text):
+            pickled = pickle.dumps(value)
 
         def steps() -> Steps[list[Any]]:
             yield from self._channel.handshake.open(plan_id(text), text, None)
-            return (yield from objects.gather_objects(self._channel.comm, value))
+            return (yield from objects.gather_pickles(self._channel.comm, pickled))
 
         return self._run(steps(), text, None)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
         text = f"broadcast_object from rank {self._check_root(root)}"
+        with self.shared_errors(text):
+            pickled = pickle.dumps(value) if self.rank == root else b""
 
         def steps() -> Steps[Any]:
             yield from self._channel.handshake.open(plan_id(text), text, None)
-            return (yield from objects.broadcast_object(self._channel.comm, value, root))
+            return (yield from objects.broadcast_pickle(self._channel.comm, pickled, root))
 
         return self._run(steps(), text, None)
 
@@ -242,6 +248,9 @@ class Communicator(ArrayCollectives):
             color: Which group; None joins no group and returns None.
             key: Order of the ranks in the group; ties keep their order.
         """
+        with self.shared_errors("split"):
+            if color is not None and (not isinstance(color, (int, np.integer)) or color < 0):
+                raise ValueError(f"color is {color!r}; expected a whole number from 0, or None to join no group")
         self._run(self._channel.handshake.open(plan_id("split"), "split", None), "split", None)
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
         if color is None:
@@ -266,12 +275,19 @@ class Communicator(ArrayCollectives):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, Exception):
+            # Closing takes all ranks, and this one is on its way out alone.
+            self.announce(error, "the block of a Communicator")
 
     def __repr__(self) -> str:
         state = f" ({self._channel.unusable})" if self._channel.unusable else ""
         return f"<Communicator rank {self.rank} of {self.size}{state}>"
+
+    def __copy__(self) -> Communicator:
+        return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: Any) -> Communicator:
         raise ValueError("a Communicator cannot be copied: it owns an MPI communicator; make a new one")

@@ -87,7 +87,7 @@ def reduce_scatter_rows(
     result = np.empty(counts[rank], dtype)
     if sum(counts) <= mpi_types.MAX_COUNT:
         request = comm.Ireduce_scatter(
-            [send, send.size, datatype], [result, result.size, datatype], tuple(counts), mpi_op(op)
+            [send, send.size, datatype], [result, result.size, datatype], tuple(counts), mpi_op(op, dtype)
         )
         yield from until_done(request)
         return result
@@ -96,6 +96,6 @@ def reduce_scatter_rows(
         for a, b in chunks(count):
             target = [result[a:b], b - a, datatype] if root == rank else None
             source = [send[start + a : start + b], b - a, datatype]
-            yield from until_done(comm.Ireduce(source, target, mpi_op(op), root))
+            yield from until_done(comm.Ireduce(source, target, mpi_op(op, dtype), root))
         start += count
     return result

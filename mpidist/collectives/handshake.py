@@ -3,7 +3,8 @@
 Each call of a communicator, whatever it is, begins with one reduction of the same few numbers. One of them is
 the id of the caller's plan, a hash of operation, shapes, dtypes and options. If all ranks passed the same id
 the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what
-*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40), so
+*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
+ranks), so
 all ranks know at the same point, tell one another what they wanted, and raise the same error. The data
 that follow therefore always have the size that everybody expects.
 

@@ -30,9 +30,21 @@ _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
 
 
 @cache
-def mpi_op(op: ReduceOp) -> MPI.Op:
-    """Return the MPI operation that forms ``op``; a mean is a sum that is divided afterwards."""
+def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
+    """Return the MPI operation that forms ``op``; a mean is a sum that is divided afterwards.
+
+    MPI_MIN and MPI_MAX say nothing of NaN, and libraries lose it, or even give ranks different results. NumPy's
+    minimum and maximum keep it, so they serve for floating point.
+    """
     mpi = import_mpi()
+    if dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        combine = numpy_op(op)
+
+        def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:
+            target = np.frombuffer(into, dtype)
+            combine(np.frombuffer(values, dtype), target, out=target)
+
+        return mpi.Op.Create(reduce, commute=True)  # type: ignore[no-any-return]
     operations: dict[ReduceOp, MPI.Op] = {
         ReduceOp.SUM: mpi.SUM,
         ReduceOp.MEAN: mpi.SUM,

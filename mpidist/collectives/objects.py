@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 def gather_objects(comm: MPI.Intracomm, value: Any) -> Steps[list[Any]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
+    return (yield from gather_pickles(comm, pickle.dumps(value)))
+
+
+def gather_pickles(comm: MPI.Intracomm, pickled: bytes) -> Steps[list[Any]]:
+    """Do what :func:`gather_objects` does, for an object that is pickled already."""
     mpi = import_mpi()
-    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+    mine = np.frombuffer(pickled, np.uint8)
     lengths = np.zeros(comm.Get_size(), np.int64)
     yield from until_done(comm.Iallgather([np.array([mine.size]), 1, mpi.INT64_T], [lengths, 1, mpi.INT64_T]))
     everything = np.empty(int(lengths.sum()), np.uint8)
@@ -27,11 +32,11 @@ def gather_objects(comm: MPI.Intracomm, value: Any) -> Steps[list[Any]]:
     return [pickle.loads(everything[a:b].tobytes()) for a, b in pairwise(borders)]
 
 
-def broadcast_object(comm: MPI.Intracomm, value: Any, root: int) -> Steps[Any]:
-    """Return the object of rank ``root`` on every rank (collective; MPI_Ibcast)."""
+def broadcast_pickle(comm: MPI.Intracomm, pickled: bytes, root: int) -> Steps[Any]:
+    """Return the object that rank ``root`` has pickled on every rank (collective; MPI_Ibcast)."""
     mpi = import_mpi()
     is_root = comm.Get_rank() == root
-    data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if is_root else np.empty(0, np.uint8)
+    data = np.frombuffer(pickled, np.uint8).copy() if is_root else np.empty(0, np.uint8)
     length = np.array([data.size], np.int64)
     yield from until_done(comm.Ibcast([length, 1, mpi.INT64_T], root))
     if not is_root:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.memory import Pool
+
+# A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
+_SMALL_BYTES = 4 << 10
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -41,6 +46,39 @@ def divided(flat: Array, divisor: int | None) -> Array:
     if divisor is not None:
         np.true_divide(flat, divisor, out=flat)
     return flat
+
+
+def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return ``arrays`` with copies of those that may share memory with one of ``out``.
+
+    >>> whole = np.zeros(4)
+    >>> start, end = whole[:2], whole[1:]
+    >>> first, second = copies_of_overlapping([start, end], [whole[2:]])
+    >>> first is start, second is end
+    (True, False)
+    """
+    targets = sorted(_bounds(target) for target in out if target.size)
+    starts = [start for start, _ in targets]
+    # The furthest end of all targets up to each: they may contain one another.
+    ends = list(accumulate((end for _, end in targets), max))
+    result = []
+    for array in arrays:
+        low, high = _bounds(array) if array.size else (0, 0)
+        before = bisect_left(starts, high)
+        result.append(array.copy() if before and ends[before - 1] > low else array)
+    return result
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and behind its last."""
+    low: int = array.__array_interface__["data"][0]
+    high = low + array.itemsize
+    for count, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (count - 1) * stride
+        else:
+            high += (count - 1) * stride
+    return low, high
 
 
 class Pack:
@@ -106,6 +144,8 @@ class Pack:
             return
         for index, start, stop, shape in self._slots():
             part = flat[start:stop].reshape(shape)
+            if part.nbytes <= _SMALL_BYTES and out is None:
+                part = part.copy()
             if out is not None:
                 if not np.may_share_memory(part, out[index]):
                     np.copyto(out[index], part)

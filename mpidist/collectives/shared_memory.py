@@ -32,6 +32,7 @@ _SMALLEST_WINDOW = 1 << 20
 class _Window:
     window: MPI.Win
     segments: list[Array]
+    is_heap: bool
     used: int = 0
     starts: list[int] = field(default_factory=list)
 
@@ -56,10 +57,11 @@ class SharedMemory:
         """
         needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         for place in self._windows:
-            if place.segments[self._rank].size - place.used >= needed:
+            # Windows made for other purposes are not the same size on every rank.
+            if place.is_heap and place.segments[self._rank].size - place.used >= needed:
                 break
         else:
-            made = self.make_window([max(needed, _SMALLEST_WINDOW)] * self._size)
+            made = self._make_window([max(needed, _SMALLEST_WINDOW)] * self._size, is_heap=True)
             if made is None:
                 return None
             place = self._windows[made]
@@ -69,6 +71,9 @@ class SharedMemory:
 
     def make_window(self, sizes: list[int]) -> int | None:
         """Make a window with segments of ``sizes`` bytes; returns its number, or None without room (collective)."""
+        return self._make_window(sizes, is_heap=False)
+
+    def _make_window(self, sizes: list[int], is_heap: bool) -> int | None:
         room = self._comm.bcast(free_bytes() if self._rank == 0 else None)
         if room is not None and sum(sizes) + _RESERVE_BYTES > room:
             return None
@@ -77,7 +82,7 @@ class SharedMemory:
         for rank, size in enumerate(sizes):
             memory, _ = window.Shared_query(rank)
             segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
-        place = _Window(window, segments, starts=[address_of(segment) for segment in segments])
+        place = _Window(window, segments, is_heap, starts=[address_of(segment) for segment in segments])
         self._windows.append(place)
         return len(self._windows) - 1
 

@@ -47,7 +47,7 @@ class SharedResults:
         if window is None:
             return None
         # By way of a memoryview it is an array of its own, which its views refer to, and not a view of the segment.
-        self._slots.append(np.frombuffer(memoryview(self._node.shared.segment(window, 0)), np.uint8))
+        self._slots.append(np.frombuffer(self._node.shared.segment(window, 0).data, np.uint8))
         return self._slots[-1][:nbytes]
 
     def close(self) -> None:

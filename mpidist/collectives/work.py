@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import MismatchError, PeerError
 
 if TYPE_CHECKING:
     from mpidist.collectives.channel import Channel
@@ -27,6 +29,9 @@ class Work:
         self.text = text
         self.call_site = call_site
         self.timeout = timeout
+        # Seconds that callers have waited with a limit of their own.
+        self.waited = 0.0
+        self._was_told = False
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
         """Have ``finish`` turn the result into what ``wait`` returns; returns the handle itself."""
@@ -52,6 +57,7 @@ class Work:
         """
         self._channel.complete(self, timeout)
         if self._error is not None:
+            self._was_told = True
             raise self._error
         while self._finish:
             self._result = self._finish.pop(0)(self._result)
@@ -64,10 +70,18 @@ class Work:
         except StopIteration as stop:
             self._result = stop.value
             self.is_done = True
-        except Exception as error:  # handed to the caller of wait()
+        except (MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
             self._error = error
             self.is_done = True
         return self.is_done
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._was_told:
+            print(
+                f"mpidist: {self.text}, started at {self.call_site} and never waited for, ended with "
+                f"{type(self._error).__name__}: {self._error}",
+                file=sys.stderr,
+            )
 
     def settle(self, error: BaseException) -> None:
         """End with ``error``, which ``wait`` raises. Called by the channel alone."""

@@ -1,4 +1,4 @@
-"""Nested structures: lists, tuples, named tuples, dicts and attrs classes with anything else as leaves.
+"""Nested structures: lists, tuples, named tuples, dicts and attrs classes, with anything else as leaves.
 
 Dict entries are visited in the order of their sorted keys, so that ranks which built the same dict in another
 order still agree. What is rebuilt has the type and the key order of the structure it is built like.
@@ -6,10 +6,11 @@ order still agree. What is rebuilt has the type and the key order of the structu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_BRANCHES = (list, tuple, dict, Mapping)
+_BRANCHES = (list, tuple, dict)
 
 
 class _KindOfType(dict[type, bool]):
@@ -28,7 +29,7 @@ def is_nest(value: object) -> bool:
     return _is_structure[type(value)]
 
 
-def _keys(mapping: Mapping[Any, Any]) -> list[Any]:
+def _keys(mapping: dict[Any, Any]) -> list[Any]:
     try:
         return sorted(mapping)
     except TypeError:
@@ -37,7 +38,7 @@ def _keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 def _children(nest: Any) -> list[tuple[Any, Any]]:
     """Return ``(key, child)`` pairs of one level, in visiting order."""
-    if isinstance(nest, Mapping):
+    if isinstance(nest, dict):
         return [(key, nest[key]) for key in _keys(nest)]
     if isinstance(nest, (list, tuple)):
         return list(enumerate(nest))
@@ -46,16 +47,22 @@ def _children(nest: Any) -> list[tuple[Any, Any]]:
 
 def _rebuild(like: Any, children: list[Any]) -> Any:
     """Return a structure of ``like``'s type with ``children`` given in visiting order."""
-    if isinstance(like, Mapping):
+    if isinstance(like, dict):
         by_key = dict(zip(_keys(like), children, strict=True))
-        ordered = {key: by_key[key] for key in like}
-        return ordered if type(like) is dict else type(like)(ordered)  # type: ignore[call-arg]
+        if type(like) is dict:
+            return {key: by_key[key] for key in like}
+        # A copy keeps what a subclass knows beside its entries, as a defaultdict its factory.
+        rebuilt = copy.copy(like)
+        rebuilt.update(by_key)
+        return rebuilt
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*children)
     if isinstance(like, (list, tuple)):
         return type(like)(children)
-    names = [a.name for a in type(like).__attrs_attrs__]
-    return type(like)(**dict(zip(names, children, strict=True)))
+    rebuilt = copy.copy(like)
+    for attribute, child in zip(type(like).__attrs_attrs__, children, strict=True):
+        object.__setattr__(rebuilt, attribute.name, child)
+    return rebuilt
 
 
 def flatten(nest: Any) -> list[Any]:
@@ -151,7 +158,7 @@ def describe(nest: Any) -> str:
     """
     if not is_nest(nest):
         return "*"
-    if isinstance(nest, Mapping):
+    if isinstance(nest, dict):
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in _children(nest)) + "}"
     inner = ", ".join(describe(child) for _, child in _children(nest))
     if isinstance(nest, list):

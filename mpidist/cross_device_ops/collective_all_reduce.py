@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mpidist.collectives import Communicator
 from mpidist.core.devices import canonical_device
+from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.values import DistributedValues
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -36,6 +39,22 @@ class CollectiveAllReduce(CrossDeviceOps):
         self.devices = tuple(canonical_device(device) for device in devices)
         self._num_replicas = group_size
         self._options = options or CommunicationOptions()
+
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+        structure: str = "",
+    ) -> list[Any]:
+        """See ``CrossDeviceOps``."""
+        if not self.crosses_ranks and self._num_replicas != len(self.devices):
+            raise ValueError(
+                f"group_size is {self._num_replicas} and this rank has {len(self.devices)} devices; to reduce over the "
+                "other workers give them: CollectiveAllReduce(devices, group_size, comm=mpidist.Communicator())"
+            )
+        return super().reduce_pairs(op, pairs, divisor, options, structure)
 
     def with_algorithm(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
         """Return ``options`` laid over those of the object."""

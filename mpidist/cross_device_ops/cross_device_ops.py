@@ -241,7 +241,8 @@ class CrossDeviceOps:
         results = []
         for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
             # The caller gets an array of its own, never one of the inputs.
-            own = total.astype(dtype, copy=any(total is component for component in value.values))
+            is_input = any(np.may_share_memory(total, to_array(component)) for component in value.values)
+            own = total.astype(dtype, copy=is_input)
             restore = restorer(value.values[0])
             results.append(_place(own if restore is None else restore(own), destination_devices(destinations)))
         return results

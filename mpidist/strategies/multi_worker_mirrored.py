@@ -96,7 +96,7 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
         yield import_mpi().COMM_SELF
     elif communicator is not None:
         yield communicator
-    elif isinstance(resolver, MPIClusterResolver):
+    elif isinstance(resolver, MPIClusterResolver) and not resolver.is_made_of(_TRAINING_JOBS):
         trainers = resolver.comm_of(_TRAINING_JOBS)
         try:
             yield trainers

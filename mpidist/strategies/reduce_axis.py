@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
-from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.core.enums import ReduceOp
 from mpidist.values import DistributedValues, Mirrored, PerReplica
 
@@ -89,10 +89,19 @@ def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
     _check_axes(array, axes)
     wire, result = reduction_dtypes(array.dtype, op)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return np.asarray(_ALONG[op](array, axis=axes))
+        # A replica without rows must not decide the result.
+        return np.asarray(_ALONG[op](array, axis=axes, initial=_neutral(array.dtype, op)))
     total = np.asarray(_ALONG[op](array, axis=axes, dtype=wire))
     # A mean is divided, and rounded to its dtype, once at the end.
     return total if op is ReduceOp.MEAN else total.astype(result, copy=False)
+
+
+def _neutral(dtype: DType, op: ReduceOp) -> Any:
+    """Return what changes no minimum or maximum."""
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
 
 
 def _count(array: Array, axes: tuple[int, ...]) -> Array:

@@ -79,6 +79,9 @@ class ReplicaThread(threading.Thread):
         self, call: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
+        if self._abandoned:
+            # A finally block on the way out: nobody is left to meet.
+            raise _Abandoned
         self.call = call
         self.call_site = user_call_site()
         self.merge_request = (fn, args, kwargs)

@@ -106,18 +106,24 @@ class ReplicatedExtended(StrategyExtended):
     # Running --------------------------------------------------------------------------------------------------
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        if len(self._contexts) > 1:
-            arguments = [
-                (select_replica(i, tuple(args)), select_replica(i, kwargs or {})) for i in range(len(self._contexts))
-            ]
-            return self._per_replica(run_replicas(self._strategy, self._contexts, fn, arguments))
-        frame = self._contexts[0]._frame
-        push(frame)
         try:
-            result = plain_call(fn, args, kwargs)
-        finally:
-            pop(frame)
+            if len(self._contexts) > 1:
+                return self._run_threads(fn, tuple(args), kwargs or {})
+            frame = self._contexts[0]._frame
+            push(frame)
+            try:
+                result = plain_call(fn, args, kwargs)
+            finally:
+                pop(frame)
+        except Exception as error:
+            # If the caller goes on, the other ranks must not pair this rank's next step with their present one.
+            self._announce(error, "the function given to run()")
+            raise
         return self._per_replica([result]) if self._wraps_lone_replica else result
+
+    def _run_threads(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
+        return self._per_replica(run_replicas(self._strategy, self._contexts, fn, arguments))
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -248,7 +254,7 @@ class ReplicatedExtended(StrategyExtended):
             if out is not None:
                 check_out(value, out, op, self._total)
         if self._total == 1:
-            return value if out is None else copy_into(out, value)
+            return nest.map_structure(_copied, value) if out is None else copy_into(out, value)
 
         def merged(_: Strategy, values: Any) -> Any:
             return self._start_all_reduce(op, values, options).wait()
@@ -283,7 +289,7 @@ class ReplicatedExtended(StrategyExtended):
         with self._shared_errors(f"{op.name} of its values"):
             check_can_reduce(nest.flatten(value), op)
         if self._total == 1:
-            return FinishedWork(value)
+            return FinishedWork(nest.map_structure(_copied, value))
 
         def merged(_: Strategy, values: Any) -> PerReplica:
             work = self._start_all_reduce(op, values, options)
@@ -377,6 +383,8 @@ def _restored(sample: Any, array: Array) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, IndexedSlices):
+        return value
     return _restored(value, to_array(value).copy())
 
 

@@ -77,6 +77,9 @@ class Strategy:
             kwargs: Its keyword arguments, likewise.
             options: Accepted and ignored, as in TensorFlow outside TPUs.
 
+        With several local replicas each runs in a thread of its own: settings that belong to a thread, such as
+        ``torch.no_grad()``, are entered inside ``fn``.
+
         Returns:
             What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values.
 
@@ -223,8 +226,12 @@ class Strategy:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, Exception):
+            # Closing takes all ranks, and this one is on its way out alone.
+            self._extended._announce(error, f"the block of {type(self).__name__}")
 
     def __copy__(self) -> Strategy:
         raise RuntimeError(

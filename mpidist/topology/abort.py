@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 EXIT_CODE = 1
+_LAUNCHER_READS_SECONDS = 0.2
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -59,6 +61,8 @@ class _AbortHook:
         try:
             self._report(world, kind, error, trace)
         finally:
+            # Launchers drop what they have not read from their ranks' pipes when a rank aborts.
+            time.sleep(_LAUNCHER_READS_SECONDS)
             world.Abort(EXIT_CODE)
 
     def _world(self) -> MPI.Intracomm | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpidist.core import settings
 from mpidist.topology.launcher import check_world, import_mpi
+from mpidist.topology.patience import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +32,7 @@ class Topology:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
-        self.world: MPI.Intracomm = comm.Dup()
+        self.world: MPI.Intracomm = duplicate(comm, "finding out which ranks share a node")
         self.rank = self.world.Get_rank()
         self.size = self.world.Get_size()
         machine = cast("MPI.Intracomm", self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank))

@@ -61,11 +61,14 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
     [0.5]
     """
     gradients, variables = checked_pairs(grads_and_vars)
-    return list(zip(sum_over_replicas(gradients), variables, strict=True))
+    return list(zip(sum_over_replicas(gradients, variables), variables, strict=True))
 
 
-def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
-    """Return the sums over all replicas (collective, one packed all-reduce)."""
+def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
+    """Return the sums over all replicas (collective, one packed all-reduce).
+
+    The names travel in the plan, so that replicas that list their variables in another order are told so.
+    """
     context = get_replica_context()
     if context is None:
         raise RuntimeError(
@@ -74,8 +77,9 @@ def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
         )
     if context.num_replicas_in_sync == 1 or not has_strategy():
         return list(gradients)
-    reduced: list[Any] = context.all_reduce("SUM", list(gradients))
-    return reduced
+    named = {f"{i:06d} {v.name}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
+    reduced: dict[str, Any] = context.all_reduce("SUM", named)
+    return list(reduced.values())
 
 
 def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[list[Any], Any]:

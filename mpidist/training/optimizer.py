@@ -38,7 +38,15 @@ class Optimizer:
     slot_names: tuple[str, ...] = ()
 
     def __init__(self, learning_rate: LearningRate, name: str) -> None:
+        if has_strategy() and not in_cross_replica_context():
+            raise RuntimeError(
+                f"{type(self).__name__} was created inside strategy.run(), where every step would start with new "
+                "slots; create the optimizer once, before, inside `with strategy.scope():`"
+            )
         self.name = name
+        self._schedule: Callable[[int], float] | None = None
+        # In a dict, where a checkpoint can put back what it holds.
+        self._numbers: dict[str, float] = {}
         self.learning_rate = learning_rate
         self._iterations: Variable | None = None
         self._slots: dict[Variable, dict[str, Variable]] = {}
@@ -56,7 +64,12 @@ class Optimizer:
     def learning_rate(self, value: LearningRate) -> None:
         if not callable(value) and not isinstance(value, (int, float, np.number)):
             raise TypeError(f"learning_rate is {value!r}; expected a number or a function of the step")
-        self._learning_rate = value if callable(value) else float(value)
+        if callable(value):
+            self._schedule = value
+            self._numbers.clear()
+        else:
+            self._schedule = None
+            self._numbers["learning_rate"] = float(value)
 
     @property
     def iterations(self) -> Variable:
@@ -185,7 +198,7 @@ class Optimizer:
         context = get_replica_context()
         if context is not None and context.strategy is strategy:
             if experimental_aggregate_gradients:
-                gradients = gradient_tools.sum_over_replicas(gradients)
+                gradients = gradient_tools.sum_over_replicas(gradients, variables)
             self._build_in_replica(variables)
             update = partial(self._update_all, gradients=gradients, variables=variables)
             # One update context for all: inside it every variable, slots included, means this replica's copy.
@@ -250,8 +263,7 @@ class Optimizer:
         return int(self._deferred.get("iterations", 0))
 
     def _rate_at(self, step: int) -> float:
-        rate = self._learning_rate
-        return float(rate(step)) if callable(rate) else rate
+        return self._numbers["learning_rate"] if self._schedule is None else float(self._schedule(step))
 
     def _check_variable(self, variable: Variable) -> None:
         if not isinstance(variable, Variable):
@@ -284,7 +296,7 @@ class Optimizer:
 
     def _checkpoint_children(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name; what was restored and is not in use yet included."""
-        children: dict[str, Any] = dict(self._deferred)
+        children: dict[str, Any] = {**self._deferred, "numbers": self._numbers}
         if self._iterations is not None:
             children["iterations"] = self._iterations
         for index, slots in enumerate(self._slots.values()):

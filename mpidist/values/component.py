@@ -48,6 +48,8 @@ class Assignable(ReadsAsArray):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
 
+        In cross-replica context nothing is communicated: give the same value on every rank.
+
         Args:
             value: Array or number of the variable's shape. Its dtype must be the variable's, or convert
                 without loss of kind (Python numbers, integers to floats).

@@ -45,11 +45,23 @@ def _per_replica_message(value: PerReplica) -> str:
 
 _refuse = refusal(_per_replica_message)
 
+
+def _refuse_attribute(value: PerReplica) -> Any:
+    # An AttributeError, so that hasattr() says no.
+    raise AttributeError(_per_replica_message(value))
+
+
+def _refuse_format(value: PerReplica, spec: str) -> str:
+    if spec:
+        raise ValueError(_per_replica_message(value))
+    return repr(value)
+
+
 _REFUSED = """
 __array__ __array_ufunc__ __array_function__ __bool__ __len__ __iter__ __getitem__ __float__ __int__ __index__
 __complex__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
 __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __neg__ __pos__ __abs__ __invert__
-__lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rshift__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rshift__
 """
 
 
@@ -63,6 +75,10 @@ class PerReplica(DistributedValues):
 
 for _name in _REFUSED.split():
     setattr(PerReplica, _name, _refuse)
+for _name in ("shape", "dtype", "ndim", "size", "T", "numpy"):
+    setattr(PerReplica, _name, property(_refuse_attribute))
+PerReplica.__hash__ = object.__hash__  # type: ignore[method-assign]
+setattr(PerReplica, "__format__", _refuse_format)  # noqa: B010 - as the others
 
 
 class Mirrored(DistributedValues, ReadsAsArray):

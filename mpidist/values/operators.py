@@ -60,6 +60,9 @@ class ReadsAsArray(NDArrayOperatorsMixin):
     def __index__(self) -> int:
         return operator.index(self._read()[()])
 
+    def __format__(self, spec: str) -> str:
+        return format(self._read()[()], spec) if spec else str(self)
+
     def __complex__(self) -> complex:
         return complex(self._read())
 

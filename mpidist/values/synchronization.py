@@ -153,7 +153,8 @@ class _OnRead:
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
                 return np.asarray(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
-            return np.asarray(strategy.extended.reduce_to(op, copies, "cpu:0"))
+            doing = f"reading variable {variable.name!r}"
+            return np.asarray(strategy.extended._batch_reduce_to(op, [(copies, "cpu:0")], None, doing)[0])
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         variable.values[context.local_replica_id]._assign(how, value)

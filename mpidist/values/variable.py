@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,8 +13,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import check_transportable
-from mpidist.core.context import Frame as _Frame
-from mpidist.core.context import current_frame, entered, get_strategy, has_strategy, variable_creators
+from mpidist.core.context import Frame, current_frame, entered, get_strategy, has_strategy, variable_creators
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
@@ -182,7 +181,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         self.constraint = constraint
         self.synchronization = synchronization
         self.aggregation = aggregation
-        self.initial_value = initial_value
+        self._initial_value = _weakly(initial_value)
 
     @property
     def values(self) -> tuple[Component, ...]:
@@ -203,6 +202,21 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     def device(self) -> str:
         """Where the copy is that the current context reads."""
         return self._components[self._local_id() or 0].device
+
+    @property
+    def initial_value(self) -> Any:
+        """What the variable was created from on this rank.
+
+        Raises:
+            RuntimeError: It was an array that the program has let go of since; variables do not keep it alive.
+        """
+        value = self._initial_value()
+        if value is None:
+            raise RuntimeError(
+                f"the initial value of variable {self.name!r} is gone: variables do not keep the array they were "
+                "created from; keep it yourself, or copy variable.numpy() before it changes"
+            )
+        return value
 
     def is_initialized(self) -> bool:
         """Return True: variables are initialized when they are created.
@@ -238,9 +252,10 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
 
     def _assign(self, how: Assignment, value: Any) -> Variable:
         frame = current_frame()
+        self._check_belongs_here(frame)
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             self._components[0]._assign(how, _sole_value(value))
-        elif frame.update_replica_id is not None:
+        elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._components[frame.update_replica_id]._assign(how, value)
         elif frame.replica_context is not None and frame.strategy is self._strategy:
             if isinstance(value, DistributedValues):
@@ -261,9 +276,10 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
 
     def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Variable:
         frame = current_frame()
+        self._check_belongs_here(frame)
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             self._components[0]._scatter(how, slices)
-        elif frame.update_replica_id is not None:
+        elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._components[frame.update_replica_id]._scatter(how, slices)
         else:
             self._policy.check_scatter(self, how)
@@ -275,6 +291,18 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                     for component in self._components:
                         component._scatter(how, slices)
         return self
+
+    def _check_belongs_here(self, frame: Frame) -> None:
+        if (
+            frame.replica_context is not None
+            and frame.strategy is not self._strategy
+            and frame.strategy.num_replicas_in_sync > 1
+        ):
+            raise RuntimeError(
+                f"variable {self.name!r} was created outside the scope of {type(frame.strategy).__name__} and assigned "
+                "in its run(), where every rank would change a value of its own; create it inside "
+                "`with strategy.scope():`"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         frame = current_frame()
@@ -290,7 +318,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         twin._assemble(
             self._strategy,
             parts,
-            initial_value=copy.deepcopy(self.initial_value, memo),
+            initial_value=self._initial_value(),
             name=self.name,
             trainable=self.trainable,
             constraint=self.constraint,
@@ -310,6 +338,11 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             f"<Variable {self.name!r} shape={self.shape} dtype={self.dtype} "
             f"{self.synchronization.name}/{self.aggregation.name}>"
         )
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    """Return a function that returns ``value``, without keeping an array alive."""
+    return weakref.ref(value) if isinstance(value, np.ndarray) else lambda: value
 
 
 class Reference:
@@ -352,6 +385,6 @@ def update_components(
     results = []
     for i, component in enumerate(variable.values):
         args, kwargs = arguments(i)
-        with entered(_Frame(variable.distribute_strategy, None, i)):
+        with entered(Frame(variable.distribute_strategy, None, i)):
             results.append(fn(component, *args, **kwargs))
     return results

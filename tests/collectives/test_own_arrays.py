@@ -87,6 +87,14 @@ def test_some_arrays_own_and_some_private(comm: Communicator) -> None:
         np.testing.assert_array_equal(result, total(comm, 3.0 + k))
 
 
+def test_more_arrays_after_a_result(comm: Communicator) -> None:
+    first = filled(comm, 1.0)
+    comm.all_reduce("SUM", first)
+    second = filled(comm, 2.0)
+    np.testing.assert_array_equal(comm.all_reduce("SUM", second), total(comm, 2.0))
+    np.testing.assert_array_equal(comm.all_reduce("SUM", first), total(comm, 1.0))
+
+
 def test_out_gives_an_array_of_the_callers_own(comm: Communicator) -> None:
     out = np.empty(COUNT)
     comm.all_reduce("SUM", filled(comm, 5.0), out=out)

@@ -258,7 +258,8 @@ def test_one_reduction_a_step(strategy: mpidist.Strategy, monkeypatch: pytest.Mo
 def test_variables_of_another_strategy(strategy: mpidist.Strategy) -> None:
     mine, plain = make(strategy, 1.0), mpidist.Variable(1.0)
     with pytest.raises(ValueError, match="is current"):
-        strategy.run(lambda: SGD().apply_gradients([(1.0, plain)]))
+        optimizer = SGD()
+        strategy.run(lambda: optimizer.apply_gradients([(1.0, plain)]))
     with pytest.raises(ValueError, match="different strategies"):
         SGD().apply_gradients([(1.0, mine), (1.0, plain)])
 

@@ -29,7 +29,7 @@ class Mpi:
         """See ``Algorithm``."""
         (send,) = parts
         result = receive()
-        datatype, operation = mpi_datatype(send.dtype), mpi_op(op)
+        datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
         for a, b in chunks(send.size):
             request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
             yield from until_done(request)

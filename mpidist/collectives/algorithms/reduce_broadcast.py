@@ -46,7 +46,7 @@ def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: Reduc
     datatype = mpi_datatype(send.dtype)
     for a, b in chunks(send.size):
         target = None if receive is None else [receive[a:b], b - a, datatype]
-        yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op), root))
+        yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
 
 
 def broadcast(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:

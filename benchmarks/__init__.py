@@ -1,0 +1,1 @@
+"""The benchmark suite: mpidist beside the bare MPI call, gloo, and one copy of the buffer; `python -m benchmarks`."""

@@ -1,0 +1,134 @@
+"""Gloo through torch.distributed, for those who have PyTorch installed: the same work by another library."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.inputs import Array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpi4py import MPI
+
+# What torch's DistributedDataParallel packs gradients into by default.
+BUCKET_BYTES = 25 << 20
+
+
+class Gloo:
+    """The gloo process group of all ranks (collective); ``available`` is False where torch cannot be imported.
+
+    Its ranks find each other through a TCP store on rank 0, over the loopback interface if there is one node.
+
+    Args:
+        comm: All ranks.
+        wanted: False leaves gloo out without trying.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, wanted: bool = True) -> None:
+        self.reason = "" if wanted else "left out as asked for"
+        try:
+            if wanted:
+                import torch  # noqa: F401
+        except ImportError as error:
+            self.reason = f"torch cannot be imported: {error}"
+        self.reason = next((text for text in comm.allgather(self.reason) if text), "")
+        self.available = not self.reason
+        self.version = ""
+        if self.available:
+            self._connect(comm)
+
+    def _connect(self, comm: MPI.Intracomm) -> None:
+        import torch
+        import torch.distributed as dist
+        from mpi4py import MPI
+
+        torch.set_num_threads(1)
+        self.version = torch.__version__
+        host = MPI.Get_processor_name()
+        if len(set(comm.allgather(host))) == 1:
+            host = "127.0.0.1"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        is_first = comm.rank == 0
+        server = dist.TCPStore(host, 0, comm.size, True, wait_for_workers=False) if is_first else None
+        host, port = comm.bcast((host, server.port) if server else None)
+        store = server or dist.TCPStore(host, port, comm.size, False)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+
+    def all_reduce(self, array: Array) -> None:
+        """Sum over all ranks, in place (gloo knows no other way)."""
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.from_numpy(array))
+
+    def reduce_scatter(self, out: Array, array: Array) -> None:
+        """Sum over all ranks and leave this rank's equal part in ``out``."""
+        import torch
+        import torch.distributed as dist
+
+        parts = torch.from_numpy(array).chunk(array.size // out.size)
+        dist.reduce_scatter(torch.from_numpy(out), list(parts))
+
+    def all_gather(self, out: Array, array: Array) -> None:
+        """Concatenate the arrays of all ranks into ``out``."""
+        import torch
+        import torch.distributed as dist
+
+        parts = torch.from_numpy(out).chunk(out.size // array.size)
+        dist.all_gather(list(parts), torch.from_numpy(array))
+
+    def broadcast(self, array: Array) -> None:
+        """Replace the array by that of rank 0."""
+        import torch
+        import torch.distributed as dist
+
+        dist.broadcast(torch.from_numpy(array), 0)
+
+    def close(self) -> None:
+        """Leave the process group (collective)."""
+        if self.available:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+class GlooBuckets:
+    """Gradient arrays summed as DistributedDataParallel does it: in flat buckets of 25 MiB, last arrays first.
+
+    Args:
+        arrays: The gradients; ``reduce`` leaves their sums in ``outs``.
+        outs: Arrays of the same shapes.
+    """
+
+    def __init__(self, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+        import torch
+
+        self._buckets: list[tuple[Any, list[tuple[Any, Any, Any]]]] = []
+        members: list[int] = []
+        for index in reversed(range(len(arrays))):
+            members.append(index)
+            if index == 0 or sum(arrays[i].nbytes for i in members) + arrays[index - 1].nbytes > BUCKET_BYTES:
+                flat = torch.empty(sum(arrays[i].size for i in members))
+                views = flat.split([arrays[i].size for i in members])
+                parts = [
+                    (torch.from_numpy(arrays[i]).view(-1), view, torch.from_numpy(outs[i]).view(-1))
+                    for i, view in zip(members, views, strict=True)
+                ]
+                self._buckets.append((flat, parts))
+                members = []
+
+    def reduce(self) -> None:
+        """Sum over all ranks; all buckets are under way together."""
+        import torch.distributed as dist
+
+        works = []
+        for flat, parts in self._buckets:
+            for source, view, _ in parts:
+                view.copy_(source)
+            works.append(dist.all_reduce(flat, async_op=True))
+        for work, (_, parts) in zip(works, self._buckets, strict=True):
+            work.wait()
+            for _, view, target in parts:
+                target.copy_(view)

@@ -1,0 +1,172 @@
+"""What breaks into a collective, or into its preparation: no wrong numbers afterwards, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist import Communicator, PeerError
+from tests.support.mpirun import run_script
+
+ALARM = """
+import signal, sys, time, numpy, mpidist
+class Alarm(Exception): pass
+def handler(*_): raise Alarm
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        comm.all_reduce("SUM", numpy.ones(100_000))
+    except Alarm:
+        pass
+    try:
+        comm.all_reduce("SUM", numpy.full(100_000, 10.0))
+    except RuntimeError as error:
+        print(error)
+    sys.exit()
+time.sleep(1.0)
+print(comm.all_reduce("SUM", numpy.ones(100_000))[0])
+"""
+
+
+@pytest.mark.one_rank
+def test_a_signal_handler_that_raises_ends_the_communicator_and_the_job() -> None:
+    job = run_script(ALARM, 2)
+    assert job.returncode != 0
+    assert "can no longer be used: all_reduce SUM of float64(100000,) was interrupted by Alarm" in job.stdout
+    assert "rank 0 ends the job: all_reduce SUM of float64(100000,) was interrupted by Alarm" in job.stderr
+    assert "11.0" not in job.stdout
+
+
+TERMINATED = """
+import os, signal, sys, threading, numpy, mpidist
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    comm.all_reduce("SUM", numpy.ones(3))
+import time; time.sleep(1.5)
+comm.barrier()
+"""
+
+
+@pytest.mark.one_rank
+def test_a_handler_that_exits_in_a_collective_ends_the_job() -> None:
+    job = run_script(TERMINATED, 2)
+    assert job.returncode != 0
+    assert "rank 0 ends the job: all_reduce SUM of float64(3,) was interrupted by SystemExit" in job.stderr
+
+
+FORKED = """
+import os, mpidist, mpidist.collectives.channel
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    child = os.fork()
+    if child == 0:
+        os._exit(len(mpidist.collectives.channel.open_channels()))
+    assert os.waitpid(child, 0)[1] == 0
+print(comm.all_reduce("SUM", 1))
+"""
+
+
+@pytest.mark.one_rank
+def test_a_forked_child_does_not_speak_for_its_parent() -> None:
+    job = run_script(FORKED, 2)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split() == ["2", "2"]
+
+
+LONELY = """
+import mpidist
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    mpidist.MultiWorkerMirroredStrategy()
+else:
+    import time; time.sleep(3)
+"""
+
+
+@pytest.mark.one_rank
+def test_making_a_strategy_alone_has_a_deadline() -> None:
+    job = run_script(LONELY, 2, env={"MPIDIST_TIMEOUT": "1", "MPIDIST_WARN_AFTER": "0.3"})
+    assert job.returncode != 0
+    assert "has waited 0 s for the other ranks in finding out which ranks share a node" in job.stderr
+    assert "CollectiveTimeoutError" in job.stderr
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("call", ["all_gather_object", "broadcast_object", "split"])
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(comm: Communicator, call: str) -> None:
+    bad: dict[str, Any] = {"all_gather_object": lambda: 0, "broadcast_object": lambda: 0, "split": -5}
+    with pytest.raises((PeerError, AttributeError, TypeError, ValueError, ImportError)):
+        getattr(comm, call)(bad[call] if comm.rank == 0 else 1)
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.parametrize("count", [1, 10, 100_000])
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+def test_nan_is_kept(comm: Communicator, op: str, count: int) -> None:
+    value = np.full(count, float(comm.rank))
+    if comm.rank == 0:
+        value[:] = np.nan
+    assert np.isnan(comm.all_reduce(op, value)).all()
+    assert np.isnan(comm.all_reduce(op, value.astype("f2"))).all()
+
+
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_an_empty_list(comm: Communicator, op: str) -> None:
+    assert comm.all_reduce(op, []) == []
+    reduced = comm.reduce(op, [])
+    assert reduced == ([] if comm.rank == 0 else None)
+
+
+def test_out_that_is_another_input(comm: Communicator) -> None:
+    first, second = np.arange(300.0), np.full(300, 7.0)
+    from mpidist.experimental import CommunicationOptions
+
+    options = CommunicationOptions(bytes_per_pack=1)
+    comm.all_reduce("SUM", [first, second], out=[second, first], options=options)
+    np.testing.assert_array_equal(second, np.arange(300.0) * comm.size)
+    np.testing.assert_array_equal(first, 7.0 * comm.size)
+
+
+def test_a_masked_array_is_refused(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match=r"masked.*filled\(0\)"):
+        comm.all_reduce("SUM", np.ma.masked_array([1.0, 2.0], mask=[False, True]))
+
+
+@pytest.mark.min_ranks(2)
+def test_an_announced_error_is_not_kept(comm: Communicator) -> None:
+    class Large:
+        """Something that a frame of the traceback refers to."""
+
+    def fails() -> None:
+        local = Large()
+        seen.append(weakref.ref(local))
+        raise KeyError("lost")
+
+    seen: list[Any] = []
+    with pytest.raises(KeyError), comm.shared_errors("a test"):
+        fails()
+    assert comm.all_reduce("SUM", 1) == comm.size
+    gc.collect()
+    assert seen[0]() is None
+
+
+NEVER_WAITED = """
+import numpy, mpidist
+comm = mpidist.Communicator()
+comm.all_reduce_async("SUM", numpy.ones(3 + comm.rank))
+comm.close()
+"""
+
+
+@pytest.mark.one_rank
+def test_a_work_that_nobody_waits_for_does_not_fail_in_silence() -> None:
+    job = run_script(NEVER_WAITED, 2)
+    assert "never waited for, ended with MismatchError" in job.stderr
