@@ -197,21 +197,33 @@ class ArrayCollectives:
             plan.fill_inline(arrays, handshake.payload)
             yield from handshake.open(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals, out)
+        handshake.payload[0] = self._are_own(arrays)
         yield from handshake.open(plan.id, plan.text, call_site)
+        all_own = handshake.totals[0] == self.size
         results: list[Any] = [None] * len(arrays)
         if out is not None:
             # One pack may write what another has still to read.
             arrays = copies_of_overlapping(arrays, out)
         for pack in plan.packs:
-            algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes))
+            algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes, all_own))
             parts = pack.parts(arrays, algorithm.most_parts, self._pool)
             receive = partial(pack.result_buffer, out, self._pool)
             flat = yield from algorithm.all_reduce(parts, receive, plan.op, plan.divisor, out is None)
             plan.deliver(pack, flat, results, out)
         return results
 
-    def _choice(self, nbytes: int) -> str:
-        """Return the algorithm for a message (collective: the node may have to be explored)."""
+    def _are_own(self, arrays: Sequence[Array]) -> bool:
+        """Whether all of ``arrays`` lie in the node's shared memory."""
+        node = self._node
+        return node is not None and node.shared.has_arrays and all(node.shared.locate(a) is not None for a in arrays)
+
+    def _choice(self, nbytes: int, all_own: bool) -> str:
+        """Return the algorithm for a message (collective: the node may have to be explored).
+
+        Args:
+            nbytes: Of the message.
+            all_own: Whether the input of every rank lies in shared memory.
+        """
         if nbytes < table.SMALLEST_CHOICE or self.size == 1:
             return "mpi"
         node = self._explored()
@@ -219,7 +231,7 @@ class ArrayCollectives:
             row = table.SHIPPED.several_nodes
         else:
             row = table.SHIPPED.one_node_readable if node.reads_neighbours else table.SHIPPED.one_node
-        return table.look_up(row, nbytes)
+        return table.look_up(row, None if all_own else nbytes)
 
     def _explored(self) -> Node:
         if self._node is None:

@@ -178,16 +178,15 @@ class Channel:
 
     def close(self, free_first: Callable[[], None]) -> None:
         """Finish what is on its way, call ``free_first`` and free the communicator (collective); once."""
-        if self not in _open:
+        if self not in _open or self.unusable is not None or self.handshake.left:
+            # What was given up is dealt with at the end of the program, where it is known whether the others came.
             return
-        if self.unusable is None and not self.handshake.left:
-            self.run(self.handshake.open(plan_id("close"), "close", None), "close")
+        self.run(self.handshake.open(plan_id("close"), "close", None), "close")
         _open.remove(self)
-        if self.unusable is None and not self.handshake.left:
-            free_first()
-            self.handshake.free()
-            self.comm.Free()
-            self.unusable = "it has been closed"
+        free_first()
+        self.handshake.free()
+        self.comm.Free()
+        self.unusable = "it has been closed"
 
     # Inside -----------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,11 @@ class SharedMemory:
         self._size = comm.Get_size()
         self._windows: list[_Window] = []
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether anything has been allocated."""
+        return any(place.is_heap for place in self._windows)
+
     def allocate(self, nbytes: int) -> Array | None:
         """Return ``nbytes`` of this rank's segment, or None on every rank where there is no room (collective).
 

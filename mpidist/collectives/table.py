@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
 
 SHIPPED = Table(
-    one_node_readable=((192 * KiB, "mpi"), (None, "neighbours")),
+    one_node_readable=((1024 * KiB, "mpi"), (None, "neighbours")),
     one_node=((1024 * KiB, "mpi"), (None, "window")),
     several_nodes=((None, "mpi"),),
 )
@@ -33,10 +33,10 @@ SHIPPED = Table(
 SMALLEST_CHOICE = 64 * KiB
 
 
-def look_up(row: Row, nbytes: int) -> str:
-    """Return the algorithm of a row for a message.
+def look_up(row: Row, nbytes: int | None) -> str:
+    """Return the algorithm of a row for a message; None, for the largest ones, is also for arrays in shared memory.
 
     >>> look_up(((10, "small"), (None, "large")), 11)
     'large'
     """
-    return next(name for limit, name in row if limit is None or nbytes <= limit)
+    return next(name for limit, name in row if limit is None or (nbytes is not None and nbytes <= limit))

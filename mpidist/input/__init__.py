@@ -2,16 +2,19 @@
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values
-from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator, Optional
+from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpidist.input.element_spec import ArraySpec, PerReplicaSpec
 from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputWorkers
+from mpidist.input.iteration import DatasetIterator
+from mpidist.input.optional import Optional
 
 __all__ = [
     "ArraySpec",
     "AutoShardPolicy",
     "Dataset",
+    "DatasetIterator",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 
 from mpidist.core.seed import next_seed
 from mpidist.input import dealing, sources
-from mpidist.input.elements import as_element, map_leaves
+from mpidist.input.elements import map_leaves
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
+from mpidist.input.iteration import Elements
 from mpidist.input.pipeline import (
     Batches,
     Filtered,
@@ -22,34 +23,31 @@ from mpidist.input.pipeline import (
     Mapped,
     MappedRows,
     Node,
+    PrefetchedItems,
+    PrefetchedRows,
     ReorderedItems,
     ReorderedRows,
     Rows,
-    Stream,
     TableRows,
     Zipped,
 )
-from mpidist.input.reordering import INFINITE, UNKNOWN, Pass, Reordering, Repeat, Shard, Shuffle, Skip, Take
+from mpidist.input.reordering import INFINITE, UNKNOWN, Reordering, Repeat, Shard, Shuffle, Skip, Take
+from mpidist.input.streams import Stream
 from mpidist.input.tables import RangeTable, ZippedTable, array_table
 
 
-class Dataset:
+class Dataset(Elements):
     """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
 
     Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator` or :meth:`range`
     and chain transforms; each returns a new dataset. Sources whose rows can be read by number are read by the
-    batch, and on several ranks each rank reads only its own rows. Batches are new arrays that the caller may
-    change.
+    batch, and on several ranks each rank reads only its own rows. Elements and batches are new arrays that the
+    caller may change, and that no generator, source or function goes on to write into.
 
     >>> dataset = Dataset.range(10).shuffle(seed=1).batch(4)
     >>> [len(batch) for batch in dataset]
     [4, 4, 2]
     """
-
-    def __init__(self, node: Node, options: DatasetOptions = DatasetOptions()) -> None:  # noqa: B008 - frozen
-        self._node = node
-        self._options = options
-        self._passes = count()
 
     # Sources
 
@@ -107,6 +105,33 @@ class Dataset:
         [array([0, 1]), array([4])]
         """
         return Dataset(sources.generator_node(generator, output_signature))
+
+    @staticmethod
+    def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset:
+        """Return the dataset of what a function reads from files, file after file.
+
+        Whole files are not dealt to ranks in this version: distributing it over several ranks needs
+        ``with_options(auto_shard_policy=AutoShardPolicy.DATA)``, with which every rank reads all files and keeps
+        its part of each batch. On one rank AUTO cuts batches as those of any other source; there TensorFlow cuts
+        those from files differently (4 rows for 3 replicas as 2, 1, 1 and not 2, 2, 0).
+
+        Args:
+            paths: Of the files, on all ranks the same ones in the same order (sort what ``glob`` finds).
+            reader: Called with a path, as it was given, when its turn comes in each pass; returns the elements as
+                an iterable, such as a generator.
+
+        Raises:
+            TypeError: ``paths`` are no paths; ``reader`` is not callable, or, while iterating, gave no iterable.
+            ValueError: There are no paths.
+
+        >>> import tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "numbers.txt")
+        ...     _ = path.write_text("1 2 3")
+        ...     [x.tolist() for x in Dataset.from_files([path], np.loadtxt).batch(2)]
+        [[1.0, 2.0], [3.0]]
+        """
+        return Dataset(sources.files_node(paths, reader))
 
     @staticmethod
     def range(*args: int) -> Dataset:
@@ -293,6 +318,32 @@ class Dataset:
         """
         return self._reordered(Skip(operator.index(count)))
 
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return the same dataset, with the next elements read ahead in a thread.
+
+        Elements, their order and which rows are read stay the same. Streams are read ahead up to this point. Rows
+        that are read by number are read ahead after a later ``batch`` or ``map`` too; of a distributed dataset each
+        rank reads ahead its own rows. The thread begins with the first element of a pass and ends with the pass,
+        ``close()`` of the iterator, an error, or when the iterator is dropped. An error in it is raised by
+        ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
+
+        Args:
+            buffer_size: How many elements are kept ready at most; batches, of a dataset of batches.
+
+        Raises:
+            ValueError: ``buffer_size`` below 1.
+
+        >>> [batch.tolist() for batch in Dataset.range(3).batch(2).prefetch(1)]
+        [[0, 1], [2]]
+        """
+        if operator.index(buffer_size) < 1:
+            raise ValueError(f"buffer_size is {buffer_size}; expected 1 or more elements to keep ready")
+        node = self._node
+        if isinstance(node, Rows):
+            return self._then(PrefetchedRows(node, buffer_size))
+        assert isinstance(node, Items)
+        return self._then(PrefetchedItems(node, buffer_size))
+
     def enumerate(self, start: int = 0) -> Dataset:
         """Return the dataset of ``(number, element)`` with int64 numbers from ``start``.
 
@@ -310,7 +361,8 @@ class Dataset:
         """Return the same dataset with options for ``experimental_distribute_dataset``.
 
         Args:
-            auto_shard_policy: How it is divided over ranks; AUTO and DATA can be distributed in this version.
+            auto_shard_policy: How it is divided over ranks; AUTO and DATA can be distributed in this version, and
+                what comes from files, on several ranks, only with DATA.
             assignment: Which part of a global batch goes where. ``"tf"``: part j to rank j mod W,
                 TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks' parts
                 are contiguous, and the only way where ranks have different numbers of replicas.
@@ -332,50 +384,6 @@ class Dataset:
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
             options = replace(options, assignment=assignment)
         return Dataset(self._node, options)
-
-    # Reading
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(as_element, self._node.elements(Pass((next(self._passes),))))
-
-    @property
-    def element_spec(self) -> Any:
-        """The nest of ``ArraySpec`` of an element; where only an element can tell, one is read.
-
-        Raises:
-            ValueError: There is no element to tell from.
-
-        >>> Dataset.from_tensor_slices(np.zeros((5, 3))).batch(2).element_spec
-        ArraySpec(shape=(None, 3), dtype=dtype('float64'))
-        """
-        spec = self._node.spec()
-        if spec is None:
-            raise ValueError(
-                f"{self._node} gives no element, so nothing tells what its elements look like; give "
-                "from_generator() an output_signature"
-            )
-        return spec
-
-    def cardinality(self) -> int:
-        """Return the number of elements in a pass: -1 without end, -2 unknown.
-
-        >>> Dataset.range(5).batch(2).cardinality(), Dataset.range(5).repeat().cardinality()
-        (3, -1)
-        """
-        return self._node.cardinality
-
-    def __len__(self) -> int:
-        length = self.cardinality()
-        if length < 0:
-            kind = "endless" if length == INFINITE else "not known beforehand"
-            raise TypeError(f"the number of elements of {self._node} is {kind}; ask cardinality()")
-        return length
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __repr__(self) -> str:
-        return f"<Dataset {self._node}>"
 
 
 def _require_dataset(value: Any) -> Dataset:

@@ -41,7 +41,8 @@ def distribute_dataset(
     Raises:
         TypeError: ``dataset`` is no Dataset, or ``options`` no InputOptions.
         ValueError: The dataset is not batched, or ``assignment="tf"`` with unequal numbers of local replicas.
-        NotImplementedError: PER_REPLICA, or an AutoShardPolicy other than AUTO and DATA.
+        NotImplementedError: PER_REPLICA; an AutoShardPolicy other than AUTO and DATA; AUTO for a dataset from
+            files on several ranks.
         MismatchError: The ranks gave different datasets; on all ranks.
 
     >>> dataset, workers = Dataset.range(3).batch(3), InputWorkers(1, 0, (2,), None, True)
@@ -62,7 +63,9 @@ def distribute_dataset(
         )
     assignment = choose_assignment(dataset._options.assignment, workers.replica_counts)
     batches = DealtBatches(workers, dataset._node, assignment)
-    with workers.shared_errors("looking at the elements of the dataset"):
+    with workers.shared_errors("looking at the dataset"):
+        if policy is AutoShardPolicy.AUTO and workers.num_workers > 1:
+            _require_no_files(dataset)
         batches.check_batched()
     return DistributedDataset(batches, agree(batches, same_everywhere=True), strategy)
 
@@ -146,6 +149,17 @@ def _require_dataset(dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"experimental_distribute_dataset() got {dataset!r} of type {type(dataset).__name__}; {_HOW_TO_MAKE_ONE}"
+        )
+
+
+def _require_no_files(dataset: Dataset) -> None:
+    path = next(dataset._node.files(), None)
+    if path is not None:
+        raise NotImplementedError(
+            f"the dataset reads files ({path!r} first), which AutoShardPolicy.AUTO deals to ranks as whole files, and "
+            "this version cannot; let every rank read all files and keep its part of each batch with "
+            "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA), or build each rank's own dataset in "
+            "distribute_datasets_from_function(dataset_fn)"
         )
 
 

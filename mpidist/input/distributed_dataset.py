@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,10 @@ from mpidist.core.errors import MismatchError, OutOfRangeError
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.agreement import Agreement, gather_spec
 from mpidist.input.element_spec import PerReplicaSpec, empty_batch, flatten_spec, map_spec, spec_of, with_rows
+from mpidist.input.iteration import reduce_elements
 from mpidist.input.local_batches import MISSING, LocalBatches
+from mpidist.input.optional import Optional
+from mpidist.input.read_ahead import Readers
 from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
 from mpidist.values import regroup
 
@@ -59,7 +62,32 @@ class DistributedDataset:
                     f"between pass {-least + 1} and {most + 1}; expected iter() the same number of times on "
                     "every rank, since passes are shuffled alike"
                 )
-        return DistributedIterator(self, Pass((number,), self._agreement.seeds))
+        return DistributedIterator(self, Pass((number,), self._agreement.seeds, Readers()))
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return what ``reduce_func`` makes of all elements of one pass, each rank for itself.
+
+        Collective as iterating is: call it on every rank, in the same order. The states are not combined: for a
+        result of all ranks, let ``reduce_func`` use ``strategy.reduce``, or reduce the last state.
+
+        Args:
+            initial_state: The first state, of any kind; returned where there is no element.
+            reduce_func: Gets the state and an element, as ``next`` gives it; returns the next state. It may use
+                the strategy, on every rank alike.
+
+        Raises:
+            TypeError: ``reduce_func`` is not callable.
+            ValueError: The dataset is endless, or this was called inside a replica function.
+
+        >>> import mpidist
+        >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> dataset = strategy.experimental_distribute_dataset(mpidist.Dataset.range(6).batch(4))
+        >>> int(dataset.reduce(0, lambda total, batch: total + strategy.reduce("SUM", batch, axis=0)))
+        15
+        >>> strategy.close()
+        """
+        _require_outside_replica_function(self._strategy, "reduce() of a distributed dataset")
+        return reduce_elements(self, initial_state, reduce_func)
 
     @property
     def element_spec(self) -> Any:
@@ -95,31 +123,6 @@ class DistributedDataset:
         return True
 
 
-class Optional:
-    """A value that may be missing (tf.experimental.Optional): what ``get_next_as_optional`` returns."""
-
-    def __init__(self, *value: Any) -> None:
-        self._value = value
-
-    def has_value(self) -> bool:
-        """Whether there is a value.
-
-        >>> Optional().has_value(), Optional(3).get_value()
-        (False, 3)
-        """
-        return bool(self._value)
-
-    def get_value(self) -> Any:
-        """Return the value.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if not self._value:
-            raise ValueError("this Optional has no value; ask has_value() first")
-        return self._value[0]
-
-
 class DistributedIterator:
     """One pass over a distributed dataset (tf.distribute.DistributedIterator).
 
@@ -130,6 +133,7 @@ class DistributedIterator:
 
     def __init__(self, dataset: DistributedDataset, run: Pass) -> None:
         self._dataset = dataset
+        self._readers = run.readers
         self._steps = dataset._batches.open(run)
         self._taken = 0
         self._ended = False
@@ -171,10 +175,33 @@ class DistributedIterator:
         """As that of the dataset."""
         return self._dataset.element_spec
 
+    def close(self) -> None:
+        """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading.
+
+        Nothing is exchanged: where ranks are to end a pass early they all call it, at the same step.
+        """
+        self._ended = True
+        self._close_readers()
+        self._steps = iter(())
+
+    def _close_readers(self) -> None:
+        if self._readers is not None:
+            self._readers.close()
+
     def _advance(self, method: str) -> Optional:
         _require_outside_replica_function(self._dataset._strategy, f"{method} of a distributed iterator")
         if self._ended:
             return Optional()
+        try:
+            found = self._next_step()
+        except BaseException:
+            self._close_readers()
+            raise
+        if not found.has_value():
+            self.close()
+        return found
+
+    def _next_step(self) -> Optional:
         batches, agreement = self._dataset._batches, self._dataset._agreement
         workers = batches.workers
         several = workers.num_workers > 1
@@ -189,7 +216,6 @@ class DistributedIterator:
         else:
             more = False
         if not more:
-            self._ended = True
             return Optional()
         self._taken += 1
         with workers.shared_errors("making up the batches of a step"):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.core import nest
-from mpidist.input.elements import as_element, map_leaves, unbatched
+from mpidist.input.elements import as_element, map_leaves, require_array, unbatched
 
 
 class ArraySpec(NamedTuple):
@@ -82,7 +82,7 @@ class _Expected:
 
 
 def conform(element: Any, signature: Any) -> Any:
-    """Return ``element`` as arrays of the dtypes that ``signature`` promises.
+    """Return ``element`` as new arrays of the dtypes that ``signature`` promises.
 
     Raises:
         ValueError: Another structure or shape.
@@ -92,7 +92,7 @@ def conform(element: Any, signature: Any) -> Any:
     """
 
     def check(leaf: Any, expected: _Expected) -> np.ndarray[Any, Any]:
-        array = np.asarray(leaf, expected.spec.dtype)
+        array = np.array(leaf, expected.spec.dtype)
         wanted = expected.spec.shape
         if len(wanted) != array.ndim or any(
             want not in (None, have) for want, have in zip(wanted, array.shape, strict=True)
@@ -118,6 +118,7 @@ def empty_batch(spec: Any) -> Any:
 
     def build(leaf: ArraySpec) -> np.ndarray[Any, Any]:
         if not leaf.shape:
+            require_array(leaf.dtype)
             raise unbatched(f"single values of {leaf.dtype}, and some replica has none left")
         return np.zeros((0, *(size or 0 for size in leaf.shape[1:])), leaf.dtype)
 

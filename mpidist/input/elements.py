@@ -6,6 +6,8 @@ the rule of tf.data), so a nest that leaves here has no lists in it.
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +60,32 @@ def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
     )
 
 
+def owned(value: Any) -> Any:
+    """Return a copy of what user code handed over, as it may go on writing into its arrays and lists.
+
+    >>> kept = np.zeros(2)
+    >>> owned({"x": kept})["x"] is kept
+    False
+    """
+    return map_leaves(_owned_leaf, value)
+
+
+def _owned_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, (int, float, complex, str, bytes, np.generic)):
+        return leaf
+    if isinstance(leaf, list):
+        return [owned(child) for child in leaf]
+    if isinstance(leaf, (np.memmap, memoryview)):
+        return np.array(leaf)
+    if isinstance(leaf, (bytearray, array)):
+        return leaf[:]
+    if hasattr(leaf, "__array__"):
+        # PyTorch says clone(); NumPy, CuPy, JAX and pandas say copy(). Arrays in files say neither, and stay there.
+        copy = getattr(leaf, "clone", None) or getattr(leaf, "copy", None)
+        return leaf if copy is None else copy()
+    return leaf
+
+
 def as_element(value: Any) -> Any:
     """Return ``value`` with its lists made arrays; other leaves stay as they are."""
     return map_leaves(lambda leaf: list_to_array(leaf) if isinstance(leaf, list) else leaf, value)
@@ -93,6 +121,8 @@ def stack(elements: Sequence[Any]) -> Any:
 
 
 def _stack_leaves(path: str, leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
+    if dataclasses.is_dataclass(leaves[0]):
+        raise unknown_structure(f"batch() got {_kind(leaves[0])}{' at ' + path if path else ''}")
     arrays = [np.asarray(leaf) for leaf in leaves]
     shapes = list(dict.fromkeys(array.shape for array in arrays))
     if len(shapes) > 1:
@@ -117,6 +147,7 @@ def row_count(batch: Any) -> int:
     for path, leaf in nest.flatten_with_path(batch):
         shape = np.shape(leaf)
         if not shape:
+            require_array(np.asarray(leaf).dtype, _kind(leaf))
             raise unbatched(f"an element{path} without axes ({leaf!r})")
         sizes.setdefault(shape[0], path)
     if len(sizes) != 1:
@@ -134,6 +165,26 @@ def unbatched(given: str) -> ValueError:
         f"the dataset gives {given}, which cannot be split over replicas; expected batches: call "
         "dataset.batch(global_batch_size) before distributing it"
     )
+
+
+def require_array(dtype: np.dtype[Any], kind: str = "Python objects") -> None:
+    """Raise TypeError if a value of ``dtype`` is no array or number, but an object that nothing can look into."""
+    if dtype.hasobject:
+        raise unknown_structure(f"the dataset gives {kind}")
+
+
+def unknown_structure(given: str) -> TypeError:
+    """Return the error for an element that is a structure of some other kind."""
+    return TypeError(
+        f"{given}, which is none of the structures that an element can be: list (one array), tuple, named tuple, dict "
+        "or attrs class, with arrays and numbers in them; make it one of them before batch(), for example with "
+        "dataset.map(lambda sample: (sample.x, sample.y)) or, for a dataclass, dataset.map(dataclasses.asdict)"
+    )
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"the dataclass {name}" if dataclasses.is_dataclass(value) else f"an object of type {name}"
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:

@@ -21,8 +21,8 @@ class AutoShardPolicy(IntEnum):
     """How a dataset that is the same on all ranks is divided (tf.data.experimental.AutoShardPolicy).
 
     ``DATA``: each batch is cut into one part for each replica. ``AUTO``: ``DATA`` for sources that are not
-    files. ``FILE``, ``HINT`` and ``OFF`` are names only in this version: distributing such a dataset raises
-    NotImplementedError.
+    files; a dataset of ``Dataset.from_files`` needs ``DATA`` on several ranks. ``FILE``, ``HINT`` and ``OFF`` are
+    names only in this version: distributing such a dataset raises NotImplementedError.
     """
 
     OFF = -1

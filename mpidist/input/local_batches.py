@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist.input import dealing
 from mpidist.input.element_spec import map_spec, with_rows
-from mpidist.input.elements import as_element, cut, row_count, unbatched
+from mpidist.input.elements import as_element, cut, require_array, row_count, unbatched
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.pipeline import Items, Node
 from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
@@ -72,7 +72,9 @@ class DealtBatches(LocalBatches):
             return ([as_element(element)] for element in node.elements(run))
         if isinstance(node, Items) and node.table is not None:
             table = node.table
-            return (self._read_parts(table, index) for index in node.items(run))
+            return run.read_ahead(
+                lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
+            )
         return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
@@ -123,6 +125,7 @@ class DealtBatches(LocalBatches):
 
 def _require_rows(leaf: Any) -> None:
     if not leaf.shape:
+        require_array(leaf.dtype)
         raise unbatched(f"single values of {leaf.dtype}")
 
 

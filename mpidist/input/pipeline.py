@@ -9,13 +9,13 @@ part of a batch reads that part only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from mpidist.input import row_indices
-from mpidist.input.element_spec import ArraySpec, batched, conform, flatten_spec, map_spec, spec_of
-from mpidist.input.elements import call, stack
+from mpidist.input.element_spec import ArraySpec, batched, flatten_spec, map_spec, spec_of
+from mpidist.input.elements import call, owned, stack
 from mpidist.input.reordering import INFINITE, UNKNOWN, Pass, Reordering, Shuffle, Source
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.tables import MappedTable, Table
@@ -30,6 +30,7 @@ class Node(ABC):
         text: The call that made it, for messages and for comparing pipelines of several ranks.
         batched: Whether its elements went through ``batch``.
         dynamic: Whether the first axis of its elements may differ from element to element.
+        read_ahead: How many elements are read ahead when ``elements`` reads rows by number.
     """
 
     batched: bool
@@ -41,6 +42,7 @@ class Node(ABC):
         self.text = text
         self.batched = bool(inputs) and all(node.batched for node in inputs)
         self.dynamic = any(node.dynamic for node in inputs)
+        self.read_ahead = 0
 
     @abstractmethod
     def elements(self, run: Pass) -> Iterator[Any]:
@@ -54,6 +56,11 @@ class Node(ABC):
         """Yield the shuffles of the whole graph, in the order of the inputs."""
         for node in self.inputs:
             yield from node.shuffles()
+
+    def files(self) -> Iterator[str]:
+        """Yield the paths of the files that the whole graph reads, in the order of the inputs."""
+        for node in self.inputs:
+            yield from node.files()
 
     def __str__(self) -> str:
         before = ", ".join(str(node) for node in self.inputs)
@@ -75,7 +82,7 @@ class Rows(Node):
 
     def elements(self, run: Pass) -> Iterator[Any]:
         """Yield the rows of a pass."""
-        return map(self.table.row, row_indices.rows(self.blocks(run)))
+        return run.read_ahead(lambda: map(self.table.row, row_indices.rows(self.blocks(run))), self.read_ahead)
 
     def spec(self) -> Any:
         """Return that of the table."""
@@ -99,6 +106,7 @@ class MappedRows(Rows):
     def __init__(self, rows: Rows, fn: Callable[..., Any]) -> None:
         super().__init__((rows,), rows.cardinality, "map", MappedTable(rows.table, fn))
         self.blocks_of = rows.blocks
+        self.read_ahead = rows.read_ahead
 
     def blocks(self, run: Pass) -> Iterator[RowIndex]:
         """Yield the row numbers of the input."""
@@ -111,6 +119,7 @@ class ReorderedRows(Rows):
     def __init__(self, rows: Rows, reordering: Reordering) -> None:
         super().__init__((rows,), reordering.cardinality(rows.cardinality), str(reordering), rows.table)
         self.rows = rows
+        self.read_ahead = rows.read_ahead
         self.reordering = reordering
 
     def blocks(self, run: Pass) -> Iterator[RowIndex]:
@@ -124,6 +133,19 @@ class ReorderedRows(Rows):
             yield self.reordering
 
 
+class PrefetchedRows(Rows):
+    """The same rows, to be read ahead by whatever reads them."""
+
+    def __init__(self, rows: Rows, size: int) -> None:
+        super().__init__((rows,), rows.cardinality, f"prefetch({size})", rows.table)
+        self.blocks_of = rows.blocks
+        self.read_ahead = rows.read_ahead + size
+
+    def blocks(self, run: Pass) -> Iterator[RowIndex]:
+        """Yield the row numbers of the input."""
+        return self.blocks_of(run)
+
+
 class Items(Node):
     """Elements that come one after the other; with a ``table``, an item is the row numbers of a batch."""
 
@@ -135,7 +157,10 @@ class Items(Node):
 
     def elements(self, run: Pass) -> Iterator[Any]:
         """Yield the elements of a pass."""
-        return self.items(run) if self.table is None else map(self.table.read, self.items(run))
+        if self.table is None:
+            return self.items(run)
+        read = self.table.read
+        return run.read_ahead(lambda: map(read, self.items(run)), self.read_ahead)
 
 
 class ReorderedItems(Items):
@@ -146,6 +171,7 @@ class ReorderedItems(Items):
         self.table = source.table
         self.source = source
         self.reordering = reordering
+        self.read_ahead = source.read_ahead
 
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the items that the reordering chooses."""
@@ -162,6 +188,27 @@ class ReorderedItems(Items):
             yield self.reordering
 
 
+class PrefetchedItems(Items):
+    """The same items: batches of rows are read ahead by whatever reads them, and other elements here."""
+
+    def __init__(self, source: Items, size: int) -> None:
+        super().__init__((source,), source.cardinality, f"prefetch({size})")
+        self.table = source.table
+        self.source = source
+        self.size = size
+        self.read_ahead = source.read_ahead + size
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield the items of the input."""
+        if self.table is not None:
+            return self.source.items(run)
+        return run.read_ahead(lambda: self.source.items(run), self.size)
+
+    def spec(self) -> Any:
+        """Return that of the input."""
+        return self.source.spec()
+
+
 class Batches(Items):
     """Groups of consecutive elements, stacked; of rows only the numbers are grouped."""
 
@@ -175,6 +222,7 @@ class Batches(Items):
         self.size = size
         self.drop_remainder = drop_remainder
         self.table = source.table if isinstance(source, Rows) else None
+        self.read_ahead = -(-source.read_ahead // size) if isinstance(source, Rows) else 0
         self.batched = True
         self.dynamic = not drop_remainder
 
@@ -204,7 +252,7 @@ class Mapped(Items):
 
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the function of each element."""
-        return (call(self.fn, element) for element in self.source.elements(run))
+        return (owned(call(self.fn, element)) for element in self.source.elements(run))
 
     def spec(self) -> Any:
         """Return that of the function of the first element.
@@ -266,41 +314,3 @@ class Zipped(Items):
         """Return those of the inputs."""
         specs = [node.spec() for node in self.inputs]
         return None if any(spec is None for spec in specs) else self.build(specs)
-
-
-class Stream(Items):
-    """The elements of whatever iterator a function returns; how many there are is not known.
-
-    Args:
-        make_iterable: Called once a pass.
-        text: What it is.
-        signature: The nest of ArraySpec that each element has, or None.
-        cardinality: Number of elements, -1 without end, -2 unknown.
-    """
-
-    def __init__(
-        self,
-        make_iterable: Callable[[], Iterable[Any]],
-        text: str,
-        signature: Any,
-        cardinality: int = UNKNOWN,
-    ) -> None:
-        super().__init__((), cardinality, text)
-        self.make_iterable = make_iterable
-        self.signature = signature
-        self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
-
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements of a new iterator."""
-        elements = iter(self.make_iterable())
-        if self.signature is None:
-            return elements
-        return (conform(element, self.signature) for element in elements)
-
-    def spec(self) -> Any:
-        """Return the signature, or that of the first element of a new iterator."""
-        if self.signature is not None:
-            return self.signature
-        for element in self.make_iterable():
-            return spec_of(element)
-        return None

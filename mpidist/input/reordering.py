@@ -15,12 +15,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpidist.input import row_indices
+from mpidist.input.read_ahead import Readers
 from mpidist.input.row_indices import RowIndex
 
 INFINITE = -1
 UNKNOWN = -2
 
 _DRAWN_AHEAD = 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,22 @@ class Pass:
     Args:
         key: Which pass it is, then which repetition inside it, one number for each ``repeat``.
         seeds: What stands in for the seed of a shuffle that was given none; ranks agree on it.
+        readers: Holds the threads of the pass. None, for a look at an element: nothing is read ahead.
     """
 
     key: tuple[int, ...] = (0,)
     seeds: Mapping[Shuffle, tuple[int, ...]] = field(default_factory=dict)
+    readers: Readers | None = field(default=None, compare=False)
 
     def repetition(self, number: int) -> Pass:
         """Return the pass that repetition ``number`` makes."""
-        return Pass((*self.key, number), self.seeds)
+        return Pass((*self.key, number), self.seeds, self.readers)
 
-
-T = TypeVar("T")
+    def read_ahead(self, open_source: Callable[[], Iterator[T]], size: int) -> Iterator[T]:
+        """Return the iterator of ``open_source``, of which a thread keeps ``size`` elements ready; 0: no thread."""
+        if size == 0 or self.readers is None:
+            return open_source()
+        return self.readers.open(open_source, size)
 
 
 @dataclass(frozen=True)

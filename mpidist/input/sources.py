@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from mpidist.input.element_spec import ArraySpec
 from mpidist.input.elements import map_leaves
-from mpidist.input.pipeline import Node, Stream, TableRows
+from mpidist.input.pipeline import Node, TableRows
+from mpidist.input.streams import Files, Stream
 from mpidist.input.tables import SequenceTable, array_table, is_stored_array
 
 
@@ -62,6 +64,29 @@ def generator_node(generator: Callable[[], Iterable[Any]], output_signature: Any
     signature = None if output_signature is None else map_leaves(_signature_leaf, output_signature, ArraySpec)
     name = getattr(generator, "__name__", type(generator).__name__)
     return Stream(generator, f"from_generator({name})", signature)
+
+
+def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Node:
+    """Return the source node for files and what reads one; the rules are those of ``Dataset.from_files``.
+
+    Raises:
+        TypeError: ``paths`` are no paths, or ``reader`` is no function.
+        ValueError: There are no paths.
+    """
+    if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths is {paths!r}; expected several paths: from_files([path], reader)")
+    if not callable(reader):
+        raise TypeError(
+            f"reader is {reader!r} of type {type(reader).__name__}; expected a function that takes a path and returns "
+            "the elements of that file"
+        )
+    known = list(paths)
+    for path in known:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            raise TypeError(f"paths has {path!r} of type {type(path).__name__} in it; expected str or os.PathLike")
+    if not known:
+        raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
+    return Files(known, reader)
 
 
 def _signature_leaf(leaf: Any) -> ArraySpec:

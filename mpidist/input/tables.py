@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.core import nest
 from mpidist.input.element_spec import ArraySpec, spec_of
-from mpidist.input.elements import call, list_to_array, map_leaves, stack
+from mpidist.input.elements import call, list_to_array, map_leaves, owned, stack
 from mpidist.input.row_indices import RowIndex, as_array, rows
 
 
@@ -106,8 +106,8 @@ class SequenceTable(Table):
         self.source = source
 
     def row(self, index: int) -> Any:
-        """Return ``source[index]``."""
-        return self.source[index]
+        """Return a copy of ``source[index]``."""
+        return owned(self.source[index])
 
 
 class MappedTable(Table):
@@ -120,7 +120,7 @@ class MappedTable(Table):
 
     def row(self, index: int) -> Any:
         """Return the function of row ``index``."""
-        return call(self.fn, self.table.row(index))
+        return owned(call(self.fn, self.table.row(index)))
 
 
 class ZippedTable(Table):

@@ -7,6 +7,7 @@ from mpidist.collectives import Communicator
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
+from mpidist.input.input_options import AutoShardPolicy
 from mpidist.input.input_workers import InputWorkers
 from tests.input.test_dealing import reference
 from tests.input.worker_threads import steps_of
@@ -85,3 +86,56 @@ def test_an_error_on_one_rank_reaches_all(communicator):
     distributed = distribute_from_function(lambda _: stream(8).map(read).batch(2), workers_of(communicator), None)
     with pytest.raises(OSError if communicator.rank == 1 else PeerError):
         steps_of(distributed)
+
+
+@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
+def test_prefetch_changes_nothing_while_the_ranks_exchange_in_every_step(communicator, source):
+    dataset = source(53).shuffle(53, seed=1).batch(5)
+    workers = workers_of(communicator, 2)
+    expected = steps_of(distribute_dataset(dataset, workers, None))
+    found = []
+    for step in distribute_dataset(dataset.prefetch(3), workers, None):
+        parts = [np.asarray(part).tolist() for part in step.values]
+        rows = communicator.all_reduce("SUM", np.array([sum(map(len, parts))]))
+        assert rows in (5, 3)
+        found.append(tuple(parts))
+    assert found == expected
+
+
+def test_reduce_with_a_collective_in_the_function(communicator):
+    distributed = distribute_dataset(stream(23).batch(5).prefetch(1), workers_of(communicator), None)
+
+    def add(total, step):
+        return total + int(communicator.all_reduce("SUM", np.array([step.values[0].sum()]))[0])
+
+    assert distributed.reduce(0, add) == sum(range(23))
+
+
+def test_an_error_in_the_reading_thread_of_one_rank_reaches_all(communicator):
+    last = communicator.size - 1
+
+    def read(x):
+        if communicator.rank == last and x >= 4:
+            raise OSError("the disk is gone")
+        return x
+
+    dataset = stream(8).map(read).batch(2).prefetch(2)
+    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
+    with pytest.raises(OSError if communicator.rank == last else PeerError):
+        steps_of(distributed)
+
+
+def test_files(communicator):
+    def reader(path):
+        yield from range(10 * int(path), 10 * int(path) + 4)
+
+    dataset = Dataset.from_files(["0", "1", "2"], reader).batch(5)
+    workers = workers_of(communicator)
+    if communicator.size > 1:
+        with pytest.raises(NotImplementedError, match=r"auto_shard_policy=AutoShardPolicy\.DATA"):
+            distribute_dataset(dataset, workers, None)
+    data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
+    steps = steps_of(distribute_dataset(data, workers, None))
+    everything = [row for rank in communicator.all_gather_object(steps) for (part,) in rank for row in part]
+    assert len(steps) == 3
+    assert sorted(everything) == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]

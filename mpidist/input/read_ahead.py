@@ -1,0 +1,156 @@
+"""Reading ahead: a thread that keeps the next elements of an iterator ready, and the threads of one pass.
+
+The thread only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues: ``ready``
+carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
+finalised, and so end its thread, in the middle of any other line of any thread; conditions would not bear that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_NOTHING = object()
+# How long a process that ends waits for elements that are just being read.
+_EXIT_SECONDS = 5.0
+
+
+class _Thread(threading.Thread):
+    """Reads; it must not know the ReadAhead that it reads for, which could then never be finalised."""
+
+    def __init__(self, open_source: Callable[[], Iterator[Any]], size: int) -> None:
+        super().__init__(name="mpidist-read-ahead", daemon=True)
+        self.ready: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, element) ... (False, error or None)
+        self.permits: SimpleQueue[None] = SimpleQueue()
+        for _ in range(size):
+            self.permits.put(None)
+        self.closed = False
+        self._open_source = open_source
+
+    def run(self) -> None:
+        """Read elements, and tell in the end what ended them."""
+        _running.add(self)
+        end: BaseException | None = None
+        try:
+            source = self._open_source()
+            while True:
+                self.permits.get()
+                element = _NOTHING if self.closed else next(source, _NOTHING)
+                if element is _NOTHING:
+                    break
+                self.ready.put((True, element))
+                del element  # it is not kept alive while this thread waits
+        except BaseException as error:  # whatever it is, the ReadAhead raises it
+            end = error
+        # Generators are closed here, in the thread that ran them, before anyone hears of the end.
+        source = iter(())
+        del self._open_source
+        self.ready.put((False, end))
+        del end  # its traceback holds this frame
+        _running.discard(self)
+
+    def tell_to_end(self) -> None:
+        """Let it end after the element that it is reading; any thread may say so at any time."""
+        self.closed = True
+        self.permits.put(None)
+
+    def end(self, seconds: float | None = None) -> None:
+        """Let it end, and wait for that, for at most ``seconds``."""
+        self.tell_to_end()
+        if self.ident is not None and self is not threading.current_thread():
+            self.join(seconds)
+
+    def is_over(self) -> bool:
+        """Whether it runs no more, or never will."""
+        return self.closed if self.ident is None else not self.is_alive()
+
+
+_running: set[_Thread] = set()
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """End the threads that the program leaves; one that runs on while Python goes away can crash it."""
+    limit = monotonic() + _EXIT_SECONDS
+    for thread in list(_running):
+        thread.end(max(0.0, limit - monotonic()))
+
+
+class ReadAhead(Iterator[T], Generic[T]):
+    """The elements of an iterator, of which a thread keeps up to ``size`` ready.
+
+    The thread starts with the first ``next``. It ends with the elements, with an error, which ``next`` raises
+    with the traceback that it has from the thread, with :meth:`close`, and when nobody holds this object any
+    more.
+
+    Args:
+        open_source: Called in the thread; returns the iterator.
+        size: How many elements may be ready, at least 1.
+
+    >>> list(ReadAhead(lambda: iter("abc"), 2))
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, open_source: Callable[[], Iterator[T]], size: int) -> None:
+        self._thread = _Thread(open_source, size)
+
+    def __next__(self) -> T:
+        thread = self._thread
+        if thread.closed:
+            raise StopIteration
+        if thread.ident is None:
+            thread.start()
+        found, value = thread.ready.get()
+        if found:
+            thread.permits.put(None)
+            element: T = value
+            return element
+        thread.ready.put((False, None))  # for whoever asks again
+        thread.join()
+        try:
+            raise StopIteration if value is None else value
+        finally:
+            del value  # its traceback holds this frame
+
+    def close(self) -> None:
+        """End the thread, after the element that it is reading, and wait for that."""
+        self._thread.end()
+
+    def __del__(self) -> None:
+        self._thread.tell_to_end()
+
+
+class Readers:
+    """The threads of one pass, which end together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[_Thread] = []
+        self._closed = False
+
+    def open(self, open_source: Callable[[], Iterator[T]], size: int) -> Iterator[T]:
+        """Return an iterator of which a thread keeps ``size`` elements ready; no elements if the pass is closed."""
+        reader = ReadAhead(open_source, size)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if not thread.is_over()]
+            self._threads.append(reader._thread)
+            closed = self._closed
+        if closed:
+            reader.close()
+        return reader
+
+    def close(self) -> None:
+        """End all threads, each after the element that it is reading, and wait for that."""
+        with self._lock:
+            self._closed = True
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.tell_to_end()
+        for thread in threads:
+            thread.end()

@@ -1,0 +1,99 @@
+"""Nodes whose elements come one after the other out of iterators of the user's: generators, iterables, files.
+
+What these iterators yield is copied at once, since they may go on to write into it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+from mpidist.input.element_spec import conform, flatten_spec, spec_of
+from mpidist.input.elements import owned
+from mpidist.input.pipeline import Items
+from mpidist.input.reordering import UNKNOWN, Pass
+
+
+class Stream(Items):
+    """The elements of whatever iterator a function returns; how many there are is not known.
+
+    Args:
+        make_iterable: Called once a pass.
+        text: What it is.
+        signature: The nest of ArraySpec that each element has, or None.
+        cardinality: Number of elements, -1 without end, -2 unknown.
+    """
+
+    def __init__(
+        self,
+        make_iterable: Callable[[], Iterable[Any]],
+        text: str,
+        signature: Any,
+        cardinality: int = UNKNOWN,
+    ) -> None:
+        super().__init__((), cardinality, text)
+        self.make_iterable = make_iterable
+        self.signature = signature
+        self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield copies of the elements of a new iterator."""
+        elements = iter(self.make_iterable())
+        if self.signature is None:
+            return map(owned, elements)
+        return (conform(element, self.signature) for element in elements)
+
+    def spec(self) -> Any:
+        """Return the signature, or that of the first element of a new iterator."""
+        if self.signature is not None:
+            return self.signature
+        for element in self.make_iterable():
+            return spec_of(element)
+        return None
+
+
+class Files(Items):
+    """The elements that a function reads from files, file after file.
+
+    Args:
+        paths: Of the files, at least one.
+        reader: Returns the elements of the file at a path.
+    """
+
+    def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Iterable[Any]]) -> None:
+        names = [os.fsdecode(path) for path in paths]
+        # The checksum tells lists apart that differ, or are in another order, on several ranks.
+        checksum = f"{crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
+        more = f" and {len(names) - 1} more [{checksum}]" if len(names) > 1 else ""
+        name = getattr(reader, "__name__", type(reader).__name__)
+        super().__init__((), UNKNOWN, f"from_files({names[0]!r}{more}, {name})")
+        self.paths = tuple(paths)
+        self.reader = reader
+        self.dynamic = True
+
+    def files(self) -> Iterator[str]:
+        """Yield the paths."""
+        return map(os.fsdecode, self.paths)
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield copies of the elements of each file."""
+        for path in self.paths:
+            yield from map(owned, self._read(path))
+
+    def spec(self) -> Any:
+        """Return that of the first element that there is."""
+        for path in self.paths:
+            for element in self._read(path):
+                return spec_of(element)
+        return None
+
+    def _read(self, path: Any) -> Iterator[Any]:
+        elements = self.reader(path)
+        if not isinstance(elements, Iterable):
+            raise TypeError(
+                f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements of "
+                "the file as an iterable: a list, an array, or a reader that yields them"
+            )
+        return iter(elements)

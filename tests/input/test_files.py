@@ -1,0 +1,135 @@
+"""Dataset.from_files: file after file, lazily, and how it is distributed."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from mpidist.core.errors import MismatchError
+from mpidist.input.dataset import Dataset
+from mpidist.input.distribute import distribute_dataset, distribute_from_function
+from mpidist.input.input_options import AutoShardPolicy
+from mpidist.input.input_workers import InputWorkers
+from tests.input.worker_threads import run_workers, steps_of
+
+pytestmark = pytest.mark.one_rank
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Files with the numbers 0 ... 8: four of them, none, five."""
+    for name, numbers in (("a", range(4)), ("b", ()), ("c", range(4, 9))):
+        (tmp_path / name).write_text("\n".join(map(str, numbers)))
+    return sorted(tmp_path.iterdir())
+
+
+def lines(path):
+    with open(path) as file:
+        for line in file:
+            yield int(line)
+
+
+def read_all(path):
+    return [int(line) for line in pathlib.Path(path).read_text().split()]
+
+
+@pytest.mark.parametrize("reader", [lines, read_all, lambda path: np.array(read_all(path), np.int64)])
+@pytest.mark.parametrize("kind", [pathlib.Path, str])
+def test_file_after_file(paths, reader, kind):
+    dataset = Dataset.from_files(map(kind, paths), reader)
+    for _ in range(2):
+        assert [int(x) for x in dataset] == list(range(9))
+    assert dataset.cardinality() == -2
+    assert [batch.tolist() for batch in dataset.batch(4, drop_remainder=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(int(x) for x in dataset.shuffle(5).prefetch(2)) == list(range(9))
+    assert dataset.element_spec == ((), np.dtype(np.int64))
+    assert Dataset.from_files(paths[1:], lines).element_spec.shape == ()
+    with pytest.raises(ValueError, match="no element"):
+        Dataset.from_files(paths[1:2], lines).element_spec
+
+
+def test_files_are_opened_when_their_turn_comes_with_the_path_as_it_was_given(paths):
+    opened = []
+
+    def reader(path):
+        opened.append(path)
+        return lines(path)
+
+    iterator = iter(Dataset.from_files(paths, reader))
+    assert opened == []
+    for _ in range(4):
+        next(iterator)
+    assert opened == paths[:1]
+    next(iterator)
+    assert opened == paths
+
+
+def test_the_graph_remembers_its_files(paths):
+    files = Dataset.from_files(paths, lines)
+    whole = Dataset.zip(files.map(lambda x: x).batch(2), Dataset.range(3)).prefetch(1)
+    assert list(whole._node.files()) == [str(path) for path in paths]
+    assert list(Dataset.range(3).batch(2)._node.files()) == []
+
+
+def test_on_one_worker_auto_cuts_batches_as_of_any_other_source(paths):
+    distributed = distribute_dataset(
+        Dataset.from_files(paths, lines).batch(4), InputWorkers(1, 0, (2,), None, True), None
+    )
+    assert steps_of(distributed) == [([0, 1], [2, 3]), ([4, 5], [6, 7]), ([8], [])]
+
+
+def test_on_several_workers_auto_names_data_and_data_works(paths):
+    dataset = Dataset.from_files(paths, lines).batch(4)
+    errors = run_workers(lambda workers: distribute_dataset(dataset, workers, None), (1, 1))
+    for error in errors:
+        assert type(error) is NotImplementedError
+        assert "with_options(auto_shard_policy=AutoShardPolicy.DATA)" in str(error)
+        assert str(paths[0]) in str(error)
+    data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
+    assert run_workers(lambda workers: steps_of(distribute_dataset(data, workers, None)), (1, 1)) == [
+        [([0, 1],), ([4, 5],), ([8],)],
+        [([2, 3],), ([6, 7],), ([],)],
+    ]
+
+
+def test_each_worker_may_read_files_of_its_own(paths):
+    def dataset_fn(context):
+        return Dataset.from_files(paths[context.input_pipeline_id :: 2], lines).batch(5)
+
+    found = run_workers(lambda workers: steps_of(distribute_from_function(dataset_fn, workers, None)), (1, 1))
+    assert found == [[([0, 1, 2, 3, 4],), ([5, 6, 7, 8],)], [([],), ([],)]]
+
+
+def test_another_order_of_the_files_on_another_worker_is_refused(paths):
+    def work(workers):
+        mine = paths[:1] + paths[:0:-1] if workers.worker_id else paths
+        dataset = Dataset.from_files(mine, lines).batch(4).with_options(auto_shard_policy=AutoShardPolicy.DATA)
+        return distribute_dataset(dataset, workers, None)
+
+    assert [type(error) for error in run_workers(work, (1, 1))] == [MismatchError] * 2
+
+
+@pytest.mark.parametrize(
+    ("paths", "reader", "error", "text"),
+    [
+        ("a.txt", lines, TypeError, r"from_files\(\[path\], reader\)"),
+        (pathlib.Path("a.txt"), lines, TypeError, "several paths"),
+        (5, lines, TypeError, "several paths"),
+        ([1], lines, TypeError, "1 of type int"),
+        (["a.txt"], "r", TypeError, "reader is 'r'"),
+        ([], lines, ValueError, "no paths"),
+    ],
+)
+def test_bad_arguments(paths, reader, error, text):
+    with pytest.raises(error, match=text):
+        Dataset.from_files(paths, reader)
+
+
+def test_a_reader_that_returns_nothing():
+    with pytest.raises(TypeError, match=r"reader\('a.txt'\) returned None"):
+        list(Dataset.from_files(["a.txt"], lambda path: None))
+
+
+def test_repr_names_the_first_file():
+    assert repr(Dataset.from_files(["a.txt"], lines)) == "<Dataset from_files('a.txt', lines)>"
+    assert repr(Dataset.from_files(["a.txt", b"b"], lines)).startswith("<Dataset from_files('a.txt' and 1 more [")

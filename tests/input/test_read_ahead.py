@@ -1,0 +1,215 @@
+"""Reading ahead: how far, when the thread ends, and what it raises."""
+
+import gc
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+
+import pytest
+
+from mpidist.input.read_ahead import ReadAhead, Readers
+
+pytestmark = pytest.mark.one_rank
+
+SECONDS = 60
+
+
+def readers_alive():
+    return [thread for thread in threading.enumerate() if thread.name == "mpidist-read-ahead"]
+
+
+class Numbers:
+    """An endless generator of numbers that knows how far it is, and whether it has been closed."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.yielded = 0
+        self.closed_in = None
+
+    def __call__(self):
+        try:
+            while True:
+                with self.changed:
+                    self.yielded += 1
+                    self.changed.notify_all()
+                yield self.yielded
+        finally:
+            with self.changed:
+                self.closed_in = threading.current_thread().name
+                self.changed.notify_all()
+
+    def wait_for(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self), SECONDS)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_as_many_as_asked_for_are_read_ahead_and_no_more(size):
+    numbers = Numbers()
+    elements = ReadAhead(numbers, size)
+    assert numbers.yielded == 0
+    for taken in range(1, 5):
+        assert next(elements) == taken
+        # The reader is not asked again, and so reads on by itself.
+        numbers.wait_for(lambda numbers, taken=taken: numbers.yielded == taken + size)
+    elements.close()
+    assert numbers.yielded == 4 + size
+
+
+def test_it_reads_while_its_user_works():
+    asked, answered = threading.Event(), threading.Event()
+
+    def source():
+        yield 1
+        assert asked.wait(SECONDS)
+        answered.set()
+        yield 2
+
+    elements = ReadAhead(source, 1)
+    assert next(elements) == 1
+    asked.set()
+    assert answered.wait(SECONDS)
+    assert next(elements) == 2
+    assert list(elements) == []
+
+
+def test_the_end_comes_again_and_again_and_leaves_no_thread():
+    elements = ReadAhead(lambda: iter(()), 2)
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(elements)
+    assert readers_alive() == []
+    elements.close()
+
+
+def test_close_ends_the_thread_and_closes_the_generator_in_it():
+    numbers = Numbers()
+    elements = ReadAhead(numbers, 2)
+    next(elements)
+    elements.close()
+    assert readers_alive() == []
+    assert numbers.closed_in == "mpidist-read-ahead"
+    with pytest.raises(StopIteration):
+        next(elements)
+    elements.close()
+
+
+def test_closing_before_the_first_element():
+    elements = ReadAhead(lambda: pytest.fail("it was opened"), 2)
+    elements.close()
+    assert list(elements) == []
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_dropping_it_ends_the_thread(in_a_cycle):
+    numbers = Numbers()
+    elements = ReadAhead(numbers, 2)
+    next(elements)
+    if in_a_cycle:
+        elements.cycle = elements
+    (thread,) = readers_alive()
+    del elements
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert numbers.closed_in is not None
+
+
+def test_an_error_comes_in_its_turn_with_its_own_traceback():
+    def fails_at_2():
+        raise OSError("the disk is gone")
+
+    def source():
+        yield 1
+        fails_at_2()
+
+    elements = ReadAhead(source, 5)
+    assert next(elements) == 1
+    with pytest.raises(OSError, match="disk") as caught:
+        next(elements)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-2:] == ["source", "fails_at_2"]
+    assert "__next__" in names
+    assert readers_alive() == []
+    assert list(elements) == []
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_any_exception_reaches_the_user(error):
+    def source():
+        raise error
+        yield
+
+    with pytest.raises(error):
+        next(ReadAhead(source, 1))
+
+
+def test_an_error_in_opening():
+    with pytest.raises(ZeroDivisionError):
+        next(ReadAhead(lambda: 1 // 0, 1))
+
+
+def test_what_was_read_is_closed_also_while_somebody_holds_the_error():
+    numbers = Numbers()
+
+    def fail(_):
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk") as caught:
+        next(ReadAhead(lambda: map(fail, numbers()), 1))
+    assert numbers.closed_in == "mpidist-read-ahead"
+    assert caught.traceback[-1].name == "fail"
+
+
+def test_errors_make_no_cycles():
+    class Failed(Exception):
+        pass
+
+    def source():
+        raise Failed
+        yield
+
+    def fail():
+        try:
+            next(ReadAhead(source, 1))
+        except Failed as error:
+            return weakref.ref(error)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+def test_closing_a_pass_ends_all_its_threads_also_nested_ones():
+    readers = Readers()
+    numbers = Numbers()
+    outer = readers.open(lambda: readers.open(numbers, 2), 2)
+    other = readers.open(numbers, 2)
+    assert (next(outer), next(other) > 0) == (1, True)
+    assert len(readers_alive()) == 3
+    readers.close()
+    assert readers_alive() == []
+    assert list(readers.open(numbers, 2)) == []
+    readers.close()
+
+
+def test_threads_that_are_over_are_forgotten():
+    readers = Readers()
+    for _ in range(20):
+        assert list(readers.open(lambda: iter(range(3)), 1)) == [0, 1, 2]
+    assert len(readers._threads) == 1
+
+
+def test_a_program_that_ends_in_the_middle_of_a_pass():
+    code = (
+        "import itertools\n"
+        "from mpidist.input import Dataset\n"
+        "kept = iter(Dataset.from_generator(itertools.count).batch(100).prefetch(3))\n"
+        "print(next(kept).sum())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "4950", "")
