@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
@@ -74,7 +74,6 @@ class Channel:
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
         self._interrupted: BaseException | None = None
-        self._release = _Releasing(self._lock)
         _open.append(self)
 
     def __repr__(self) -> str:
@@ -114,13 +113,16 @@ class Channel:
         if not self._queue:
             return
         work = self._queue[0]
-        with self._by_one_thread():
-            try:
-                if work.step():
-                    self._queue.popleft()
-            except BaseException as error:
-                self._interrupt(error, work.text)
-                raise
+        if not self._lock.acquire(blocking=False):
+            raise _two_threads()
+        try:
+            if work.step():
+                self._queue.popleft()
+        except BaseException as error:
+            self._interrupt(error, work.text)
+            raise
+        finally:
+            self._lock.release()
 
     def complete(self, work: Work, timeout: float | None) -> None:
         """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
@@ -213,32 +215,27 @@ class Channel:
         yield from steps
 
     def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
-        with self._by_one_thread():
-            self._calls += 1
-            try:
-                return drive(
-                    steps,
-                    lambda: Deadline(
-                        timeout,
-                        self._warn_after,
-                        lambda waited: self._report(text, waited, call_site),
-                        lambda waited: self._expire(steps, text, waited),
-                    ),
-                )
-            except (MismatchError, PeerError, CollectiveTimeoutError):
-                # All ranks raise these together, or the channel has been given up already.
-                raise
-            except BaseException as error:
-                self._interrupt(error, text)
-                raise
-
-    def _by_one_thread(self) -> AbstractContextManager[object]:
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "two threads used one Communicator at the same time; collectives of one communicator are issued "
-                "by one thread, in the same order on every rank"
+            raise _two_threads()
+        try:
+            self._calls += 1
+            return drive(
+                steps,
+                lambda: Deadline(
+                    timeout,
+                    self._warn_after,
+                    lambda waited: self._report(text, waited, call_site),
+                    lambda waited: self._expire(steps, text, waited),
+                ),
             )
-        return self._release
+        except (MismatchError, PeerError, CollectiveTimeoutError):
+            # All ranks raise these together, or the channel has been given up already.
+            raise
+        except BaseException as error:
+            self._interrupt(error, text)
+            raise
+        finally:
+            self._lock.release()
 
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
@@ -293,14 +290,11 @@ class Channel:
         return f"mpidist: rank {self.rank} has ended its program, and waits for the other ranks to end theirs"
 
 
-class _Releasing(AbstractContextManager[object]):
-    """Releases a lock at the end of a block; one object for all blocks, as this is on the way of every call."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+def _two_threads() -> RuntimeError:
+    return RuntimeError(
+        "two threads used one Communicator at the same time; collectives of one communicator are issued by one thread, "
+        "in the same order on every rank"
+    )
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:

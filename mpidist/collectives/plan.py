@@ -109,15 +109,20 @@ class ReductionPlan:
         return packs
 
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
-        """Put all elements into the payload of the handshake."""
+        """Put all elements into the payload of the handshake; what follows them there is of no account."""
+        if len(arrays) == 1 and arrays[0].ndim == 0:
+            payload[0] = arrays[0]
+            return
         start = 0
         for array, count in zip(arrays, self._counts, strict=True):
             payload[start : start + count] = array.reshape(-1)
             start += count
-        payload[start:] = 0
 
     def from_inline(self, totals: Array, out: Sequence[Array] | None) -> list[Array]:
         """Return the results that came with the handshake."""
+        if out is None and self.shapes == [()]:
+            total = totals[0] if self.divisor is None else totals[0] / self.divisor
+            return [np.array(total, self.result_dtypes[0])]
         results = []
         start = 0
         for index, (shape, count) in enumerate(zip(self.shapes, self._counts, strict=True)):

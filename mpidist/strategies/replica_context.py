@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpidist.core import nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
@@ -195,7 +193,9 @@ class ReplicaContext:
 
 def _read_here(value: Any) -> Any:
     """Return ``value`` with its variables replaced by what they are in this replica."""
-    if type(value) is np.ndarray or not any(isinstance(leaf, Assignable) for leaf in nest.flatten(value)):
+    if not nest.is_nest(value):
+        return value.value() if isinstance(value, Assignable) else value
+    if not any(isinstance(leaf, Assignable) for leaf in nest.flatten(value)):
         return value
     return nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, Assignable) else leaf, value)
 
