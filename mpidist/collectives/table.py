@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
 
 SHIPPED = Table(
-    one_node_readable=((1024 * KiB, "mpi"), (None, "neighbours")),
+    one_node_readable=((192 * KiB, "mpi"), (None, "neighbours")),
     one_node=((1024 * KiB, "mpi"), (None, "window")),
     several_nodes=((None, "mpi"),),
 )
