@@ -73,8 +73,11 @@ class ArrayCollectives:
         """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
-            with self.shared_errors("checking out"):
+            try:
                 _check_out(plan, out)
+            except ValueError as error:
+                self.announce(error, "checking out")
+                raise
         return self._run(self._reduce_steps(plan, arrays, out, None), plan.text, options)
 
     def reduce_arrays_async(

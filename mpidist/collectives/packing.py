@@ -57,6 +57,8 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list
     >>> first is start, second is end
     (True, False)
     """
+    if len(arrays) == len(out) == 1:
+        return [arrays[0].copy() if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
     targets = sorted(_bounds(target) for target in out if target.size)
     starts = [start for start, _ in targets]
     # The furthest end of all targets up to each: they may contain one another.
