@@ -128,7 +128,7 @@ class DistributedIterator:
 
     Every method that moves on is collective: call it on every rank, in the same order. The pass ends for all
     ranks at the same step, when no replica anywhere has data left; replicas that run out earlier get batches
-    without rows (IN-12). Where the number of steps is known nothing is exchanged in a step.
+    without rows. Where the number of steps is known nothing is exchanged in a step.
     """
 
     def __init__(self, dataset: DistributedDataset, run: Pass) -> None:

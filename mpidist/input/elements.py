@@ -1,7 +1,7 @@
 """One element of a dataset, a nest of arrays or values: converting its lists, stacking and cutting it.
 
-In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array (IN-16, and
-the rule of tf.data), so a nest that leaves here has no lists in it.
+In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array, as
+in tf.data, so a nest that leaves here has no lists in it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def install_excepthook() -> None:
     Raises:
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
 
-    Source: decision 8 of the specification; the idea is ChainerMN's ``global_except_hook``.
+    Source: ChainerMN's ``global_except_hook``.
     """
     if not settings.ABORT_ON_EXCEPTION.read() or isinstance(sys.excepthook, _AbortHook):
         return

@@ -191,7 +191,7 @@ class Optimizer:
             ValueError: Only None, shapes that do not fit, or variables of another strategy.
             TypeError: Dtypes that do not fit.
 
-        Source: https://www.tensorflow.org/tutorials/distribute/custom_training and LO-03 of its rules.
+        Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
         gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
         strategy = self._strategy_of(variables)

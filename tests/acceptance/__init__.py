@@ -1,1 +1,1 @@
-"""Acceptance tests: the rules of the specification, written without knowledge of the implementation."""
+"""Acceptance tests: the rules of the programming model, written without knowledge of the implementation."""

@@ -1,4 +1,4 @@
-"""Issue 2, item 8: arrays of others go into collectives, variables and reduce, and come out as what they were."""
+"""Arrays of others go into collectives, variables and reduce, and come out as what they were."""
 
 from __future__ import annotations
 

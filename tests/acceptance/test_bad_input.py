@@ -1,4 +1,4 @@
-"""The "Bad input" list of issue 2: every message names what was given, what was expected and what to type."""
+"""Bad input: every message names what was given, what was expected and what to type."""
 
 from __future__ import annotations
 

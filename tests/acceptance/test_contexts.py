@@ -1,4 +1,4 @@
-"""MF-01 to MF-05, MF-08, MF-10, 18.12, 18.13: which strategy and which context is current where."""
+"""Which strategy and which context is current where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "one_device")
 
 
 def where() -> tuple[Any, bool, Any, bool]:
-    """One row of the table of MF-04."""
+    """One row of the table of contexts."""
     context = mpidist.get_replica_context()
     assert (context is not None) != mpidist.in_cross_replica_context()
     return mpidist.get_strategy(), mpidist.has_strategy(), context, mpidist.in_cross_replica_context()
@@ -53,7 +53,7 @@ def test_table_of_contexts(strategy: Any) -> None:
         if real:
             assert where() == (strategy, True, None, True)
         else:
-            check_top_level()  # SG-01: the default strategy's scope changes nothing
+            check_top_level()  # the default strategy's scope changes nothing
     rows: list[Any] = []
 
     def merge(merged_strategy: Any) -> None:

@@ -1,4 +1,4 @@
-"""CO-01 to CO-10: the public calls and extension points of CrossDeviceOps, alone and under a strategy."""
+"""The public calls and extension points of CrossDeviceOps, alone and under a strategy."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _self() -> Any:
 
 
 def test_a_class_of_ones_own() -> None:
-    """CO-01: the extension points are what the public calls and the strategy go through."""
+    """The extension points are what the public calls and the strategy go through."""
     calls: list[str] = []
 
     class Recorded(CrossDeviceOps):
@@ -194,7 +194,7 @@ def test_a_class_of_ones_own() -> None:
 
 
 def test_bytes_per_pack_changes_nothing_but_the_packing(strategy: Any) -> None:
-    """CO-09: whatever the packs, the same numbers in the same order."""
+    """Whatever the packs, the same numbers in the same order."""
     n = strategy.num_replicas_in_sync
     nest = [np.full(4, k + 1, np.float32) for k in range(4)] + [np.full(3, 7.0), np.array(2), np.zeros(0)]
 

@@ -1,4 +1,4 @@
-"""CO-14, CO-15, CO-17, CO-18: equal bits everywhere, dtypes, zero sizes, two strategies at once."""
+"""Equal bits everywhere, dtypes, zero sizes, two strategies at once."""
 
 from __future__ import annotations
 

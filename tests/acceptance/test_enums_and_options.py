@@ -1,4 +1,4 @@
-"""MF-06, MF-12, MF-13, CO-11, CO-12, RO-01, SG-11: constants, enumerations, options and public names."""
+"""Constants, enumerations, options and public names."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_names_of_the_v1_module() -> None:
 
 
 def test_names_of_the_package() -> None:
-    """Architecture section 8, the names that issue 2 builds."""
+    """The public names."""
     names = [
         "Strategy",
         "StrategyExtended",

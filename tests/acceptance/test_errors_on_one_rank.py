@@ -1,4 +1,4 @@
-"""S8 and decision 8, in jobs of their own: an error on one rank never leaves another waiting."""
+"""An error on one rank never leaves another waiting."""
 
 from __future__ import annotations
 

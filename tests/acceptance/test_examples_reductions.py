@@ -1,4 +1,4 @@
-"""Examples 1 to 8 of section 15 in every layout, generalised from two replicas by slow formulas."""
+"""Numeric examples of reductions and gathers in every layout, generalised from two replicas by slow formulas."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_example_8_all_gather_of_an_uneven_nest_and_its_gradient(strategy: Any) 
 
 
 def test_constants_count_once_per_replica_in_every_layout(strategy: Any) -> None:
-    """Decisions 9 and 12: identical numbers and arrays are not collapsed, so sums do not depend on the layout."""
+    """Identical numbers and arrays are not collapsed, so sums do not depend on the layout."""
     n = strategy.num_replicas_in_sync
     captured = np.array([1.0, 2.0])
     same(strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None), float(n))

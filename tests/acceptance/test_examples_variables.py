@@ -1,4 +1,4 @@
-"""Examples 18, 19, 21, 23 and 24 of section 15 in every layout, generalised from two replicas."""
+"""Numeric examples of variables and contexts in every layout, generalised from two replicas."""
 
 from __future__ import annotations
 

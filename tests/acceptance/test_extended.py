@@ -1,4 +1,4 @@
-"""SE-01 to SE-15: the interface for library writers, in every layout."""
+"""The interface for library writers, in every layout."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_update_refuses_what_is_not_its_own(strategy: Any) -> None:
 
 
 def test_variables_inside_an_update_are_the_component(strategy: Any) -> None:
-    """MF-07 and VA-08: in update context reading or assigning a distributed variable acts on that component."""
+    """In update context reading or assigning a distributed variable acts on that component."""
     counter = make_variable(strategy, 0.0, ON_READ, SUM)
     fill(strategy, counter, lambda i: i + 1.0)
     target = make_variable(strategy, 0.0)

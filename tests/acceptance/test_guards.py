@@ -1,4 +1,4 @@
-"""MF-09: every public method against the four rows of MF-04 and against a foreign strategy."""
+"""Every public method against the four rows of the table of contexts and against a foreign strategy."""
 
 from __future__ import annotations
 

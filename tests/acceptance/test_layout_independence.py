@@ -1,4 +1,4 @@
-"""TS-04 and decision 9: one program, the same numbers with n replicas as 1 x n, n x 1 and mixed."""
+"""One program, the same numbers with n replicas as 1 x n, n x 1 and mixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S8, decision 13 and VA-06: ranks that ask for different things all get the same readable error, and go on."""
+"""Ranks that ask for different things all get the same readable error, and go on."""
 
 from __future__ import annotations
 

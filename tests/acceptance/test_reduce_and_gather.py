@@ -1,4 +1,4 @@
-"""ST-07 and ST-08: axes, operations, dtypes, nests and special inputs of reduce and gather, in every layout."""
+"""Axes, operations, dtypes, nests and special inputs of reduce and gather, in every layout."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_gather_refusals(strategy: Any) -> None:
 
 
 def test_plain_values_of_ranks_are_gathered_once_per_rank(strategy: Any) -> None:
-    """Decision 11 for gather: a plain value belongs to the rank, as what run returns with one local replica."""
+    """A plain value belongs to the rank, as what run returns with one local replica."""
     workers, ids = num_workers(strategy), local_ids(strategy)
     if len(ids) == 1:
         parts = [np.full(w + 1, w) for w in range(workers)]

@@ -1,4 +1,4 @@
-"""RC-01 to RC-09: what code inside run can ask and do, in every layout."""
+"""What code inside run can ask and do, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ST-01, ST-03 to ST-05, ST-09, ST-15, RO-01, SG-08, SG-10 and the behaviour matrix, in every layout."""
+"""Strategy: its methods and how the strategies differ in behaviour, in every layout."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_run_takes_a_list_or_a_tuple(strategy: Any) -> None:
 
 
 def test_what_run_collapses(strategy: Any) -> None:
-    """Decision 12: of identical results only None, strings and variables come back unwrapped."""
+    """Of identical results only None, strings and variables come back unwrapped."""
     variable = make_variable(strategy, 1.0)
     captured, number = np.arange(2), 257.0
     results = strategy.run(lambda: {"a": captured, "n": number, "t": "x", "z": None, "v": variable, "i": 1, "b": True})
@@ -112,7 +112,7 @@ def test_what_run_collapses(strategy: Any) -> None:
 
 
 def test_run_does_not_collapse_other_objects(strategy: Any) -> None:
-    """Decision 12 by the letter: *only* None, strings and variables."""
+    """*Only* None, strings and variables."""
     opaque = object()
     result = strategy.run(lambda: opaque)
     assert isinstance(result, mpidist.DistributedValues) == (len(local_ids(strategy)) > 1)
@@ -253,7 +253,7 @@ def test_per_replica_input_is_for_mirrored_alone(strategy: Any) -> None:
 
 
 def test_skeleton_of_a_training_loop(strategy: Any) -> None:
-    """SG-10, with both ways to iterate; one program, the same numbers in every layout."""
+    """A custom training loop, with both ways to iterate; one program, the same numbers in every layout."""
     x = np.arange(24, dtype=float).reshape(12, 2) / 10
     target = x @ np.array([1.0, -2.0]) + 0.5
     batch, steps, rate = 6, 4, 0.05

@@ -1,4 +1,4 @@
-"""VA-01 to VA-05 and VA-17: PerReplica, Mirrored, regroup, select_replica and IndexedSlices."""
+"""PerReplica, Mirrored, regroup, select_replica and IndexedSlices."""
 
 from __future__ import annotations
 

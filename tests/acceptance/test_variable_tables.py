@@ -1,4 +1,4 @@
-"""VA-08 and VA-09: every synchronization with every aggregation in every context, in every layout."""
+"""Every synchronization with every aggregation in every context, in every layout."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_assigning_on_write_in_replica_context(strategy: Any, method: str, aggre
 
 @pytest.mark.parametrize("method", METHODS)
 def test_literals_count_once_per_replica(strategy: Any, method: str) -> None:
-    """S7b and decision 9: n times a Python literal for SUM, the literal itself for MEAN and ONLY_FIRST_REPLICA."""
+    """N times a Python literal for SUM, the literal itself for MEAN and ONLY_FIRST_REPLICA."""
     n = strategy.num_replicas_in_sync
     for aggregation, factor in ((SUM, n), (MEAN, 1), (FIRST, 1)):
         for literal in (2.0, 0, 3):

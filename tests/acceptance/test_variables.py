@@ -1,4 +1,4 @@
-"""VA-06, VA-07, VA-10 and VA-12: creation, attributes, scatter and copies of variables, in every layout."""
+"""Creation, attributes, scatter and copies of variables, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VA-07, VA-08, ST-08 with decision 9: what a variable means where a value is taken, in every layout."""
+"""What a variable means where a value is taken, in every layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_all_reduce_takes_the_local_component(strategy: Any) -> None:
 
 @pytest.mark.parametrize("strategy", layouts("mirrored*", "multi_worker-*", "one_device"), indirect=True)
 def test_the_result_of_a_reduction_is_no_variable(strategy: Any) -> None:
-    """The default context alone hands values back as they are (RC-07)."""
+    """The default context alone hands values back as they are."""
     weights = make_variable(strategy, np.array([1.0, 2.0]))
     expected = strategy.num_replicas_in_sync * np.array([1.0, 2.0])
     result = strategy.run(lambda: context().all_reduce("SUM", weights))

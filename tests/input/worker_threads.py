@@ -1,4 +1,4 @@
-"""Workers as threads of one process, with the part of a Communicator that input uses (TS-02)."""
+"""Workers as threads of one process, with the part of a Communicator that input uses."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Loss scaling: the examples of the specification, and that replicas' losses add up to the global mean."""
+"""Loss scaling: numeric examples, and that replicas' losses add up to the global mean."""
 
 from __future__ import annotations
 
