@@ -166,7 +166,8 @@ class Channel:
             doing: What was being done, for the report.
         """
         is_common = isinstance(error, (MismatchError, PeerError, CollectiveTimeoutError))
-        if self.size == 1 or self.unusable is not None or is_common or hasattr(error, _ANNOUNCED):
+        nobody_listens = self.size == 1 or self.unusable is not None or self.handshake.left
+        if nobody_listens or is_common or hasattr(error, _ANNOUNCED):
             return
         setattr(error, _ANNOUNCED, True)
         call_site = user_call_site()

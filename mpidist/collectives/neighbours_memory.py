@@ -7,7 +7,6 @@ import errno
 import os
 
 from mpidist.arrays.convert import Array
-from mpidist.core.errors import PeerError
 
 
 class _IoVec(ctypes.Structure):
@@ -50,7 +49,7 @@ class NeighboursMemory:
 
         Raises:
             PermissionError: The kernel forbids it.
-            PeerError: The process is gone.
+            ProcessLookupError: The process is gone.
             OSError: The addresses are not those of memory that both processes have.
         """
         assert self._read is not None
@@ -61,7 +60,7 @@ class NeighboursMemory:
             if done <= 0:
                 code = ctypes.get_errno()
                 if code == errno.ESRCH:
-                    raise PeerError(f"process {pid}, a rank on this node, is gone")
+                    raise ProcessLookupError(code, f"process {pid}, a rank on this node, is gone")
                 raise OSError(code, f"reading the memory of process {pid}: {os.strerror(code)}")
             remote_address += done
             local_address += done

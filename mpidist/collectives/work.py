@@ -64,16 +64,18 @@ class Work:
         return self._result
 
     def step(self) -> bool:
-        """Move one step forward; returns whether it is done. Called by the channel alone."""
+        """Move one step forward; returns whether there are no more. Called by the channel alone."""
         try:
             next(self._steps)
         except StopIteration as stop:
             self._result = stop.value
-            self.is_done = True
         except (MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
             self._error = error
-            self.is_done = True
-        return self.is_done
+        else:
+            # Also of a work that was settled: what it has begun with the other ranks is still carried through.
+            return False
+        self.is_done = True
+        return True
 
     def __del__(self) -> None:
         if self._error is not None and not self._was_told:

@@ -170,3 +170,50 @@ comm.close()
 def test_a_work_that_nobody_waits_for_does_not_fail_in_silence() -> None:
     job = run_script(NEVER_WAITED, 2)
     assert "never waited for, ended with MismatchError" in job.stderr
+
+
+GIVEN_UP = """
+import time, numpy, mpidist
+from mpidist.experimental import CommunicationOptions
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    work = comm.all_reduce_async("SUM", numpy.ones(100), options=CommunicationOptions(timeout_seconds=0.3))
+    try:
+        work.wait()
+    except mpidist.CollectiveTimeoutError:
+        print("gave up")
+else:
+    time.sleep(1.0)
+    print(comm.all_reduce_async("SUM", numpy.ones(100)).wait()[0])
+"""
+
+
+@pytest.mark.one_rank
+def test_a_work_that_was_given_up_is_carried_through_at_the_end() -> None:
+    job = run_script(GIVEN_UP, 2)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.split("\n")) == ["", "2.0", "gave up"]
+
+
+LEFT_ALONE = """
+import sys, mpidist
+comm = mpidist.Communicator()
+if comm.rank == 1:
+    sys.exit()
+try:
+    comm.barrier()
+except mpidist.PeerError:
+    pass
+try:
+    with comm.shared_errors("a test"):
+        raise KeyError("mine")
+except KeyError as error:
+    print(error)
+"""
+
+
+@pytest.mark.one_rank
+def test_an_error_of_its_own_is_not_replaced_after_a_peer_has_left() -> None:
+    job = run_script(LEFT_ALONE, 2)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.strip() == "'mine'"
