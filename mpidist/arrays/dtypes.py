@@ -54,3 +54,21 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
     if dtype.kind in "iu" and op is ReduceOp.MEAN:
         return np.dtype(np.float64), np.dtype(np.float64)
     return dtype, dtype
+
+
+def half_dtype(name: str) -> DType:
+    """Return the dtype ``"float16"`` or ``"bfloat16"``.
+
+    Raises:
+        ImportError: bfloat16 without the ml_dtypes package.
+    """
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(
+            "bfloat16 needs the ml_dtypes package; type: pip install 'mpidist[half]', or use float16"
+        ) from None
+    dtype: DType = np.dtype(ml_dtypes.bfloat16)
+    return dtype

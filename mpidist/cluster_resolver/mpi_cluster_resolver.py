@@ -11,6 +11,7 @@ from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_ma
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.core import settings
 from mpidist.topology.launcher import check_world, import_mpi
+from mpidist.topology.patience import duplicate
 from mpidist.topology.topology import Topology, world_topology
 
 if TYPE_CHECKING:
@@ -183,11 +184,15 @@ class MPIClusterResolver(ClusterResolver):
 
     def _ask(self) -> _Survey:
         if self._survey is None:
-            topology = world_topology() if self._comm is None else Topology(self._comm)
+            if self._comm is None:
+                topology = world_topology()
+            else:
+                topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
             hosts = topology.world.allgather(socket.gethostname())
             self._survey = _Survey(tuple(hosts), topology.node_of_rank)
             if self._comm is not None:
                 topology.close()
+                topology.world.Free()
         return self._survey
 
     def _share_of_ranks(self) -> list[int]:

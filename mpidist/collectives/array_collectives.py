@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import check_transportable
-from mpidist.collectives import algorithms, gathering, table
+from mpidist.collectives import algorithms, gathering
+from mpidist.collectives.algorithms.reduce_broadcast import reduce_to
 from mpidist.collectives.channel import Channel
+from mpidist.collectives.choice import Choice, check_options
+from mpidist.collectives.chunks import slices
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
-from mpidist.collectives.node import Node
-from mpidist.collectives.packing import copies_of_overlapping
+from mpidist.collectives.movement import Movement
+from mpidist.collectives.packing import copies_of_overlapping, divided
 from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
@@ -46,7 +48,7 @@ class ArrayCollectives:
     def __init__(self, comm: MPI.Intracomm | None = None, *, options: CommunicationOptions | None = None) -> None:
         check_communication_options(options)
         self._options = _DEFAULT_OPTIONS.merge(options)
-        check_is_offered(self._options)
+        check_options(self._options)
         if comm is not None and not isinstance(comm, import_mpi().Intracomm):
             raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
         base = world_topology().world if comm is None else comm
@@ -54,8 +56,8 @@ class ArrayCollectives:
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._plans: dict[Any, ReductionPlan] = {}
-        self._algorithms: dict[str, algorithms.Algorithm] = {}
-        self._node: Node | None = None
+        self._choice = Choice(self._channel.comm, self._channel.node)
+        self._movement = Movement(self._channel.node)
         self._pool = Pool()
         self.last_algorithm = "none"
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
@@ -109,21 +111,39 @@ class ArrayCollectives:
                 shape = ", ".join("*" if i == position else str(n) for i, n in enumerate(array.shape))
                 parts.append(f"{array.dtype.name}({shape})")
         text = f"all_gather along axis {axis} of {', '.join(parts)}{f' as {note}' if note else ''}"
+        return self._run(self._gather_steps(moved, axis, text), text, options)
 
-        def steps() -> Steps[list[Array]]:
-            yield from self._channel.handshake.open(plan_id(text), text, None)
-            lengths = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in moved])
-            results = []
-            for index, array in enumerate(moved):
-                row = int(np.prod(array.shape[1:]))
-                rows: list[int] = lengths[:, index].tolist()
-                counts = [n * row for n in rows]
-                flat = yield from gathering.all_gather_flat(self._channel.comm, array.reshape(-1), counts)
-                whole = flat.reshape(sum(rows), *array.shape[1:])
-                results.append(np.moveaxis(whole, 0, axis if axis >= 0 else axis + array.ndim))
-            return results
-
-        return self._run(steps(), text, options)
+    def _gather_steps(self, moved: list[Array], axis: int, text: str) -> Steps[list[Array]]:
+        """Gather arrays along their first axis, which comes to be ``axis``."""
+        channel, movement, k = self._channel, self._movement, len(moved)
+        told = movement.can_tell(2 * k)
+        mine = [len(array) for array in moved]
+        if told:
+            channel.node.board.tell([*mine, *map(movement.place_of, moved)])
+        yield from channel.handshake.open(plan_id(text), text, None)
+        if told:
+            words = np.array(channel.node.board.told(2 * k)).reshape(self.size, 2 * k)
+            lengths, places = words[:, :k], words[:, k:]
+        else:
+            lengths = yield from gathering.gather_lengths(channel.comm, mine)
+        in_node = told and (yield from movement.works())
+        results = []
+        for index, array in enumerate(moved):
+            row = int(np.prod(array.shape[1:]))
+            counts = [n * row for n in lengths[:, index].tolist()]
+            flat = self._pool.take(sum(counts), array.dtype)
+            if in_node:
+                wanted = list(enumerate(np.split(flat, np.cumsum(counts[:-1]))))
+                longest = max(counts) * array.itemsize
+                yield from movement.copy(array, places[:, index].tolist(), wanted, longest)
+            else:
+                yield from gathering.all_gather_flat(channel.comm, array.reshape(-1), flat, counts)
+            whole = flat.reshape(int(lengths[:, index].sum()), *array.shape[1:])
+            results.append(np.moveaxis(whole, 0, axis if axis >= 0 else axis + array.ndim))
+        if in_node:
+            # The others may still be reading.
+            yield from channel.node.board.meet()
+        return results
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
@@ -135,15 +155,34 @@ class ArrayCollectives:
                 check_transportable(array.dtype, "broadcast")
         of_what = f" for {note}" if note else ""
         text = f"broadcast from rank {root} of {signature_text(signature_of(arrays))}{of_what}"
+        return self._run(self._broadcast_steps(arrays, root, text), text, options)
 
-        def steps() -> Steps[list[Array]]:
-            yield from self._channel.handshake.open(plan_id(text), text, None)
-            results = [np.array(array, order="C", subok=False) for array in arrays]
-            for result in results:
-                yield from gathering.broadcast_flat(self._channel.comm, result.reshape(-1), root)
-            return results
-
-        return self._run(steps(), text, options)
+    def _broadcast_steps(self, arrays: Sequence[Array], root: int, text: str) -> Steps[list[Array]]:
+        channel, movement = self._channel, self._movement
+        told = movement.can_tell(len(arrays))
+        is_root = self.rank == root
+        sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays] if is_root else []
+        if told:
+            channel.node.board.tell([movement.place_of(source) for source in sources])
+        yield from channel.handshake.open(plan_id(text), text, None)
+        places = channel.node.board.told(len(arrays))[root] if told else []
+        in_node = told and (yield from movement.works())
+        results = []
+        for index, array in enumerate(arrays):
+            flat = self._pool.take(array.size, array.dtype)
+            if is_root:
+                flat[:] = sources[index]
+            if in_node:
+                source = sources[index] if is_root else None
+                wanted = [] if is_root else [(root, flat)]
+                yield from movement.copy(source, [places[index]] * self.size, wanted, flat.nbytes)
+            else:
+                yield from gathering.broadcast_flat(channel.comm, flat, root)
+            results.append(flat.reshape(array.shape))
+        if in_node:
+            # The others may still be reading.
+            yield from channel.node.board.meet()
+        return results
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block for rank-local work before a collective, so that an error in it reaches every rank.
@@ -161,13 +200,7 @@ class ArrayCollectives:
 
     def close(self) -> None:
         """Finish what is on its way and free the communicator (collective). Closing again does nothing."""
-        self._channel.close(self._close_algorithms)
-
-    def _close_algorithms(self) -> None:
-        for algorithm in self._algorithms.values():
-            algorithm.close()
-        if self._node is not None:
-            self._node.close()
+        self._channel.close(self._choice.close)
 
     def _plan(
         self,
@@ -185,7 +218,7 @@ class ArrayCollectives:
         if plan is None:
             with self.shared_errors(kind):
                 merged = self._options.merge(options)
-                check_is_offered(merged)
+                check_options(merged)
                 if len(self._plans) == _MOST_PLANS:
                     self._plans.clear()
                 plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
@@ -198,55 +231,83 @@ class ArrayCollectives:
         if plan.inline:
             self.last_algorithm = "handshake"
             plan.fill_inline(arrays, handshake.payload)
+            yield from handshake.open(plan.id, plan.text, call_site, plan.count)
+            return plan.from_inline(handshake.totals(plan.count), out)
+        results = plan.blank_results(out)
+        if not plan.packs:
             yield from handshake.open(plan.id, plan.text, call_site)
-            return plan.from_inline(handshake.totals, out)
-        handshake.payload[0] = self._are_own(arrays)
-        yield from handshake.open(plan.id, plan.text, call_site)
-        all_own = handshake.totals[0] == self.size
-        results: list[Any] = [None] * len(arrays)
         if out is not None:
             # One pack may write what another has still to read.
             arrays = copies_of_overlapping(arrays, out)
-        for pack in plan.packs:
-            algorithm = self._algorithm(plan.algorithm or self._choice(pack.nbytes, all_own))
-            parts = pack.parts(arrays, algorithm.most_parts, self._pool)
-            receive = partial(pack.result_buffer, out, self._pool)
-            flat = yield from algorithm.all_reduce(parts, receive, plan.op, plan.divisor, out is None)
-            plan.deliver(pack, flat, results, out)
+        for number, pack in enumerate(plan.packs):
+            algorithm = yield from self._algorithm(pack.nbytes, plan, call_site)
+            job = plan.reduction(pack, arrays, out, self._pool)
+            algorithm.prepare(job, out is None)
+            if number == 0:
+                yield from handshake.open(plan.id, plan.text, call_site)
+            else:
+                yield from self._channel.node.board.meet()
+            pieces = yield from algorithm.all_reduce(job)
+            pack.deliver(pieces, results, out)
+            self.last_algorithm = algorithm.name
         return results
 
-    def _are_own(self, arrays: Sequence[Array]) -> bool:
-        """Whether all of ``arrays`` lie in the node's shared memory."""
-        node = self._node
-        return node is not None and node.shared.has_arrays and all(node.shared.locate(a) is not None for a in arrays)
+    def _reduce_to_steps(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:
+        """Reduce to rank ``root``; what the others return is of no account."""
+        channel, is_root = self._channel, self.rank == root
+        results = plan.blank_results(None)
+        if not plan.packs:
+            yield from channel.handshake.open(plan.id, plan.text, None)
+        for number, pack in enumerate(plan.packs):
+            job = plan.reduction(pack, arrays, None, self._pool)
+            job.is_wanted = is_root
+            algorithm = None
+            if channel.node.is_alone and self.size > 1:
+                algorithm = yield from self._algorithm(pack.nbytes, plan, None)
+                algorithm.prepare(job, False)
+            if number == 0:
+                yield from channel.handshake.open(plan.id, plan.text, None)
+            else:
+                yield from channel.node.board.meet()
+            if algorithm is not None:
+                pieces = yield from algorithm.all_reduce(job)
+            else:
+                flat = job.flat_result() if is_root else None
+                yield from reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
+                pieces = [] if flat is None else job.finish(flat)
+            if is_root:
+                pack.deliver(pieces, results, None)
+        return results
 
-    def _choice(self, nbytes: int, all_own: bool) -> str:
-        """Return the algorithm for a message (collective: the node may have to be explored).
-
-        Args:
-            nbytes: Of the message.
-            all_own: Whether the input of every rank lies in shared memory.
-        """
-        if nbytes < table.SMALLEST_CHOICE or self.size == 1:
-            return "mpi"
-        node = self._explored()
-        if node.topology.num_nodes > 1:
-            row = table.SHIPPED.several_nodes
+    def _reduce_scatter_steps(self, plan: ReductionPlan, array: Array) -> Steps[Array]:
+        """Return the flat elements of this rank's rows of the reduction."""
+        channel, movement = self._channel, self._movement
+        row_size = int(np.prod(array.shape[1:]))
+        rows = [b - a for a, b in slices(len(array), self.size)]
+        start = sum(rows[: self.rank]) * row_size
+        wire, result_dtype = plan.formed[0]
+        send = np.ascontiguousarray(array, wire).reshape(-1)
+        told = channel.node.is_alone
+        if told:
+            channel.node.board.tell([movement.place_of(send)])
+        yield from channel.handshake.open(plan.id, plan.text, None)
+        places = [place for (place,) in channel.node.board.told(1)] if told else []
+        if told and (channel.node.reads_neighbours or all(place < 0 for place in places)):
+            flat = self._pool.take(rows[self.rank] * row_size, wire)
+            movement.reduce_rows(send, places, start, flat, plan.op)
+            yield from channel.node.board.meet()
         else:
-            row = table.SHIPPED.one_node_readable if node.reads_neighbours else table.SHIPPED.one_node
-        return table.look_up(row, None if all_own else nbytes)
+            flat = yield from gathering.reduce_scatter_rows(channel.comm, send, rows, row_size, plan.op, wire)
+        return divided(flat, plan.divisor).astype(result_dtype, copy=False)
 
-    def _explored(self) -> Node:
-        if self._node is None:
-            self._node = Node(self._channel.comm)
-        return self._node
-
-    def _algorithm(self, name: str) -> algorithms.Algorithm:
-        self.last_algorithm = name
-        if name not in self._algorithms:
-            node = self._explored() if algorithms.needs_node(name) else None
-            self._algorithms[name] = algorithms.make(name, self._channel.comm, node)
-        return self._algorithms[name]
+    def _algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:
+        """Return the algorithm for a message, made when it is first used, once all ranks have come."""
+        name = self._choice.name_for(nbytes, plan.options)
+        algorithm = self._choice.made(name, plan.options)
+        if algorithm is None:
+            yield from self._channel.handshake.open(plan.id, plan.text, call_site)
+            algorithm = yield from self._choice.make(name, plan.options)
+        return algorithm
 
     def _run(self, steps: Steps[T], text: str, options: CommunicationOptions | None) -> T:
         return self._channel.run(steps, text, _timeout_of(options))
@@ -262,14 +323,6 @@ def _timeout_of(options: CommunicationOptions | None) -> float | None:
         return None
     check_communication_options(options)
     return options.timeout_seconds
-
-
-def check_is_offered(options: CommunicationOptions) -> None:
-    """Raise for options that name something unknown, or that this version does not offer."""
-    algorithms.check_name(options.algorithm)
-    for name in ("wire_dtype", "error_feedback", "deterministic"):
-        if getattr(options, name):
-            raise NotImplementedError(f"{name}={getattr(options, name)!r} is not offered yet; leave it out")
 
 
 def check_has_axis(array: Array, axis: int, method: str) -> int:

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
+from mpidist.collectives.node import Node
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
+from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.topology import import_mpi
 from mpidist.topology.patience import duplicate
 
@@ -58,6 +59,7 @@ class Channel:
 
     Attributes:
         comm: The duplicate.
+        node: Its node of this rank.
         handshake: With which every collective on it begins.
     """
 
@@ -65,7 +67,8 @@ class Channel:
         self.comm: MPI.Intracomm = duplicate(comm, "making a Communicator or a strategy")
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
-        self.handshake = Handshake(self.comm)
+        self.node = Node(self.comm)
+        self.handshake = Handshake(self.comm, self.node.board)
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self._warn_after: float = settings.WARN_AFTER.read()
         self._queue: deque[Work] = deque()
@@ -165,7 +168,7 @@ class Channel:
             error: The error.
             doing: What was being done, for the report.
         """
-        is_common = isinstance(error, (MismatchError, PeerError, CollectiveTimeoutError))
+        is_common = isinstance(error, (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError))
         nobody_listens = self.size == 1 or self.unusable is not None or self.handshake.left
         if nobody_listens or is_common or hasattr(error, _ANNOUNCED):
             return
@@ -188,6 +191,7 @@ class Channel:
         _open.remove(self)
         free_first()
         self.handshake.free()
+        self.node.close()
         self.comm.Free()
         self.unusable = "it has been closed"
 
@@ -229,7 +233,7 @@ class Channel:
                     lambda waited: self._expire(steps, text, waited),
                 ),
             )
-        except (MismatchError, PeerError, CollectiveTimeoutError):
+        except (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError):
             # All ranks raise these together, or the channel has been given up already.
             raise
         except BaseException as error:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
-from mpidist.collectives import gathering, objects
-from mpidist.collectives.algorithms.reduce_broadcast import reduce_to
+from mpidist.collectives import objects
 from mpidist.collectives.array_collectives import ArrayCollectives, check_has_axis
+from mpidist.collectives.chunks import slices
 from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.packing import divided
 from mpidist.collectives.plan import signature_of, signature_text
-from mpidist.collectives.table import SMALLEST_CHOICE
+from mpidist.collectives.shared_memory import SMALLEST_SHARED
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.enums import ReduceOp
@@ -99,19 +98,8 @@ class Communicator(ArrayCollectives):
         root = self._check_root(root)
         arrays, rebuild = self._unwrap(value)
         plan = self._plan(f"reduce to rank {root}", op, arrays, self.size, options, "")
-
-        def steps() -> Steps[list[Array] | None]:
-            yield from self._channel.handshake.open(plan.id, plan.text, None)
-            results: list[Any] = [None] * len(arrays)
-            for pack in plan.packs:
-                flat = pack.result_buffer(None, self._pool) if self.rank == root else None
-                yield from reduce_to(self._channel.comm, pack.fill(arrays, self._pool), flat, op, root)
-                if flat is not None:
-                    plan.deliver(pack, divided(flat, plan.divisor), results, None)
-            return results if self.rank == root else None
-
-        results = self._run(steps(), plan.text, options)
-        return None if results is None else rebuild(results)
+        results = self._run(self._reduce_to_steps(plan, arrays, root), plan.text, options)
+        return rebuild(results) if self.rank == root else None
 
     def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
@@ -131,22 +119,9 @@ class Communicator(ArrayCollectives):
             array = to_array(value)
             check_has_axis(array, 0, "reduce_scatter")
         plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
-        rows = [len(part) for part in np.array_split(np.arange(len(array)), self.size)]
-        row_size = int(np.prod(array.shape[1:]))
-        pack = plan.packs[0]
-
-        def steps() -> Steps[Array]:
-            yield from self._channel.handshake.open(plan.id, plan.text, None)
-            flat = yield from gathering.reduce_scatter_rows(
-                self._channel.comm, pack.fill([array], self._pool), rows, row_size, op, pack.dtype
-            )
-            return (
-                divided(flat, plan.divisor)
-                .astype(plan.result_dtypes[0], copy=False)
-                .reshape(rows[self.rank], *array.shape[1:])
-            )
-
-        return _restore(value, self._run(steps(), plan.text, options))
+        flat = self._run(self._reduce_scatter_steps(plan, array), plan.text, options)
+        start, stop = slices(len(array), self.size)[self.rank]
+        return _restore(value, flat.reshape(stop - start, *array.shape[1:]))
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -215,11 +190,11 @@ class Communicator(ArrayCollectives):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return a new uninitialized array in memory that collectives handle best (collective).
 
-        Where all ranks are on one node it lies in shared memory (MPI_Win_allocate_shared), and the all-reduce of such
+        Where several ranks share a node it lies in shared memory (MPI_Win_allocate_shared), and the all-reduce of such
         arrays copies nothing: each rank reduces its share straight out of its neighbours' memory. The result is then a
-        read-only array that the ranks share; ``out=`` gives one of the caller's own. The memory belongs to the
-        communicator: it is not used for other arrays before ``close()``. Without room in /dev/shm it is ordinary
-        memory.
+        read-only array that the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to
+        the communicator: it is not used for other arrays before ``close()``. Small arrays, and all where /dev/shm has
+        no room, are ordinary memory.
 
         Args:
             shape: The same on every rank.
@@ -234,12 +209,15 @@ class Communicator(ArrayCollectives):
         """
         like = np.empty(shape, dtype)
         text = f"empty of {signature_text(signature_of([like]))}"
-        self._run(self._channel.handshake.open(plan_id(text), text, None), text, None)
-        memory = None
-        if self.size > 1 and like.nbytes >= SMALLEST_CHOICE:
-            node = self._explored()
-            memory = node.shared.allocate(like.nbytes) if node.topology.num_nodes == 1 else None
+        memory = self._run(self._allocate_steps(like.nbytes, text), text, None)
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)
+
+    def _allocate_steps(self, nbytes: int, text: str) -> Steps[Array | None]:
+        yield from self._channel.handshake.open(plan_id(text), text, None)
+        node = self._channel.node
+        if node.size == 1 or nbytes < SMALLEST_SHARED:
+            return None
+        return (yield from node.shared.allocate(nbytes))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a communicator of the ranks that passed the same ``color`` (collective; MPI_Comm_split).

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
+    """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
+    mpi = import_mpi()
+    mine, least = np.array([value], np.int64), np.empty(1, np.int64)
+    yield from until_done(comm.Iallreduce([mine, 1, mpi.INT64_T], [least, 1, mpi.INT64_T], mpi.MIN))
+    return int(least[0])
+
+
 def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[Array]:
     """Return the ``lengths`` of every rank: int64 of shape (ranks, len(lengths)) (MPI_Iallgather)."""
     mpi = import_mpi()
@@ -27,23 +35,23 @@ def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[Array]:
     return everyone
 
 
-def all_gather_flat(comm: MPI.Intracomm, mine: Array, counts: list[int]) -> Steps[Array]:
-    """Return the flat arrays of all ranks, one after the other (MPI_Iallgatherv).
+def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
+    """Put the flat arrays of all ranks, one after the other, into ``result`` (MPI_Iallgatherv).
 
     Args:
         comm: The communicator.
         mine: Flat contiguous array of this rank.
+        result: Flat array of sum(counts) elements.
         counts: Elements of every rank.
     """
     size = mine.dtype.itemsize
-    result = np.empty(sum(counts), mine.dtype)
     source, target = as_bytes(mine), as_bytes(result)
     byte_counts = [count * size for count in counts]
     borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
     per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
     if max(byte_counts, default=0) <= per_rank:
         yield from _gather_round(comm, source, target, byte_counts)
-        return result
+        return
     for start in range(0, max(byte_counts), per_rank):
         round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
         piece = np.empty(sum(round_counts), np.uint8)
@@ -52,7 +60,6 @@ def all_gather_flat(comm: MPI.Intracomm, mine: Array, counts: list[int]) -> Step
         for border, count in zip(borders, round_counts, strict=False):
             target[border + start : border + start + count] = piece[offset : offset + count]
             offset += count
-    return result
 
 
 def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: list[int]) -> Steps[None]:

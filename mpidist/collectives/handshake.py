@@ -1,14 +1,15 @@
 """The exchange that opens every collective: do all ranks make the same call?
 
-Each call of a communicator, whatever it is, begins with one reduction of the same few numbers. One of them is
-the id of the caller's plan, a hash of operation, shapes, dtypes and options. If all ranks passed the same id
-the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what
-*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
-ranks), so
-all ranks know at the same point, tell one another what they wanted, and raise the same error. The data
-that follow therefore always have the size that everybody expects.
+Each call of a communicator, whatever it is, begins with one exchange of the same few numbers. One of them is the id
+of the caller's plan, a hash of operation, shapes, dtypes and options. All ranks see at the same point whether all
+passed the same id; if not they tell one another what they wanted, and raise the same error. The data that follow
+therefore always have the size that everybody expects.
 
-Small sums of floating point travel in the same message and need no second one.
+Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
+id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what *every*
+rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
+
+Small sums of floating point travel in the same exchange and need no second one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.collectives.board import FLOATS, Board
 from mpidist.collectives.objects import gather_objects
 from mpidist.collectives.waiting import Steps
 from mpidist.core.callsite import user_call_site
@@ -31,7 +33,7 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-INLINE_ELEMENTS = 15
+INLINE_ELEMENTS = FLOATS
 _ID_BITS = 40
 # What a rank may have to tell instead of a plan.
 FAILED = "failed"
@@ -40,20 +42,47 @@ LEFT = "left"
 
 def plan_id(text: str) -> int:
     """Return the id of the plan that ``text`` describes: the same on every rank and in every run."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Handshake:
-    """The opening exchange on one communicator.
+class _Exchange(Protocol):
+    """How ids and numbers get to the other ranks."""
 
-    Args:
-        comm: The private communicator.
-    """
+    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
+        """Meet the other ranks (collective); returns whether all passed the same identity."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def totals(self, count: int) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers."""
+
+    def free(self) -> None:
+        """Free what it holds, before the communicator is freed."""
+
+
+class _OnBoard:
+    """Between ranks of one node."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
+        self._board.announce(identity, numbers)
+        yield from self._board.meet()
+        return self._board.all_announced(identity)
+
+    def totals(self, count: int) -> Array:
+        return self._board.sum_of_numbers(count)
+
+    def free(self) -> None:
+        """The board is the node's."""
+
+
+class _ByReduction:
+    """Between ranks of several nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
+
+    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
         mpi = import_mpi()
-        self._comm = comm
         self._size = comm.Get_size()
+        self._board = board
         # The sum of all ids has to be an exact float64.
         self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
         self._mine = np.zeros(1 + INLINE_ELEMENTS)
@@ -66,40 +95,74 @@ class Handshake:
             self._start: Callable[[], MPI.Request] = self._restart
         except NotImplementedError:
             self._start = partial(comm.Iallreduce, *spec)
-        self.payload: Array = self._mine[1:]
-        self.totals: Array = self._sums[1:]
-        # Ranks that have ended their program: nothing can be exchanged any more.
-        self.left: list[int] = []
 
     def _restart(self) -> MPI.Request:
         assert self._persistent is not None
         self._persistent.Start()
         return self._persistent
 
+    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
+        identity &= self._mask
+        self._mine[0] = identity
+        self._mine[1 : 1 + numbers.size] = numbers
+        self._board.fence()
+        request = self._start()
+        while not request.Test():
+            yield
+        self._board.turn()
+        agreed: bool = self._sums[0] == identity * self._size
+        return agreed
+
+    def totals(self, count: int) -> Array:
+        return self._sums[1 : 1 + count]
+
     def free(self) -> None:
-        """Free the request (before the communicator is freed)."""
         if self._persistent is not None:
             self._persistent.Free()
 
-    def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
-        """Meet the other ranks; ``self.payload`` is summed into ``self.totals`` on the way (collective).
+
+_NO_NUMBERS = np.empty(0)
+
+
+class Handshake:
+    """The opening exchange on one communicator.
+
+    Args:
+        comm: The private communicator.
+        board: Of the node of this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
+        self._comm = comm
+        self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
+        self.payload: Array = np.zeros(INLINE_ELEMENTS)
+        # Ranks that have ended their program: nothing can be exchanged any more.
+        self.left: list[int] = []
+
+    def free(self) -> None:
+        """Free what it holds (before the communicator is freed)."""
+        self._exchange.free()
+
+    def open(self, identity: int, text: str, call_site: str | None, numbers: int = 0) -> Steps[None]:
+        """Meet the other ranks (collective).
 
         Args:
             identity: ``plan_id(text)``.
             text: What this rank is about to do.
             call_site: Line of the user's program; None finds it on the stack when it is needed.
+            numbers: How many numbers of ``self.payload`` are exchanged on the way, see ``totals``.
 
         Raises:
             MismatchError: Another rank is about to do something else.
             PeerError: Another rank failed on its way here.
         """
-        identity &= self._mask
-        self._mine[0] = identity
-        request = self._start()
-        while not request.Test():
-            yield
-        if self._sums[0] != identity * self._size:
+        agreed = yield from self._exchange.meet(identity, self.payload[:numbers] if numbers else _NO_NUMBERS)
+        if not agreed:
             yield from self._compare(text, call_site)
+
+    def totals(self, count: int) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening."""
+        return self._exchange.totals(count)
 
     def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Take part with news of this rank instead of a plan; ranks that have a plan raise PeerError (collective).
@@ -109,12 +172,8 @@ class Handshake:
             text: The news, as in "rank 3 ...".
             call_site: Line of the user's program.
         """
-        self.payload[:] = 0
-        self._mine[0] = identity = plan_id(kind) & self._mask
-        request = self._start()
-        while not request.Test():
-            yield
-        if self._sums[0] != identity * self._size:
+        agreed = yield from self._exchange.meet(plan_id(kind), _NO_NUMBERS)
+        if not agreed:
             everyone = yield from gather_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
 MAX_COUNT = 2**31 - 1
+# Every MPI allows tags up to 32767.
+_TAGS = 1 << 14
 
 
 _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
@@ -60,6 +62,16 @@ def mpi_datatype(dtype: DType) -> MPI.Datatype:
     """Return the MPI datatype of one element that MPI can do arithmetic on."""
     datatype: MPI.Datatype = import_mpi().Datatype.fromcode(dtype.char)
     return datatype
+
+
+def message(array: Array) -> list[Any]:
+    """Return what mpi4py sends or receives for a contiguous array, whatever its dtype."""
+    return [as_bytes(array), array.nbytes, import_mpi().BYTE]
+
+
+def tag_of(number: int) -> int:
+    """Return a tag that tells messages apart that are under way at the same time."""
+    return number % _TAGS
 
 
 def as_bytes(array: Array) -> Array:

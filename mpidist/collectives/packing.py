@@ -1,4 +1,4 @@
-"""Flat buffers: which arrays travel together, and how they get into one buffer and out again."""
+"""Packs: which arrays travel together, in which pieces of memory, and how the results get out again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.memory import Pool
+from mpidist.core.enums import ReduceOp
 
 # A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
-_SMALL_BYTES = 4 << 10
+_SMALL_RESULT_BYTES = 4 << 10
+# Below this a copy costs less than one more piece.
+_SMALL_ARRAY_BYTES = 32 << 10
+# In how many pieces a pack may travel: the page of a rank's board holds two addresses for each.
+MOST_PIECES = 900
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -84,75 +89,173 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 class Pack:
-    """Arrays of one dtype that travel in one flat buffer.
+    """Arrays of one dtype that travel together.
+
+    Small arrays are copied into one buffer; large ones that lie in one piece travel from and to where they are.
 
     Args:
-        indices: Which arrays of the call, in the order they have in the buffer.
+        indices: Which arrays of the call, in the order they travel in.
         shapes: Shapes of all arrays of the call.
-        dtype: Dtype of the buffer, in which the reduction is formed.
+        dtype: Dtype in which the reduction is formed.
         source_dtype: Dtype of the arrays.
+        result_dtype: Dtype of the results.
     """
 
     def __init__(
-        self, indices: Sequence[int], shapes: Sequence[tuple[int, ...]], dtype: DType, source_dtype: DType
+        self,
+        indices: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: DType,
+        source_dtype: DType,
+        result_dtype: DType,
     ) -> None:
-        self.indices = tuple(indices)
         self.dtype = dtype
-        self._casts = dtype != source_dtype
-        self._shapes = [shapes[i] for i in self.indices]
-        counts = [int(np.prod(shape)) for shape in self._shapes]
-        self._stops = np.cumsum(counts).tolist()
-        self._starts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
-        self.count: int = self._stops[-1]
+        self._result_dtype = result_dtype
+        self._shapes = shapes
+        self._sizes = {i: int(np.prod(shapes[i])) for i in indices}
+        casts = not dtype == source_dtype == result_dtype
+        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < _SMALL_ARRAY_BYTES]
+        if len(self._together) == 1 and not casts:
+            self._together = []
+        apart = [i for i in indices if i not in set(self._together)]
+        if len(apart) > MOST_PIECES:
+            self._together, apart = list(indices), []
+        self._apart = apart
+        self._slots = self._make_slots()
+        buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
+        self.counts = (*buffered, *(self._sizes[i] for i in apart))
+        self.count = sum(self.counts)
         self.nbytes = self.count * dtype.itemsize
+        self.has_buffer = bool(self._together and apart)
+        self.residuals: dict[int, Array] = {}
 
-    def fill(self, arrays: Sequence[Array], pool: Pool) -> Array:
-        """Return the flat input buffer; a lone contiguous array of the right dtype is its own buffer."""
-        if len(self.indices) == 1 and not self._casts:
-            array = arrays[self.indices[0]]
-            if array.flags.c_contiguous:
-                return array.reshape(-1)
-        buffer = pool.take(self.count, self.dtype)
-        for index, start, stop, shape in self._slots():
-            np.copyto(buffer[start:stop].reshape(shape), arrays[index])
-        return buffer
+    def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """Return where in the buffer each small array lies: its index, first element, end, shape."""
+        slots, start = [], 0
+        for index in self._together:
+            stop = start + self._sizes[index]
+            slots.append((index, start, stop, self._shapes[index]))
+            start = stop
+        return slots
 
-    def parts(self, arrays: Sequence[Array], most: int, pool: Pool) -> list[Array]:
-        """Return flat arrays that one after the other are the input: the callers' own memory where possible.
+    def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
+        """Return flat contiguous arrays, of ``self.counts`` elements: the callers' own memory where possible."""
+        pieces = []
+        if self._together:
+            buffer = pool.take(self.counts[0], self.dtype)
+            for index, start, stop, shape in self._slots:
+                np.copyto(buffer[start:stop].reshape(shape), arrays[index])
+            pieces.append(buffer)
+        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self._apart])
+        return pieces
+
+    def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
+        """Return flat arrays for the result, of ``self.counts`` elements: those of ``out`` where possible."""
+        pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
+        for index in self._apart:
+            array = out[index]
+            fits = array.flags.c_contiguous
+            pieces.append(array.reshape(-1) if fits else pool.take(array.size, self.dtype))
+        return pieces
+
+    def deliver(self, pieces: Sequence[Array], results: list[Array], out: Sequence[Array] | None) -> None:
+        """Put the reduced pieces into ``results``, cast to their dtype; copied to ``out`` where they are not there yet.
 
         Args:
-            arrays: All arrays of the call.
-            most: Into how many parts it may come.
-            pool: Where a buffer comes from if it takes one.
+            pieces: Flat arrays of ``self.counts`` elements.
+            results: Receives an array for each index.
+            out: The caller's arrays, None for new ones.
         """
-        if self._casts or len(self.indices) > most:
-            return [self.fill(arrays, pool)]
-        return [np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
+        if self._together:
+            buffer = pieces[0].astype(self._result_dtype, copy=False)
+            for index, start, stop, shape in self._slots:
+                results[index] = buffer[start:stop].reshape(shape)
+        for index, piece in zip(self._apart, pieces[bool(self._together) :], strict=True):
+            results[index] = piece.reshape(self._shapes[index])
+        if out is None and len(self._sizes) > 1:
+            for index in self._sizes:
+                if results[index].nbytes <= _SMALL_RESULT_BYTES:
+                    results[index] = results[index].copy()
+        if out is not None:
+            for index in self._sizes:
+                if not np.may_share_memory(results[index], out[index]):
+                    np.copyto(out[index], results[index])
+                results[index] = out[index]
 
-    def result_buffer(self, out: Sequence[Array] | None, pool: Pool) -> Array:
-        """Return the flat buffer for the result: the caller's own array where it can be used as it is."""
-        if out is not None and len(self.indices) == 1:
-            array = out[self.indices[0]]
-            if array.dtype == self.dtype and array.flags.c_contiguous:
-                return array.reshape(-1)
-        return pool.take(self.count, self.dtype)
 
-    def unpack(self, flat: Array, dtype: DType, results: list[Array], out: Sequence[Array] | None) -> None:
-        """Put the parts of ``flat`` into ``results``, as views, or cast to ``dtype``, or copied to ``out``."""
-        if flat.dtype != dtype:
-            flat = flat.astype(dtype)
-        if out is None and len(self.indices) == 1:
-            results[self.indices[0]] = flat.reshape(self._shapes[0])
-            return
-        for index, start, stop, shape in self._slots():
-            part = flat[start:stop].reshape(shape)
-            if part.nbytes <= _SMALL_BYTES and out is None:
-                part = part.copy()
-            if out is not None:
-                if not np.may_share_memory(part, out[index]):
-                    np.copyto(out[index], part)
-                part = out[index]
-            results[index] = part
+class Reduction:
+    """One list of flat arrays on its way through an algorithm.
 
-    def _slots(self) -> zip[tuple[int, int, int, tuple[int, ...]]]:
-        return zip(self.indices, self._starts, self._stops, self._shapes, strict=True)
+    Args:
+        pieces: The input: flat contiguous arrays of one dtype; not changed.
+        targets: Where the result goes, flat arrays of the same lengths; None for new memory.
+        op: The operation.
+        divisor: What a mean divides the sum by; None for other operations.
+        pool: Where new memory comes from.
+        residuals: What rounding lost last time, by the first element of each slice; None to let it go.
+        has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
+
+    Attributes:
+        counts: Elements of each piece.
+        count, nbytes: Of all.
+        is_wanted: Whether this rank wants the result.
+    """
+
+    def __init__(
+        self,
+        pieces: list[Array],
+        targets: list[Array] | None,
+        op: ReduceOp,
+        divisor: int | None,
+        pool: Pool,
+        residuals: dict[int, Array] | None = None,
+        has_buffer: bool = False,
+    ) -> None:
+        self.pieces = pieces
+        self.given = targets
+        self.op = op
+        self.divisor = divisor
+        self.pool = pool
+        self.residuals = residuals
+        self.has_buffer = has_buffer
+        self.is_wanted = True
+        self.counts = tuple([piece.size for piece in pieces])
+        self.dtype: DType = pieces[0].dtype
+        self.count = sum(self.counts)
+        self.nbytes = self.count * self.dtype.itemsize
+
+    def flat_input(self) -> Array:
+        """Return the input in one piece."""
+        if len(self.pieces) == 1:
+            return self.pieces[0]
+        return np.concatenate(self.pieces, out=self.pool.take(self.count, self.dtype))
+
+    def flat_result(self) -> Array:
+        """Return memory for the result in one piece: the target if there is a single one."""
+        if self.given is not None and len(self.given) == 1:
+            return self.given[0]
+        return self.pool.take(self.count, self.dtype)
+
+    def targets(self) -> list[Array]:
+        """Return memory for each piece of the result."""
+        return self.cut(self.pool.take(self.count, self.dtype)) if self.given is None else self.given
+
+    def cut(self, flat: Array) -> list[Array]:
+        """Return the pieces of a flat result, as views."""
+        if len(self.counts) == 1:
+            return [flat]
+        pieces, start = [], 0
+        for count in self.counts:
+            pieces.append(flat[start : start + count])
+            start += count
+        return pieces
+
+    def finish(self, flat: Array) -> list[Array]:
+        """Divide a flat result by the divisor and return its pieces, in the targets where there are any."""
+        pieces = self.cut(divided(flat, self.divisor))
+        if self.given is None:
+            return pieces
+        for piece, target in zip(pieces, self.given, strict=True):
+            if piece is not target:
+                np.copyto(target, piece)
+        return self.given

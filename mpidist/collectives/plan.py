@@ -13,10 +13,12 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.collectives.handshake import INLINE_ELEMENTS, plan_id
-from mpidist.collectives.packing import Pack, group_by_size
+from mpidist.collectives.memory import Pool
+from mpidist.collectives.packing import Pack, Reduction, group_by_size
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 
+_TO_COME = np.empty(0)
 Signature = tuple[tuple[tuple[int, ...], DType], ...]
 
 
@@ -76,37 +78,56 @@ class ReductionPlan:
     ) -> None:
         self.op = op
         self.divisor = divisor if op is ReduceOp.MEAN else None
-        self.algorithm = options.algorithm
+        self.options = options
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
         structure = f" as {note}" if note else ""
         self.text = f"{kind} {op.name}{over} of {signature_text(signature)}{structure}{_options_text(options)}"
         self.id = plan_id(self.text)
         self.shapes = [shape for shape, _ in signature]
-        formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
+        self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         self.result_dtypes = [result for _, result in formed]
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
+        self.count = sum(self._counts)
         self.inline = (
             options.algorithm is None
+            and not options.deterministic
             and op in (ReduceOp.SUM, ReduceOp.MEAN)
-            and sum(self._counts) <= INLINE_ELEMENTS
+            and self.count <= INLINE_ELEMENTS
             and all(
                 dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
                 for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
             )
         )
-        self.packs = self._make_packs(signature, [wire for wire, _ in formed], options.bytes_per_pack)
+        self.packs = self._make_packs(signature, formed, options.bytes_per_pack)
 
-    def _make_packs(self, signature: Signature, wires: list[DType], bytes_per_pack: int) -> list[Pack]:
-        by_dtype: dict[tuple[DType, DType], list[int]] = {}
+    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> list[Pack]:
+        by_dtype: dict[tuple[DType, DType, DType], list[int]] = {}
         # Last arrays first: in a list of gradients they are ready first.
         for index in reversed(range(len(signature))):
-            by_dtype.setdefault((wires[index], signature[index][1]), []).append(index)
+            if self._counts[index]:
+                by_dtype.setdefault((formed[index][0], signature[index][1], formed[index][1]), []).append(index)
         packs = []
-        for (wire, source), indices in by_dtype.items():
-            sizes = [self._counts[i] * wire.itemsize for i in indices]
+        for dtypes, indices in by_dtype.items():
+            sizes = [self._counts[i] * dtypes[0].itemsize for i in indices]
             for group in group_by_size(sizes, bytes_per_pack):
-                packs.append(Pack([indices[k] for k in group], self.shapes, wire, source))
+                packs.append(Pack([indices[k] for k in group], self.shapes, *dtypes))
         return packs
+
+    def reduction(self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool) -> Reduction:
+        """Return what an algorithm has to do for ``pack``."""
+        targets = None if out is None else pack.targets(out, pool)
+        residuals = pack.residuals if self.options.error_feedback else None
+        inputs = pack.inputs(arrays, pool)
+        return Reduction(inputs, targets, self.op, self.divisor, pool, residuals, pack.has_buffer)
+
+    def blank_results(self, out: Sequence[Array] | None) -> list[Array]:
+        """Return a list of results in which those without elements are there already."""
+        if out is not None:
+            return list(out)
+        return [
+            np.empty(shape, dtype) if count == 0 else _TO_COME
+            for shape, dtype, count in zip(self.shapes, self.result_dtypes, self._counts, strict=True)
+        ]
 
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
         """Put all elements into the payload of the handshake; what follows them there is of no account."""
@@ -136,7 +157,3 @@ class ReductionPlan:
                 results.append(out[index])
             start += count
         return results
-
-    def deliver(self, pack: Pack, flat: Array, results: list[Array], out: Sequence[Array] | None) -> None:
-        """Cast the reduced buffer of ``pack`` to the dtype of the results, and cut it into them."""
-        pack.unpack(flat, self.result_dtypes[pack.indices[0]], results, out)

@@ -1,128 +1,218 @@
-"""Shared memory of the ranks of one node: windows that every rank sees, and arrays found in them again.
+"""Shared memory of the ranks of one node: segments that every rank maps, and arrays found in them again.
 
-Allocation is collective and symmetric: every rank of the node gets as much, at the same place of its own segment.
+MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So what is
+needed once work is under way is made here: files in /dev/shm whose pages are reserved before anybody relies on them,
+and which lose their names as soon as all ranks have mapped them, so that nothing is left behind whatever happens.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.memory import is_held
+from mpidist.collectives.board import Board
+from mpidist.collectives.chunks import slices
 from mpidist.collectives.neighbours_memory import address_of
-from mpidist.topology import import_mpi
+from mpidist.collectives.waiting import Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What MPI puts its shared windows into; where it does not exist, or is no file system, nothing is known to be free.
-_BACKING = "/dev/shm"
+_DIRECTORY = "/dev/shm"
+# Arrays below this travel by copies anyway.
+SMALLEST_SHARED = 64 << 10
 # Left to others: the MPI library itself needs some.
 _RESERVE_BYTES = 8 << 20
-_WINDOW_SHIFT = 44
+_SEGMENT_SHIFT = 44
 _ALIGNMENT = 64
-_SMALLEST_WINDOW = 1 << 20
+_SMALLEST_HEAP = 1 << 20
+_numbers = itertools.count(1)
 
 
 @dataclass
-class _Window:
-    window: MPI.Win
+class _Place:
+    """Segments that were made together, one per rank."""
+
     segments: list[Array]
+    start: int
     is_heap: bool
     used: int = 0
-    starts: list[int] = field(default_factory=list)
 
 
 class SharedMemory:
-    """Windows of one node, and what lies where in them.
+    """The segments of one node, and what lies where in them.
 
     Args:
-        comm: The ranks of the node.
+        board: Of the node.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._rank = comm.Get_rank()
-        self._size = comm.Get_size()
-        self._windows: list[_Window] = []
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._rank, self._size = board.rank, board.size
+        self._places: list[_Place] = []
 
     @property
     def has_arrays(self) -> bool:
         """Whether anything has been allocated."""
-        return any(place.is_heap for place in self._windows)
+        return any(place.is_heap for place in self._places)
 
-    def allocate(self, nbytes: int) -> Array | None:
+    def allocate(self, nbytes: int) -> Steps[Array | None]:
         """Return ``nbytes`` of this rank's segment, or None on every rank where there is no room (collective).
 
-        The memory lives as long as this object.
+        Every rank of the node gets as much, at the same place of its own segment.
         """
         needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        for place in self._windows:
-            # Windows made for other purposes are not the same size on every rank.
-            if place.is_heap and place.segments[self._rank].size - place.used >= needed:
-                break
-        else:
-            made = self._make_window([max(needed, _SMALLEST_WINDOW)] * self._size, is_heap=True)
-            if made is None:
+        place = next((p for p in self._places if p.is_heap and p.segments[0].size - p.used >= needed), None)
+        if place is None:
+            segments = yield from self._make([max(needed, _SMALLEST_HEAP)] * self._size)
+            if segments is None:
                 return None
-            place = self._windows[made]
+            place = _Place(segments, address_of(segments[self._rank]), is_heap=True)
+            self._places.append(place)
         start = place.used
         place.used += needed
         return place.segments[self._rank][start : start + nbytes]
 
-    def make_window(self, sizes: list[int]) -> int | None:
-        """Make a window with segments of ``sizes`` bytes; returns its number, or None without room (collective)."""
-        return self._make_window(sizes, is_heap=False)
+    def segments(self, nbytes: int) -> Steps[list[Array] | None]:
+        """Return a new segment of ``nbytes`` for every rank, or None on all ranks without room (collective)."""
+        return (yield from self._make([nbytes] * self._size))
 
-    def _make_window(self, sizes: list[int], is_heap: bool) -> int | None:
-        room = self._comm.bcast(free_bytes() if self._rank == 0 else None)
-        if room is not None and sum(sizes) + _RESERVE_BYTES > room:
+    def common(self, nbytes: int) -> Steps[Array | None]:
+        """Return one new segment for all ranks, its pages reserved in equal shares by each rank (collective).
+
+        So they lie near the rank that reduces that share. None on all ranks where there is no room.
+        """
+        segments = yield from self._make([nbytes] + [0] * (self._size - 1))
+        if segments is None:
             return None
-        window = import_mpi().Win.Allocate_shared(sizes[self._rank], 1, comm=self._comm)
-        segments = []
-        for rank, size in enumerate(sizes):
-            memory, _ = window.Shared_query(rank)
-            segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
-        place = _Window(window, segments, is_heap, starts=[address_of(segment) for segment in segments])
-        self._windows.append(place)
-        return len(self._windows) - 1
-
-    def segment(self, window: int, rank: int) -> Array:
-        """Return the bytes of a rank's segment."""
-        return self._windows[window].segments[rank]
+        place = _Place(segments[:1], address_of(segments[0]), is_heap=False)
+        self._places.append(place)
+        return segments[0]
 
     def locate(self, array: Array) -> int | None:
         """Return a number that tells every rank of the node where ``array`` lies; None if it is not shared."""
         address = address_of(array)
-        for number, place in enumerate(self._windows):
-            offset = address - place.starts[self._rank]
-            if offset >= 0 and offset + array.nbytes <= place.segments[self._rank].size:
-                return (number << _WINDOW_SHIFT) + offset
+        for number, place in enumerate(self._places):
+            offset = address - place.start
+            own = place.segments[self._rank % len(place.segments)]
+            if offset >= 0 and offset + array.nbytes <= own.size:
+                return (number << _SEGMENT_SHIFT) + offset
         return None
 
     def at(self, location: int, rank: int, nbytes: int) -> Array:
         """Return the bytes of ``rank`` that it located at ``location``."""
-        offset = location & ((1 << _WINDOW_SHIFT) - 1)
-        return self._windows[location >> _WINDOW_SHIFT].segments[rank][offset : offset + nbytes]
+        offset = location & ((1 << _SEGMENT_SHIFT) - 1)
+        segments = self._places[location >> _SEGMENT_SHIFT].segments
+        return segments[rank % len(segments)][offset : offset + nbytes]
 
     def close(self) -> None:
-        """Free the windows (collective); one that any rank still holds arrays of stays until the process ends."""
-        for place in self._windows:
-            held = any(is_held(place.segments, rank) for rank in range(self._size))
-            if not self._comm.allreduce(held):
-                place.segments.clear()
-                place.window.Free()
-        self._windows.clear()
+        """Let go of the segments; each stays while any array over it is there."""
+        self._places.clear()
+
+    # Making -----------------------------------------------------------------------------------------------------
+
+    def _make(self, sizes: list[int]) -> Steps[list[Array] | None]:
+        """Map one new file per rank, of ``sizes`` bytes; 0 for no file."""
+        rank, board = self._rank, self._board
+        with _temporary_file(sizes[rank], sum(sizes)) as number:
+            board.tell([os.getpid(), number])
+            yield from board.meet()
+            names = [_name(pid, number) if number else None for pid, number in board.told(2)]
+            exist = all(name is not None or not size for name, size in zip(names, sizes, strict=True))
+            segments = self._map(names, sizes) if exist else None
+            board.tell([segments is not None])
+            yield from board.meet()
+            return segments if all(mapped for (mapped,) in board.told(1)) else None
+
+    def _map(self, names: list[str | None], sizes: list[int]) -> list[Array] | None:
+        share = slices(sizes[0], self._size)[self._rank] if not any(sizes[1:]) else None
+        segments = []
+        try:
+            for owner, (name, size) in enumerate(zip(names, sizes, strict=True)):
+                if name is None:
+                    segments.append(np.empty(0, np.uint8))
+                    continue
+                start, stop = share or ((0, size) if owner == self._rank else (0, 0))
+                segments.append(_mapped(name, size, start, stop))
+        except OSError:
+            # Said on all ranks as a lack of room.
+            return None
+        return segments
+
+
+def _name(pid: int, number: int) -> str:
+    return f"{_DIRECTORY}/mpidist-{pid}-{number}"
+
+
+@contextmanager
+def _temporary_file(nbytes: int, of_all: int) -> Iterator[int]:
+    """Make a file that exists while the block runs; gives its number, 0 where there is no room or none is wanted."""
+    room = free_bytes()
+    number, path = 0, None
+    if nbytes and (room is None or of_all + _RESERVE_BYTES <= room):
+        number, path = _create(nbytes)
+    try:
+        yield number
+    finally:
+        if path is not None:
+            path.unlink()
+
+
+def _create(nbytes: int) -> tuple[int, Path | None]:
+    for number in _numbers:
+        path = Path(_name(os.getpid(), number))
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue  # left over from a process that had this number
+        except OSError:
+            break
+        os.truncate(descriptor, nbytes)
+        os.close(descriptor)
+        return number, path
+    return 0, None
+
+
+def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array:
+    """Map a file, after reserving its bytes ``start`` to ``stop``: there is no error when memory lacks later."""
+    descriptor = os.open(name, os.O_RDWR)
+    try:
+        if stop > start:
+            os.posix_fallocate(descriptor, start, stop - start)
+        # By way of the mapping each segment is an array of its own, which its views refer to.
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+# What is free -------------------------------------------------------------------------------------------------------
+
+
+def has_room(comm: MPI.Intracomm, nbytes: int) -> bool:
+    """Whether ``nbytes`` more of shared memory are free; all ranks of the node get the same answer (collective)."""
+    room: int | None = comm.bcast(free_bytes() if comm.Get_rank() == 0 else None)
+    return comm.Get_size() == 1 or room is None or nbytes <= room
+
+
+def room_for_segments() -> int | None:
+    """Return the bytes that segments may still take on this node, None where that is not known."""
+    room = free_bytes()
+    return None if room is None else max(0, room - _RESERVE_BYTES)
 
 
 def free_bytes() -> int | None:
-    """Return the free space of what shared windows are put into, None where that is not known."""
+    """Return the free space of what shared memory is made in, None where that is not known."""
     try:
-        info = os.statvfs(_BACKING)
+        info = os.statvfs(_DIRECTORY)
     except OSError:
         return None
     return info.f_bavail * info.f_frsize

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.memory import is_held
-
-if TYPE_CHECKING:
-    from mpidist.collectives.node import Node
+from mpidist.collectives.shared_memory import SharedMemory
+from mpidist.collectives.waiting import Steps
 
 MAX_SLOTS = 32
 
@@ -19,11 +16,11 @@ class SharedResults:
     """The slots of one node. Every rank has the same slots, and hands them out in the same order.
 
     Args:
-        node: The node.
+        shared: The shared memory of the node.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
         self._slots: list[Array] = []
 
     def held(self) -> list[int]:
@@ -31,23 +28,23 @@ class SharedResults:
         held = [int(is_held(self._slots, i)) for i in range(len(self._slots))]
         return held + [0] * (MAX_SLOTS - len(held))
 
-    def take(self, nbytes: int, held_by_rank: list[list[int]]) -> Array | None:
+    def take(self, nbytes: int, held_by_rank: list[list[int]]) -> Steps[Array | None]:
         """Return a slot that no rank holds, None on all ranks where there is none and no memory for one (collective).
 
         Args:
             nbytes: Its size.
-            held_by_rank: What ``held()`` said on every rank, before the last barrier.
+            held_by_rank: What ``held()`` said on every rank, before the last meeting.
         """
         for index, slot in enumerate(self._slots):
             if slot.size >= nbytes and not any(held[index] for held in held_by_rank):
                 return self._slots[index][:nbytes]
         if len(self._slots) == MAX_SLOTS:
             return None
-        window = self._node.shared.make_window([nbytes] + [0] * (self._node.size - 1))
-        if window is None:
+        made = yield from self._shared.common(nbytes)
+        if made is None:
             return None
-        # By way of a memoryview it is an array of its own, which its views refer to, and not a view of the segment.
-        self._slots.append(np.frombuffer(self._node.shared.segment(window, 0).data, np.uint8))
+        # By way of a memoryview it is an array of its own, which its views refer to.
+        self._slots.append(np.frombuffer(made.data, np.uint8))
         return self._slots[-1][:nbytes]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which algorithm an all-reduce takes: the table that is shipped, by place and size.
+"""Which algorithm a collective takes: the table that is shipped, by place and size.
 
 Each row is a list of ``(largest number of bytes, algorithm)``, in rising order; None is any number. The crossing
 points are where the measured curves of ``python -m benchmarks`` cross on a 2-core x86-64 virtual machine.
@@ -21,22 +21,23 @@ class Table(NamedTuple):
     one_node: Row
     """All ranks on one node, where it does not."""
     several_nodes: Row
+    """Ranks on several nodes."""
+    between_nodes: Row
+    """What ``hierarchical`` does between nodes, by the bytes of one slice."""
 
 
 SHIPPED = Table(
-    one_node_readable=((192 * KiB, "mpi"), (None, "neighbours")),
-    one_node=((1024 * KiB, "mpi"), (None, "window")),
-    several_nodes=((None, "mpi"),),
+    one_node_readable=((256 * KiB, "gather_reduce"), (None, "neighbours")),
+    one_node=((256 * KiB, "gather_reduce"), (None, "window")),
+    several_nodes=((32 * KiB, "mpi"), (None, "hierarchical")),
+    between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
 )
 
-# Below this nothing but the MPI call is ever best, and nobody needs to know who shares a node.
-SMALLEST_CHOICE = 64 * KiB
 
-
-def look_up(row: Row, nbytes: int | None) -> str:
-    """Return the algorithm of a row for a message; None, for the largest ones, is also for arrays in shared memory.
+def look_up(row: Row, nbytes: int) -> str:
+    """Return the algorithm of a row for a message.
 
     >>> look_up(((10, "small"), (None, "large")), 11)
     'large'
     """
-    return next(name for limit, name in row if limit is None or (nbytes is not None and nbytes <= limit))
+    return next(name for limit, name in row if limit is None or nbytes <= limit)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
+from mpidist.topology import import_mpi
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -25,6 +27,13 @@ _NAP_SECONDS = 1e-4
 def until_done(request: MPI.Request) -> Steps[None]:
     """Yield until ``request`` is complete."""
     while not request.Test():
+        yield
+
+
+def until_all_done(requests: list[MPI.Request]) -> Steps[None]:
+    """Yield until all ``requests`` are complete."""
+    test_all = import_mpi().Request.Testall
+    while not test_all(requests):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives.waiting import Steps
-from mpidist.core.errors import MismatchError, PeerError
+from mpidist.core.errors import AlgorithmError, MismatchError, PeerError
 
 if TYPE_CHECKING:
     from mpidist.collectives.channel import Channel
@@ -69,7 +69,7 @@ class Work:
             next(self._steps)
         except StopIteration as stop:
             self._result = stop.value
-        except (MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
+        except (AlgorithmError, MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
             self._error = error
         else:
             # Also of a work that was settled: what it has begun with the other ranks is still carried through.

@@ -53,3 +53,7 @@ class LaunchError(RuntimeError):
 
 class OutOfRangeError(Exception):
     """``DistributedIterator.get_next()`` was called after the last element."""
+
+
+class AlgorithmError(ValueError):
+    """An algorithm was asked for by name that does not work where the ranks are; raised on all of them together."""

@@ -85,6 +85,13 @@ RANKS_PER_NODE = Setting(
     "a whole number of at least 1",
     "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
 )
+READ_NEIGHBOURS = Setting(
+    "MPIDIST_READ_NEIGHBOURS",
+    True,
+    _flag,
+    "0 or 1",
+    "0: ranks of a node never read one another's memory (process_vm_readv), also where the kernel allows it",
+)
 TIMEOUT = Setting(
     "MPIDIST_TIMEOUT",
     1800.0,
@@ -100,7 +107,7 @@ WARN_AFTER = Setting(
     "how long a rank waits in one collective before it says so on stderr",
 )
 
-SETTINGS = {s.name: s for s in (ABORT_ON_EXCEPTION, JOBS, RANKS_PER_NODE, TIMEOUT, WARN_AFTER)}
+SETTINGS = {s.name: s for s in (ABORT_ON_EXCEPTION, JOBS, RANKS_PER_NODE, READ_NEIGHBOURS, TIMEOUT, WARN_AFTER)}
 
 
 def warn_about_unknown() -> None:

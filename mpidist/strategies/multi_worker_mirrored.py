@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.collectives import Communicator
-from mpidist.collectives.array_collectives import check_is_offered
+from mpidist.collectives.choice import check_options
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions
 from mpidist.strategies.devices import check_devices
@@ -65,7 +65,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         local_devices = check_devices(devices)
         options = communication_options or CommunicationOptions()
-        check_is_offered(options)
+        check_options(options)
         if options.implementation is CommunicationImplementation.NCCL:
             warnings.warn(
                 f"implementation NCCL was asked for and the devices are {list(local_devices)}: arrays in host memory "

@@ -20,23 +20,24 @@ class Topology:
     Nodes are numbered by their lowest rank.
 
     Args:
-        comm: An intracommunicator; it is duplicated.
+        comm: A communicator of mpidist's own; it is not freed.
+        ranks_per_node: Cut each node into virtual ones of at most so many ranks; as the setting says by default.
 
     Attributes:
-        world: Duplicate of ``comm``.
+        world: ``comm``.
         node: The ranks of ``world`` on this node.
         rank, size: Of ``world``.
         local_rank, local_size: Of ``node``.
         node_of_rank: Node number of every rank of ``world``.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None) -> None:
         mpi = import_mpi()
-        self.world: MPI.Intracomm = duplicate(comm, "finding out which ranks share a node")
+        self.world = comm
         self.rank = self.world.Get_rank()
         self.size = self.world.Get_size()
         machine = cast("MPI.Intracomm", self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank))
-        ranks_per_node = settings.RANKS_PER_NODE.read()
+        ranks_per_node = ranks_per_node or settings.RANKS_PER_NODE.read()
         if ranks_per_node is None:
             self.node: MPI.Intracomm = machine
         else:
@@ -51,9 +52,8 @@ class Topology:
         self.num_nodes = len(nodes)
 
     def close(self) -> None:
-        """Free the communicators (collective)."""
+        """Free the communicator of the node (collective)."""
         self.node.Free()
-        self.world.Free()
 
 
 _world: list[Topology] = []
@@ -68,5 +68,5 @@ def world_topology() -> Topology:
     if not _world:
         mpi = import_mpi()
         check_world(mpi.COMM_WORLD.Get_size())
-        _world.append(Topology(mpi.COMM_WORLD))
+        _world.append(Topology(duplicate(mpi.COMM_WORLD, "finding out which ranks share a node")))
     return _world[0]

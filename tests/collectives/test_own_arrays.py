@@ -74,7 +74,7 @@ def test_slots_are_used_again(comm: Communicator) -> None:
     for _ in range(200):
         comm.all_reduce("SUM", array)
     if comm.size > 1:
-        assert len(comm._node.results._slots) <= 2
+        assert len(comm._channel.node.results._slots) <= 2
 
 
 def test_some_arrays_own_and_some_private(comm: Communicator) -> None:

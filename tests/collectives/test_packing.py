@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.mpi_types import chunks
-from mpidist.collectives.packing import Pack, group_by_size
+from mpidist.collectives.packing import MOST_PIECES, Pack, group_by_size
 from mpidist.collectives.plan import signature_text
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
@@ -42,22 +42,46 @@ def test_packs_keep_the_order_and_are_larger_than_asked_for(sizes: list[int], by
         assert sum(sizes[i] for i in pack[:-1]) <= bytes_per_pack
 
 
-def test_a_lone_array_is_its_own_buffer() -> None:
-    array = np.ones((2, 3))
-    assert np.shares_memory(Pack([0], [(2, 3)], F8, F8).fill([array], Pool()), array)
+def test_arrays_in_one_piece_travel_from_and_to_where_they_are() -> None:
+    arrays = [np.ones((2, 3)), np.ones(40_000), np.ones((200, 200))]
+    out = [np.empty_like(array) for array in arrays]
+    assert np.shares_memory(Pack([0], [(2, 3)], F8, F8, F8).inputs(arrays, Pool())[0], arrays[0])
+    pack = Pack([2, 1, 0], [a.shape for a in arrays], F8, F8, F8)
+    pieces, targets = pack.inputs(arrays, Pool()), pack.targets(out, Pool())
+    assert pack.counts == tuple(piece.size for piece in pieces) == tuple(target.size for target in targets)
+    for index, position in ((2, 0), (1, 1)):
+        assert np.shares_memory(pieces[position], arrays[index])
+        assert np.shares_memory(targets[position], out[index])
+
+
+def test_small_arrays_travel_in_one_buffer() -> None:
+    arrays = [np.arange(3.0), np.arange(50_000.0), np.arange(4.0)]
+    pack = Pack([2, 1, 0], [a.shape for a in arrays], F8, F8, F8)
+    assert pack.counts == (7, 50_000)
+    pieces = pack.inputs(arrays, Pool())
+    assert pieces[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    results: list[np.ndarray] = [pieces[0]] * 3
+    pack.deliver([2 * piece for piece in pieces], results, None)
+    for array, result in zip(arrays, results, strict=True):
+        np.testing.assert_array_equal(result, 2 * array)
 
 
 def test_a_pack_casts_and_takes_any_memory_order() -> None:
     arrays = [np.arange(6, dtype="f4").reshape(2, 3).T, np.zeros((0, 4), "f4"), np.float32(7)[()] * np.ones((), "f4")]
-    pack = Pack([2, 0, 1], [a.shape for a in arrays], F8, F4)
-    flat = pack.fill(arrays, Pool())
+    pack = Pack([2, 0, 1], [a.shape for a in arrays], F8, F4, F4)
+    (flat,) = pack.inputs(arrays, Pool())
     assert flat.dtype == F8
     assert flat.tolist() == [7, 0, 3, 1, 4, 2, 5]
     results: list[np.ndarray] = [flat] * 3
-    pack.unpack(flat, F4, results, None)
+    pack.deliver([flat], results, None)
     for array, result in zip(arrays, results, strict=True):
         assert result.dtype == F4
         np.testing.assert_array_equal(result, array)
+
+
+def test_more_arrays_than_the_board_holds_places_for_travel_together() -> None:
+    shapes = [(8192,)] * (MOST_PIECES + 1)
+    assert Pack(range(len(shapes)), shapes, F8, F8, F8).counts == (8192 * len(shapes),)
 
 
 @given(st.integers(0, 50), st.integers(1, 60))

@@ -1,72 +1,84 @@
-"""The algorithms of an all-reduce, one file each, over flat buffers.
+"""The algorithms of an all-reduce, one file each, over lists of flat arrays.
 
 Each is made for one communicator, collectively, the first time it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.algorithms.hierarchical import Hierarchical
+from mpidist.collectives.algorithms import wires
+from mpidist.collectives.algorithms.gather_reduce import GatherReduce
 from mpidist.collectives.algorithms.mpi import Mpi
-from mpidist.collectives.algorithms.neighbours import Neighbours
 from mpidist.collectives.algorithms.reduce_broadcast import ReduceBroadcast
-from mpidist.collectives.algorithms.window import Window
-from mpidist.collectives.node import Node
+from mpidist.collectives.algorithms.two_level import TwoLevel
+from mpidist.collectives.packing import Reduction
+from mpidist.collectives.table import Row
 from mpidist.collectives.waiting import Steps
-from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpidist.collectives.node import Node
+    from mpidist.core.options import CommunicationOptions
+
+# In one node only; and in two levels, on any number of nodes.
+IN_NODE = ("gather_reduce",)
+TWO_LEVEL = ("hierarchical", "neighbours", "window", *wires.NAMES)
+NAMES = tuple(sorted(("mpi", "reduce_broadcast", *IN_NODE, *TWO_LEVEL)))
 
 
 class Algorithm(Protocol):
     """What every algorithm offers."""
 
-    most_parts: int
-    """In how many pieces of memory it takes its input."""
+    name: str
+    """What ran last, for reports."""
 
-    def all_reduce(
-        self, parts: Sequence[Array], receive: Callable[[], Array], op: ReduceOp, divisor: int | None, may_share: bool
-    ) -> Steps[Array]:
-        """Reduce the concatenation of flat ``parts`` of one dtype over all ranks, and return the flat result.
+    def prepare(self, job: Reduction, may_share: bool) -> None:
+        """Do what this rank has to before all ranks meet; every rank passes a job of the same size.
 
         Args:
-            parts: The input; not changed.
-            receive: Returns the array for the result; called once, unless the result comes in other memory.
-            op: The operation.
-            divisor: What a mean divides the sum by; None for other operations.
-            may_share: Whether the result may be a read-only array that the ranks of the node share.
+            job: The reduction.
+            may_share: Whether the result may be read-only arrays that the ranks of the node share.
+        """
+
+    def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
+        """Reduce the prepared job over all ranks, which have met since; returns the flat results, as cut as the input.
+
+        They are the targets of the job, if it has any.
         """
 
     def close(self) -> None:
         """Free what the algorithm holds (collective)."""
 
 
-_ON_A_COMMUNICATOR: dict[str, type[Mpi] | type[ReduceBroadcast]] = {"mpi": Mpi, "reduce_broadcast": ReduceBroadcast}
-_ON_NODES: dict[str, type[Hierarchical] | type[Neighbours] | type[Window]] = {
-    "hierarchical": Hierarchical,
-    "neighbours": Neighbours,
-    "window": Window,
-}
-
-
 def check_name(name: str | None) -> None:
     """Raise ValueError unless there is an algorithm of that name, or it is None."""
-    names = sorted([*_ON_A_COMMUNICATOR, *_ON_NODES])
-    if name is not None and name not in names:
-        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(names)}, or None")
+    if name is not None and name not in NAMES:
+        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or None")
 
 
-def needs_node(name: str) -> bool:
-    """Whether the algorithm asks who shares a node."""
-    return name in _ON_NODES
+def make(
+    name: str, comm: MPI.Intracomm, node: Node, between_nodes: Row, options: CommunicationOptions
+) -> Steps[Algorithm]:
+    """Return a new algorithm for ``comm`` (collective).
 
+    Args:
+        name: One of ``NAMES``.
+        comm: The communicator.
+        node: Its node of this rank.
+        between_nodes: See ``Table``.
+        options: What has to be known of those of the call.
 
-def make(name: str, comm: MPI.Intracomm, node: Node | None) -> Algorithm:
-    """Return a new algorithm for ``comm`` (collective)."""
-    if node is None:
-        return _ON_A_COMMUNICATOR[name](comm)
-    return _ON_NODES[name](node)
+    Raises:
+        AlgorithmError: It does not work here; on all ranks.
+    """
+    if name == "mpi":
+        return Mpi(comm)
+    if name == "reduce_broadcast":
+        return ReduceBroadcast(comm)
+    if name == "gather_reduce":
+        return (yield from GatherReduce.made(node))
+    in_place = name == "neighbours" or (name != "window" and node.reads_neighbours)
+    return (yield from TwoLevel.made(comm, node, in_place, wires.Wires(comm, node, between_nodes, options)))

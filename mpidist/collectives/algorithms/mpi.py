@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi_types import chunks, mpi_datatype, mpi_op
-from mpidist.collectives.packing import divided
+from mpidist.collectives.packing import Reduction
 from mpidist.collectives.waiting import Steps, until_done
-from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 class Mpi:
-    """One non-blocking call per piece that fits into an MPI count."""
+    """One non-blocking call per piece that fits into an MPI count.
 
-    most_parts = 1
+    Args:
+        comm: The communicator; not freed.
+    """
+
+    name = "mpi"
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def all_reduce(
-        self, parts: Sequence[Array], receive: Callable[[], Array], op: ReduceOp, divisor: int | None, may_share: bool
-    ) -> Steps[Array]:
+    def prepare(self, job: Reduction, may_share: bool) -> None:
         """See ``Algorithm``."""
-        (send,) = parts
-        result = receive()
-        datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
-        for a, b in chunks(send.size):
+
+    def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
+        """See ``Algorithm``."""
+        send, result = job.flat_input(), job.flat_result()
+        datatype, operation = mpi_datatype(job.dtype), mpi_op(job.op, job.dtype)
+        for a, b in chunks(job.count):
             request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
             yield from until_done(request)
-        return divided(result, divisor)
+        return job.finish(result)
 
     def close(self) -> None:
         """Nothing to free: the communicator is the caller's."""

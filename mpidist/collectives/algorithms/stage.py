@@ -1,0 +1,276 @@
+"""Inside a node: where the input of each rank is read, and where the others find what a rank has reduced.
+
+The input of another rank is read out of shared memory where mpidist allocated it, out of the rank's own memory where
+the kernel allows that, and otherwise out of slots in shared memory that the rank copies it to, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.chunks import pieces
+from mpidist.collectives.neighbours_memory import address_of
+from mpidist.collectives.node import Node
+from mpidist.collectives.packing import Reduction
+from mpidist.collectives.waiting import Steps
+
+Places = list[list[int]]
+
+
+class Lanes(Protocol):
+    """Memory for what each rank has reduced of the chunks on their way."""
+
+    depth: int
+    """How many chunks may be on their way."""
+
+    def reduced(self, chunk: int, nbytes: int) -> Array:
+        """Return the bytes of what this rank has reduced of a chunk."""
+
+    def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
+        """Copy what ``rank`` has reduced of a chunk, from byte ``first`` on, into ``target``."""
+
+
+class Slots:
+    """Shared memory of a node that chunks pass through: for each rank ``depth`` copies of its input and results.
+
+    Args:
+        rank: In the node.
+        segments: Of every rank.
+        chunk_bytes: Size of a chunk.
+        slice_bytes: What one rank reduces of a chunk, at most.
+    """
+
+    def __init__(self, rank: int, segments: list[Array], chunk_bytes: int, slice_bytes: int) -> None:
+        self._rank = rank
+        self._segments = segments
+        self._chunk_bytes = chunk_bytes
+        self._stride = chunk_bytes + slice_bytes
+        self.depth = segments[0].size // self._stride
+
+    def input(self, rank: int, chunk: int, nbytes: int) -> Array:
+        """Return the bytes of a rank's copy of its input to a chunk."""
+        start = chunk % self.depth * self._stride
+        return self._segments[rank][start : start + nbytes]
+
+    def reduced(self, chunk: int, nbytes: int) -> Array:
+        """See ``Lanes``."""
+        start = chunk % self.depth * self._stride + self._chunk_bytes
+        return self._segments[self._rank][start : start + nbytes]
+
+    def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
+        """See ``Lanes``."""
+        start = chunk % self.depth * self._stride + self._chunk_bytes + first
+        target.view(np.uint8)[:] = self._segments[rank][start : start + target.nbytes]
+
+
+class Inputs:
+    """The inputs of all ranks of a node to one reduction.
+
+    Args:
+        node: The node.
+        job: The reduction.
+        places: Of every rank, where each piece of its input lies: an address, or a shared location counted down
+            from -1.
+        slots: What private input passes through; None where it is read out of the ranks' memory.
+        scratch: Bytes for what is read.
+    """
+
+    def __init__(self, node: Node, job: Reduction, places: Places, slots: Slots | None, scratch: Array) -> None:
+        self._node = node
+        self._job = job
+        self._places = places
+        self.slots = slots
+        self._scratch = scratch.view(job.dtype)
+        private = [any(place >= 0 for place in rank) for rank in places]
+        self.pass_slots = slots is not None and any(private)
+        """Whether any rank has to copy its input to the slots."""
+        self.fills = self.pass_slots and private[node.rank]
+        """Whether this rank has to."""
+        self.are_read_in_place = slots is None or any(place < 0 for rank in places for place in rank)
+        """Whether some rank reads another's arrays themselves."""
+
+    def fill(self, chunk: int, start: int, stop: int) -> None:
+        """Copy this rank's elements ``start`` to ``stop`` to its slot for ``chunk``."""
+        assert self.slots is not None
+        job = self._job
+        slot = self.slots.input(self._node.rank, chunk, (stop - start) * job.dtype.itemsize).view(job.dtype)
+        places = self._places[self._node.rank]
+        for piece, begin, count, offset in pieces(job.counts, start, stop, stop - start):
+            if places[piece] >= 0:
+                slot[offset - start : offset - start + count] = job.pieces[piece][begin : begin + count]
+
+    def value(self, rank: int, chunk: int, chunk_start: int, piece: tuple[int, int, int, int], room: Array) -> Array:
+        """Return a rank's elements of ``piece``: where they lie, or a copy of them in ``room``.
+
+        Args:
+            rank: In the node.
+            chunk: Its number.
+            chunk_start: The first element of the chunk.
+            piece: See ``pieces``.
+            room: Of the size of the piece.
+        """
+        node, job = self._node, self._job
+        part, begin, count, offset = piece
+        if rank == node.rank:
+            return job.pieces[part][begin : begin + count]
+        itemsize = job.dtype.itemsize
+        place = self._places[rank][part]
+        if place < 0:
+            return node.shared.at(-1 - place + begin * itemsize, rank, count * itemsize).view(job.dtype)
+        if self.slots is None:
+            node.memory.read(node.pids[rank], place + begin * itemsize, address_of(room), count * itemsize)
+            return room
+        first = (offset - chunk_start) * itemsize
+        return self.slots.input(rank, chunk, first + count * itemsize)[first:].view(job.dtype)
+
+    def scratch(self, count: int) -> Array:
+        """Return memory for ``count`` elements that were read."""
+        return self._scratch[:count]
+
+
+class Results(Protocol):
+    """Where reduced slices lie, and how they get to the other ranks of the node."""
+
+    def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
+        """Return where this rank puts a piece of its slice of a chunk."""
+
+    def flat(self, chunk: int, start: int, stop: int) -> Array:
+        """Return this rank's slice of a chunk, elements ``start`` to ``stop``, in one piece of memory."""
+
+    def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
+        """Put the slice of a chunk that ``rank`` has reduced where this rank wants it."""
+
+
+class InTargets:
+    """Each rank reduces into its own result, and the others read it there.
+
+    Args:
+        node: The node.
+        job: The reduction.
+        targets: This rank's result, in pieces.
+        places: Of every rank, the addresses of the pieces of its result.
+    """
+
+    def __init__(self, node: Node, job: Reduction, targets: list[Array], places: Places) -> None:
+        self._node = node
+        self._job = job
+        self._targets = targets
+        self._places = places
+
+    def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
+        """See ``Results``."""
+        part, begin, count, _ = piece
+        return self._targets[part][begin : begin + count]
+
+    def flat(self, chunk: int, start: int, stop: int) -> Array:
+        """See ``Results``; only where it lies in one piece of the result."""
+        ((part, begin, count, _),) = pieces(self._job.counts, start, stop, stop - start)
+        return self._targets[part][begin : begin + count]
+
+    def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
+        """See ``Results``."""
+        node, itemsize = self._node, self._job.dtype.itemsize
+        if rank == node.rank:
+            return
+        for part, begin, count, _ in pieces(self._job.counts, start, stop, stop - start):
+            first = begin * itemsize
+            source, target = self._places[rank][part] + first, address_of(self._targets[part]) + first
+            node.memory.read(node.pids[rank], source, target, count * itemsize)
+
+
+class InShared:
+    """One result in shared memory for all ranks of the node.
+
+    Args:
+        flat: The result.
+    """
+
+    def __init__(self, flat: Array) -> None:
+        self._flat = flat
+
+    def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
+        """See ``Results``."""
+        _, _, count, offset = piece
+        return self._flat[offset : offset + count]
+
+    def flat(self, chunk: int, start: int, stop: int) -> Array:
+        """See ``Results``."""
+        return self._flat[start:stop]
+
+    def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
+        """See ``Results``: it is there."""
+
+
+class InLanes:
+    """Each rank reduces into a lane of its own for each chunk on its way, and all copy their results out of lanes.
+
+    Args:
+        job: The reduction.
+        targets: This rank's result, in pieces.
+        lanes: Where the lanes lie.
+    """
+
+    def __init__(self, job: Reduction, targets: list[Array], lanes: Lanes) -> None:
+        self._job = job
+        self._targets = targets
+        self._lanes = lanes
+
+    def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
+        """See ``Results``."""
+        _, _, count, offset = piece
+        first = offset - slice_start
+        return self.flat(chunk, 0, first + count)[first:]
+
+    def flat(self, chunk: int, start: int, stop: int) -> Array:
+        """See ``Results``."""
+        dtype = self._job.dtype
+        return self._lanes.reduced(chunk, (stop - start) * dtype.itemsize).view(dtype)
+
+    def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
+        """See ``Results``."""
+        for part, begin, count, offset in pieces(self._job.counts, start, stop, stop - start):
+            target = self._targets[part][begin : begin + count]
+            self._lanes.read(rank, chunk, (offset - start) * self._job.dtype.itemsize, target)
+
+
+class PrivateLanes:
+    """Lanes in each rank's own memory, for nodes whose ranks read one another's.
+
+    Args:
+        node: The node.
+        memory: The lanes of this rank, in bytes.
+        addresses: Where those of each rank lie.
+        slice_bytes: Size of a lane.
+    """
+
+    def __init__(self, node: Node, memory: Array, addresses: list[int], slice_bytes: int) -> None:
+        self.depth = memory.size // slice_bytes
+        self._node = node
+        self._slice_bytes = slice_bytes
+        self._memory = memory
+        self._addresses = addresses
+
+    @classmethod
+    def made(cls, node: Node, slice_bytes: int, depth: int) -> Steps[PrivateLanes]:
+        """Return new ones (collective over the node)."""
+        memory = np.empty(depth * slice_bytes, np.uint8)
+        node.board.tell([address_of(memory)])
+        yield from node.board.meet()
+        return cls(node, memory, [address for (address,) in node.board.told(1)], slice_bytes)
+
+    def reduced(self, chunk: int, nbytes: int) -> Array:
+        """See ``Lanes``."""
+        start = chunk % self.depth * self._slice_bytes
+        return self._memory[start : start + nbytes]
+
+    def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
+        """See ``Lanes``."""
+        start = chunk % self.depth * self._slice_bytes + first
+        if rank == self._node.rank:
+            target.view(np.uint8)[:] = self._memory[start : start + target.nbytes]
+        else:
+            source = self._addresses[rank] + start
+            self._node.memory.read(self._node.pids[rank], source, address_of(target), target.nbytes)

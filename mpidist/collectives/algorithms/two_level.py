@@ -1,0 +1,369 @@
+"""All-reduce in two levels, chunk by chunk: inside each node, between the nodes, and inside each node again.
+
+The elements are cut into chunks, and each chunk into one slice per *rail*: the ranks with the same number on every
+node. A rank reduces its slice over its node, then over its rail, and the ranks of the node copy one another's slices.
+Several chunks are on their way at a time, so what happens inside a node hides behind the wire; on a single node there
+is no wire, and every rank has a slice. (The scheme of BlueConnect, doi:10.1147/JRD.2019.2947013, with shared memory as
+its first level; on one node the reduce-scatter and all-gather of Rabenseifner's algorithm.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.algorithms.stage import (
+    InLanes,
+    Inputs,
+    InShared,
+    InTargets,
+    Lanes,
+    PrivateLanes,
+    Results,
+    Slots,
+)
+from mpidist.collectives.algorithms.wires import Wire, Wires
+from mpidist.collectives.board import FILLED, REDUCED, TAKEN
+from mpidist.collectives.chunks import pieces, slices
+from mpidist.collectives.gathering import agreed_minimum
+from mpidist.collectives.mpi_types import numpy_op
+from mpidist.collectives.neighbours_memory import address_of
+from mpidist.collectives.node import Node
+from mpidist.collectives.packing import Reduction
+from mpidist.collectives.shared_memory import room_for_segments
+from mpidist.collectives.shared_results import MAX_SLOTS
+from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# What one rank reduces of a chunk. Best between 256 KiB and 1 MiB on the machines measured: large enough for the call,
+# small enough for the cache.
+SLICE_BYTES = 512 << 10
+_SMALLEST_SLICE_BYTES = 16 << 10
+# Chunks on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
+_DEPTH_ON_ONE_NODE = 2
+_DEPTH_BETWEEN_NODES = 4
+# What a rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
+# then where each piece of its input lies, and of its result.
+_TAKES_SHARED = 0
+_HELD = 1
+_PLACES = _HELD + MAX_SLOTS
+
+
+class TwoLevel:
+    """One all-reduce after the other through the levels.
+
+    Args:
+        node: The node of this rank.
+        wires: What happens between nodes.
+        slice_bytes: What one rank reduces of a chunk.
+        lanes: Where reduced slices lie on their way; None for the ranks' own results.
+        slots: What private input passes through; None where it is read out of the ranks' own memory.
+    """
+
+    def __init__(self, node: Node, wires: Wires, slice_bytes: int, lanes: Lanes | None, slots: Slots | None) -> None:
+        self._node = node
+        self._wires = wires
+        self._slice_bytes = slice_bytes
+        self._lanes = lanes
+        self._slots = slots
+        self.name = "neighbours" if slots is None else "window"
+        self._rails = _rails(node)
+        self._depth = _depth(node)
+        self._scratch = np.empty(slice_bytes, np.uint8)
+        self._takes_shared = False
+        self._targets: list[Array] | None = None
+
+    @classmethod
+    def made(cls, comm: MPI.Intracomm, node: Node, in_place: bool, wires: Wires) -> Steps[TwoLevel]:
+        """Return a new one (collective).
+
+        Args:
+            comm: The communicator.
+            node: Its node of this rank.
+            in_place: Whether private input is read out of the ranks' own memory, or passes through shared memory.
+            wires: What happens between nodes.
+
+        Raises:
+            AlgorithmError: A rank may not read its neighbours' memory, or shared memory has no room; on all ranks.
+        """
+        if not in_place:
+            size, slots = yield from _made_slots(comm, node)
+            return cls(node, wires, size, slots, slots)
+        if not node.reads_neighbours:
+            raise AlgorithmError(
+                "algorithm 'neighbours' reads the memory of other ranks, which the kernel forbids here (ptrace scope, "
+                "or containers of their own), or MPIDIST_READ_NEIGHBOURS=0; leave algorithm out"
+            )
+        lanes = None
+        if not node.is_alone:
+            lanes = yield from PrivateLanes.made(node, SLICE_BYTES, _depth(node))
+        return cls(node, wires, SLICE_BYTES, lanes, None)
+
+    def prepare(self, job: Reduction, may_share: bool) -> None:
+        """See ``Algorithm``."""
+        shared = self._node.shared
+        locations = [shared.locate(piece) if shared.has_arrays else None for piece in job.pieces]
+        # Small arrays that were copied together come out of the shared result, too.
+        self._takes_shared = may_share and None not in locations[job.has_buffer :]
+        inputs = [
+            address_of(piece) if location is None else -1 - location
+            for piece, location in zip(job.pieces, locations, strict=True)
+        ]
+        held = self._node.results.held()
+        self._targets = None if self._takes_shared else job.targets()
+        self._node.board.tell([self._takes_shared, *held, *inputs, *self._result_places()])
+
+    def _result_places(self) -> list[int]:
+        return [] if self._targets is None else [address_of(target) for target in self._targets]
+
+    def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
+        """See ``Algorithm``."""
+        node, number = self._node, len(job.counts)
+        told = node.board.told(_PLACES + 2 * number)
+        inputs = Inputs(node, job, [row[_PLACES : _PLACES + number] for row in told], self._slots, self._scratch)
+        takes = [row[_TAKES_SHARED] for row in told]
+        shared = None
+        if all(takes):
+            shared = yield from node.results.take(job.nbytes, [row[_HELD:_PLACES] for row in told])
+        if shared is not None:
+            flat = shared.view(job.dtype)
+            yield from self._run(job, inputs, InShared(flat), lanes=None)
+            flat.flags.writeable = False
+            return job.cut(flat)
+        if self._targets is None:
+            self._targets = job.targets()
+        targets = self._targets
+        result_places = [row[_PLACES + number :] for row in told]
+        if any(takes):
+            node.board.tell(self._result_places())
+            yield from node.board.meet()
+            result_places = node.board.told(number)
+        results: Results
+        if self._lanes is None:
+            results = InTargets(node, job, targets, result_places)
+        else:
+            results = InLanes(job, targets, self._lanes)
+        yield from self._run(job, inputs, results, self._lanes)
+        self._targets = None
+        if job.given is None:
+            return targets
+        return job.given
+
+    def _run(self, job: Reduction, inputs: Inputs, results: Results, lanes: Lanes | None) -> Steps[None]:
+        per_slice = self._slice_bytes // job.dtype.itemsize
+        per_chunk = per_slice * self._rails
+        if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
+            # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
+            per_chunk = job.count
+        wire = None
+        if not self._node.is_alone:
+            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), self._slice_bytes))
+        run = _Run(
+            self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, lanes is not None
+        )
+        yield from run.steps()
+        if inputs.are_read_in_place or isinstance(results, (InTargets, InShared)):
+            # The others may still be reading.
+            yield from self._node.board.meet()
+
+    def close(self) -> None:
+        """Let go of the memory; shared memory belongs to the node."""
+        self._slots = self._lanes = None
+
+
+def _rails(node: Node) -> int:
+    return min(len(ranks) for ranks in node.ranks)
+
+
+def _depth(node: Node) -> int:
+    return _DEPTH_ON_ONE_NODE if node.is_alone else _DEPTH_BETWEEN_NODES
+
+
+def _made_slots(comm: MPI.Intracomm, node: Node) -> Steps[tuple[int, Slots]]:
+    """Return a size of slices for which every node has room, and the slots of this node (collective)."""
+    room, size, rails, depth = room_for_segments(), SLICE_BYTES, _rails(node), _depth(node)
+    while room is not None and depth * size * (rails + 1) * node.size > room:
+        size //= 2
+    size = yield from agreed_minimum(comm, size)
+    segments = None
+    if size >= _SMALLEST_SLICE_BYTES:
+        segments = yield from node.shared.segments(depth * size * (rails + 1))
+    everywhere = yield from agreed_minimum(comm, int(segments is not None))
+    if segments is None or not everywhere:
+        raise AlgorithmError(
+            "algorithm 'window' found no room in /dev/shm on every node; make it larger (docker run --shm-size=1g) or "
+            "leave algorithm out"
+        )
+    return size, Slots(node.rank, segments, size * rails, size)
+
+
+class _Run:
+    """One reduction on its way: how far each of its chunks has got."""
+
+    def __init__(
+        self,
+        node: Node,
+        job: Reduction,
+        inputs: Inputs,
+        results: Results,
+        wire: Wire | None,
+        rails: int,
+        per_chunk: int,
+        per_piece: int,
+        depth: int,
+        reuses_memory: bool,
+    ) -> None:
+        self._node, self._board = node, node.board
+        self._job, self._inputs, self._results, self._wire = job, inputs, results, wire
+        self._rails, self._per_chunk, self._per_piece, self._depth = rails, per_chunk, per_piece, depth
+        self._reuses_memory = reuses_memory
+        self._all = range(node.size)
+        self._has_slice = node.rank < rails
+        self._combine: Any = numpy_op(job.op)
+        # Chunks are numbered through all reductions of the node.
+        self._first = self._board.chunks
+        self._end = self._first - (-job.count // per_chunk)
+        self._filled = self._reduced = self._published = self._taken = self._first
+        self._crossing: deque[_Crossing] = deque()
+
+    def steps(self) -> Steps[None]:
+        """Move all chunks on until this rank has its result."""
+        looks = 0
+        while self._taken < self._end:
+            moved = self._cross()
+            moved = self._take() or moved
+            moved = self._reduce() or moved
+            moved = self._fill() or moved
+            looks = 0 if moved else looks + 1
+            if looks:
+                self._board.pause(looks)
+                yield
+        self._board.chunks = self._end
+        for counter in (FILLED, REDUCED, TAKEN):
+            self._board.count(counter, self._end)
+
+    def _borders(self, chunk: int) -> tuple[int, int]:
+        start = (chunk - self._first) * self._per_chunk
+        return start, min(start + self._per_chunk, self._job.count)
+
+    def _slice(self, chunk: int, rail: int) -> tuple[int, int]:
+        start, stop = self._borders(chunk)
+        a, b = slices(stop - start, self._rails)[rail]
+        return start + a, start + b
+
+    def _fill(self) -> bool:
+        """Copy this rank's input of the next chunk to its slot, once nobody reads what is there."""
+        chunk, inputs = self._filled, self._inputs
+        if not inputs.pass_slots or not self._has_room(chunk):
+            return False
+        if inputs.fills:
+            inputs.fill(chunk, *self._borders(chunk))
+        self._filled += 1
+        self._board.count(FILLED, self._filled)
+        return True
+
+    def _reduce(self) -> bool:
+        """Reduce this rank's slice of the next chunk over the node, and hand it to the wire."""
+        chunk = self._reduced
+        if not self._has_room(chunk):
+            return False
+        if self._inputs.pass_slots and not self._board.reached(FILLED, chunk + 1, self._all):
+            return False
+        crossing: Steps[None] | None = None
+        if self._has_slice:
+            start, stop = self._slice(chunk, self._node.rank)
+            self._reduce_slice(chunk, start, stop)
+            if self._wire is not None and stop > start:
+                flat = self._results.flat(chunk, start, stop)
+                residual = None if self._job.residuals is None else self._residual(self._job.residuals, start, flat)
+                crossing = self._wire.all_reduce(flat, self._job.op, chunk, residual)
+        self._crossing.append(_Crossing(chunk, crossing))
+        self._reduced += 1
+        return True
+
+    def _residual(self, residuals: dict[int, Array], start: int, flat: Array) -> Array:
+        if start not in residuals:
+            residuals[start] = np.zeros_like(flat)
+        return residuals[start]
+
+    def _has_room(self, chunk: int) -> bool:
+        """Whether ``chunk`` exists and may be begun: so many are on their way at most, on any rank."""
+        before = chunk - self._depth + 1
+        if chunk >= self._end or self._taken < before:
+            return False
+        return not self._reuses_memory or self._board.reached(TAKEN, before, self._all)
+
+    def _reduce_slice(self, chunk: int, start: int, stop: int) -> None:
+        job, inputs, combine = self._job, self._inputs, self._combine
+        chunk_start, _ = self._borders(chunk)
+        for piece in pieces(job.counts, start, stop, self._per_piece):
+            target = self._results.target(chunk, start, piece)
+            total: Any = None
+            for rank in self._all:
+                # The first value may lie where the total will.
+                room = target if total is None else inputs.scratch(target.size)
+                value = inputs.value(rank, chunk, chunk_start, piece, room)
+                total = value if total is None else combine(total, value, out=target)
+            if total is not target:
+                np.copyto(target, total)
+            if self._wire is None and job.divisor is not None:
+                np.true_divide(target, job.divisor, out=target)
+
+    def _cross(self) -> bool:
+        """Move what is on the wire; whether a chunk has arrived. They are published in order."""
+        for crossing in self._crossing:
+            crossing.move()
+        arrived = False
+        while self._crossing and self._crossing[0].is_done:
+            self._finish(self._crossing.popleft().chunk)
+            arrived = True
+        return arrived
+
+    def _finish(self, chunk: int) -> None:
+        job = self._job
+        if self._wire is not None and self._has_slice and job.divisor is not None:
+            start, stop = self._slice(chunk, self._node.rank)
+            flat = self._results.flat(chunk, start, stop)
+            np.true_divide(flat, job.divisor, out=flat)
+        self._published = chunk + 1
+        self._board.count(REDUCED, self._published)
+
+    def _take(self) -> bool:
+        """Copy what all ranks of the node have reduced of the next chunk into this rank's result."""
+        chunk = self._taken
+        if chunk >= self._published or not self._board.reached(REDUCED, chunk + 1, range(self._rails)):
+            return False
+        for rail in range(self._rails):
+            start, stop = self._slice(chunk, rail)
+            if stop > start and self._job.is_wanted:
+                self._results.collect(rail, chunk, start, stop)
+        self._taken += 1
+        self._board.count(TAKEN, self._taken)
+        return True
+
+
+class _Crossing:
+    """A chunk between having been reduced on this node and having been reduced over all.
+
+    Args:
+        chunk: Its number.
+        steps: What is left to do; None for nothing.
+    """
+
+    def __init__(self, chunk: int, steps: Steps[None] | None) -> None:
+        self.chunk = chunk
+        self._steps = steps
+
+    @property
+    def is_done(self) -> bool:
+        return self._steps is None
+
+    def move(self) -> None:
+        if self._steps is not None and next(self._steps, self) is self:
+            self._steps = None

@@ -1,0 +1,104 @@
+"""Choice: which algorithm a reduction takes on one communicator, and the algorithms that have been made for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from mpidist.collectives import algorithms
+from mpidist.collectives.table import SHIPPED, Row, Table, look_up
+from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpidist.collectives.node import Node
+
+_log = logging.getLogger("mpidist")
+_ORDERED = ("hierarchical", "pairwise", "gather_reduce", "neighbours", "window")
+# What of the options an algorithm has to know when it is made.
+_Key = tuple[str, str | None, bool]
+
+
+def check_options(options: CommunicationOptions) -> None:
+    """Raise for options that name something unknown, or two things that do not go together."""
+    algorithms.check_name(options.algorithm)
+    for name in ("wire_dtype", "deterministic"):
+        if getattr(options, name) and options.algorithm not in (None, *_ORDERED):
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} and algorithm={options.algorithm!r} do not go together; "
+                f"leave algorithm out, or take one of {', '.join(_ORDERED)}"
+            )
+    if options.error_feedback and options.wire_dtype is None:
+        raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
+
+
+class Choice:
+    """The algorithms of one communicator.
+
+    Args:
+        comm: The communicator.
+        node: Its node of this rank.
+        table: Which algorithm is taken where.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node: Node, table: Table = SHIPPED) -> None:
+        self._comm = comm
+        self._node = node
+        self.table = table
+        self._made: dict[_Key, algorithms.Algorithm] = {}
+        self._without: set[str] = set()
+
+    @property
+    def row(self) -> Row:
+        """The row of the table for the place that the communicator is at."""
+        if not self._node.is_alone:
+            return self.table.several_nodes
+        return self.table.one_node_readable if self._node.reads_neighbours else self.table.one_node
+
+    def name_for(self, nbytes: int, options: CommunicationOptions) -> str:
+        """Return the algorithm for a message: the same on every rank."""
+        if options.algorithm is not None:
+            return options.algorithm
+        if self._comm.Get_size() == 1:
+            return "mpi"
+        if not self._node.is_alone and (options.wire_dtype is not None or options.deterministic):
+            return "hierarchical"
+        name = look_up(self.row, nbytes)
+        return "mpi" if name in self._without else name
+
+    def made(self, name: str, options: CommunicationOptions) -> algorithms.Algorithm | None:
+        """Return the algorithm if it has been made."""
+        return self._made.get(_key(name, options))
+
+    def make(self, name: str, options: CommunicationOptions) -> Steps[algorithms.Algorithm]:
+        """Make an algorithm (collective).
+
+        Where the table's own choice does not work, MPI's call takes its place, and a warning says so.
+
+        Raises:
+            AlgorithmError: It was asked for by name, or the order of sums was, and does not work here.
+        """
+        try:
+            made = yield from algorithms.make(name, self._comm, self._node, self.table.between_nodes, options)
+        except AlgorithmError as error:
+            if options.algorithm is not None or options.deterministic or name == "mpi":
+                raise
+            if self._comm.Get_rank() == 0:
+                _log.warning("mpidist: %s; MPI's own call is taken in its place", error)
+            self._without.add(name)
+            return self.made("mpi", options) or (yield from self.make("mpi", options))
+        self._made[_key(name, options)] = made
+        return made
+
+    def close(self) -> None:
+        """Free what the algorithms hold (collective)."""
+        for algorithm in self._made.values():
+            algorithm.close()
+        self._made.clear()
+
+
+def _key(name: str, options: CommunicationOptions) -> _Key:
+    return name, options.wire_dtype, options.deterministic

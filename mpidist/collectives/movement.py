@@ -1,0 +1,122 @@
+"""Copies between the arrays of the ranks of one node, for all-gather, broadcast and reduce-scatter.
+
+What a rank wants of another's array it reads out of shared memory, or out of the other's own memory where the kernel
+allows that; otherwise the array passes through a slot in shared memory, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.board import WORDS
+from mpidist.collectives.chunks import pieces
+from mpidist.collectives.mpi_types import as_bytes, numpy_op
+from mpidist.collectives.neighbours_memory import address_of
+from mpidist.collectives.node import Node
+from mpidist.collectives.waiting import Steps
+from mpidist.core.enums import ReduceOp
+
+_CHUNK_BYTES = 512 << 10
+
+
+class Movement:
+    """What moves inside one node, which has to hold all ranks.
+
+    Args:
+        node: The node.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._slots: list[Array] | None = None
+        self._turn = 0
+
+    def can_tell(self, numbers: int) -> bool:
+        """Whether the board has room for so many numbers of each rank."""
+        return self._node.is_alone and numbers <= WORDS
+
+    def place_of(self, array: Array) -> int:
+        """Return where a contiguous array of this rank lies: its address, or a shared location down from -1."""
+        location = self._node.shared.locate(array) if self._node.shared.has_arrays else None
+        return address_of(array) if location is None else -1 - location
+
+    def works(self) -> Steps[bool]:
+        """Return whether private arrays can be copied at all (collective, the first time)."""
+        if not self._node.reads_neighbours and self._slots is None:
+            self._slots = yield from self._node.shared.segments(2 * _CHUNK_BYTES)
+        return self._node.reads_neighbours or self._slots is not None
+
+    def copy(
+        self, mine: Array | None, places: Sequence[int], wanted: Sequence[tuple[int, Array]], longest: int
+    ) -> Steps[None]:
+        """Copy arrays of other ranks (collective over the node).
+
+        Args:
+            mine: This rank's array, contiguous; None if nobody wants it.
+            places: Of every rank, where its array lies.
+            wanted: Ranks, and contiguous arrays that receive theirs.
+            longest: Bytes of the longest array, the same on every rank.
+        """
+        through_slots = []
+        for rank, target in wanted:
+            if not target.nbytes:
+                continue
+            if rank == self._node.rank:
+                assert mine is not None
+                np.copyto(target, mine.reshape(target.shape))
+            elif places[rank] < 0 or self._node.reads_neighbours:
+                self._read(rank, places[rank], as_bytes(target))
+            else:
+                through_slots.append((rank, as_bytes(target)))
+        if not self._node.reads_neighbours and any(place >= 0 for place in places):
+            source = None if mine is None else as_bytes(mine)
+            yield from self._through_slots(source, through_slots, longest)
+
+    def _read(self, rank: int, place: int, target: Array) -> None:
+        node = self._node
+        if place < 0:
+            np.copyto(target, node.shared.at(-1 - place, rank, target.nbytes))
+        else:
+            node.memory.read(node.pids[rank], place, address_of(target), target.nbytes)
+
+    def _through_slots(self, source: Array | None, wanted: list[tuple[int, Array]], longest: int) -> Steps[None]:
+        slots = self._slots
+        assert slots is not None
+        for start in range(0, longest, _CHUNK_BYTES):
+            self._turn = 1 - self._turn
+            first = self._turn * _CHUNK_BYTES
+            if source is not None:
+                part = source[start : start + _CHUNK_BYTES]
+                slots[self._node.rank][first : first + part.size] = part
+            yield from self._node.board.meet()
+            for rank, target in wanted:
+                part = target[start : start + _CHUNK_BYTES]
+                part[:] = slots[rank][first : first + part.size]
+
+    def reduce_rows(self, mine: Array, places: Sequence[int], start: int, result: Array, op: ReduceOp) -> None:
+        """Reduce elements ``start`` onwards of all ranks' flat arrays into ``result``, in rank order.
+
+        Needs neighbours whose memory can be read, or arrays in shared memory.
+        """
+        node, itemsize, combine = self._node, mine.itemsize, numpy_op(op)
+        limit = _CHUNK_BYTES // itemsize
+        scratch = np.empty(min(limit, result.size), mine.dtype)
+        for _, begin, count, _ in pieces((result.size,), 0, result.size, limit):
+            target = result[begin : begin + count]
+            total: Array | None = None
+            for rank in range(node.size):
+                first = start + begin
+                if rank == node.rank:
+                    value = mine[first : first + count]
+                elif places[rank] < 0:
+                    at = -1 - places[rank] + first * itemsize
+                    value = node.shared.at(at, rank, count * itemsize).view(mine.dtype)
+                else:
+                    value = scratch[:count] if total is not None else target
+                    self._read(rank, places[rank] + first * itemsize, as_bytes(value))
+                total = value if total is None else combine(total, value, out=target)
+            if total is not None and total is not target:
+                np.copyto(target, total)

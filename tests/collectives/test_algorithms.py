@@ -1,0 +1,164 @@
+"""Every algorithm of an all-reduce on messages of many chunks, against NumPy in float64, in whatever layout this is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist import Communicator
+from mpidist.collectives.algorithms import IN_NODE, NAMES, gather_reduce, two_level, wires
+from mpidist.core.errors import AlgorithmError
+from mpidist.experimental import CommunicationOptions
+
+DTYPES = ["f4", "f8", "i4", "i8", "f2", "c8"]
+
+
+def usable(comm: Communicator) -> list[str | None]:
+    """The algorithms that work where these ranks are."""
+    node = comm._channel.node
+    names = [name for name in NAMES if node.is_alone or name not in IN_NODE]
+    return [None, *(name for name in names if node.reads_neighbours or name != "neighbours")]
+
+
+def value_of(rank: int, count: int, dtype: str, seed: int) -> np.ndarray:
+    values = np.random.default_rng([seed, rank]).integers(-8, 9, count)
+    return (values + 1j * values[::-1]).astype(dtype) if dtype == "c8" else values.astype(dtype)
+
+
+def reference(op: str, comm: Communicator, count: int, dtype: str, seed: int) -> np.ndarray:
+    wide = "c16" if dtype == "c8" else "f8"
+    values = [value_of(rank, count, dtype, seed).astype(wide) for rank in range(comm.size)]
+    if op == "MAX":
+        return np.maximum.reduce(values)
+    total = np.add.reduce(values)
+    return total / comm.size if op == "MEAN" else total
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(["SUM", "MEAN", "MAX"]),
+    pick=st.integers(0, 20),
+    slice_bytes=st.sampled_from([64, 512, 4096, 1 << 19]),
+    bytes_per_pack=st.sampled_from([0, 5000]),
+    own=st.lists(st.booleans(), min_size=6, max_size=6),
+    uses_out=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_message(
+    counts: list[int],
+    dtype: str,
+    op: str,
+    pick: int,
+    slice_bytes: int,
+    bytes_per_pack: int,
+    own: list[bool],
+    uses_out: bool,
+    seed: int,
+) -> None:
+    if dtype == "c8" and op == "MAX":
+        op = "SUM"
+    with Communicator() as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_level, "SLICE_BYTES", slice_bytes)
+        patch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 64)
+        patch.setattr(gather_reduce, "SLOT_BYTES", max(slice_bytes, 1024))
+        patch.setattr("mpidist.collectives.packing._SMALL_ARRAY_BYTES", 2000)
+        patch.setattr("mpidist.collectives.communicator.SMALLEST_SHARED", 1)
+        names = usable(comm)
+        options = CommunicationOptions(algorithm=names[pick % len(names)], bytes_per_pack=bytes_per_pack)
+        values = []
+        for index, count in enumerate(counts):
+            # On some ranks only, where an index is odd.
+            lies_in_shared_memory = own[index]
+            array = comm.empty(count, dtype) if lies_in_shared_memory else np.empty(count, dtype)
+            array = array.copy() if index % 2 and comm.rank else array
+            array[:] = value_of(comm.rank, count, dtype, seed + index)
+            values.append(array)
+        result_dtype = np.float64 if op == "MEAN" and dtype[0] == "i" else dtype
+        out = [np.empty(count, result_dtype) for count in counts] if uses_out else None
+        for _ in range(2):
+            got = comm.all_reduce(op, values, out=out, options=options)
+            for index, (result, count) in enumerate(zip(got, counts, strict=True)):
+                expected = reference(op, comm, count, dtype, seed + index)
+                np.testing.assert_allclose(result, expected.astype(result_dtype), rtol=2e-3 if dtype == "f2" else 1e-6)
+            assert len(set(comm.all_gather_object(b"".join(result.tobytes() for result in got)))) == 1
+            del got
+
+
+@pytest.mark.parametrize("count", [1, 300_000, 2_000_003])
+def test_full_sizes(comm: Communicator, count: int) -> None:
+    mine = value_of(comm.rank, count, "f4", 0)
+    expected = reference("SUM", comm, count, "f4", 0)
+    for name in usable(comm):
+        np.testing.assert_array_equal(
+            comm.all_reduce("SUM", mine, options=CommunicationOptions(algorithm=name)), expected
+        )
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("name", ["hierarchical", "pairwise", None])
+def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communicator, op: str, name: Any) -> None:
+    options = CommunicationOptions(deterministic=True, algorithm=name)
+    rng = np.random.default_rng(comm.rank)
+    arrays = [rng.standard_normal(count).astype("f4") * 10.0 ** rng.integers(-6, 6) for count in (3, 70, 5000, 300_000)]
+    alone = [comm.all_reduce(op, array, options=options) for array in arrays]
+    for bytes_per_pack in (0, 1000):
+        packed = CommunicationOptions(deterministic=True, algorithm=name, bytes_per_pack=bytes_per_pack)
+        for order in (slice(None), slice(None, None, -1)):
+            for one, other in zip(alone[order], comm.all_reduce(op, arrays[order], options=packed), strict=True):
+                assert one.tobytes() == other.tobytes()
+    whole = comm.all_reduce(op, np.concatenate(arrays), options=options)
+    assert whole.tobytes() == b"".join(one.tobytes() for one in alone)
+
+
+def test_what_does_not_work_here_is_an_error_on_all_ranks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
+    with pytest.raises(AlgorithmError, match="'neighbours'.*leave algorithm out"):
+        comm.all_reduce("SUM", np.ones(100), options=CommunicationOptions(algorithm="neighbours"))
+    np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(100)), comm.size)
+
+
+@pytest.mark.parametrize("option", [{"wire_dtype": "float16"}, {"deterministic": True}])
+def test_options_that_do_not_go_together(comm: Communicator, option: dict[str, Any]) -> None:
+    for name in ("mpi", "ring"):
+        with pytest.raises(ValueError, match=f"algorithm='{name}' do not go together"):
+            comm.all_reduce("SUM", np.ones(100), options=CommunicationOptions(algorithm=name, **option))
+
+
+@pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16"])
+def test_a_16_bit_wire_rounds_once_each_way(comm: Communicator, wire_dtype: str) -> None:
+    options = CommunicationOptions(wire_dtype=wire_dtype)
+    values = [np.random.default_rng(rank).uniform(1, 2, 400_000).astype("f4") for rank in range(comm.size)]
+    got = comm.all_reduce("SUM", values[comm.rank], options=options)
+    bound = 2.0 ** -(11 if wire_dtype == "float16" else 8)
+    assert np.max(np.abs(got / np.add.reduce(values) - 1)) <= 2.1 * bound
+    assert len(set(comm.all_gather_object(got.tobytes()))) == 1
+    doubles = comm.all_reduce("SUM", values[comm.rank].astype("f8"), options=options)
+    np.testing.assert_allclose(doubles, np.add.reduce([value.astype("f8") for value in values]), rtol=1e-15)
+    np.testing.assert_array_equal(comm.all_reduce("MAX", values[comm.rank], options=options), np.maximum.reduce(values))
+
+
+def test_error_feedback_makes_good_what_rounding_loses(comm: Communicator) -> None:
+    count, steps = 50_000, 40
+    value = np.random.default_rng(comm.rank).uniform(1, 2, count).astype("f4")
+    exact = steps * comm.all_reduce("SUM", value.astype("f8"))
+    errors = []
+    for feedback in (False, True):
+        options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback)
+        total = np.zeros(count)
+        for _ in range(steps):
+            total += comm.all_reduce("SUM", value, options=options)
+        errors.append(np.abs(total - exact).max())
+    if comm._channel.node.is_alone:
+        assert errors == [errors[0]] * 2
+    else:
+        assert errors[1] < errors[0] / 5
+
+
+def test_every_way_between_nodes_has_a_name() -> None:
+    assert set(wires.NAMES) <= set(NAMES)
