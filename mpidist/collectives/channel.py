@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
 from mpidist.collectives.node import Node
+from mpidist.collectives.progress import progress
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
@@ -72,7 +73,7 @@ class Channel:
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self._warn_after: float = settings.WARN_AFTER.read()
         self._queue: deque[Work] = deque()
-        self._lock = threading.Lock()
+        self._turn = _Turn()
         self._calls = 0
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
@@ -95,54 +96,65 @@ class Channel:
             RuntimeError: The channel was closed or has given up before, or is in use by another thread.
             PeerError: Another rank has failed or left.
         """
-        self._check_usable()
-        while self._queue:
-            self._finish_oldest()
-        return self._drive(steps, text, timeout or self.timeout, None)
+        with self._turn:
+            self._check_usable()
+            while self._queue:
+                self._finish_oldest()
+            return self._drive(steps, text, timeout or self.timeout, None)
 
     def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
         """Start a collective, to be carried out in the order of submission, and return its handle."""
-        self._check_usable()
         work = Work(self, steps, text, call_site, timeout or self.timeout)
-        self._queue.append(work)
-        while len(self._queue) > _MOST_WORKS:
-            self._finish_oldest()
-        self.advance()
+        with self._turn:
+            self._check_usable()
+            self._queue.append(work)
+            while len(self._queue) > _MOST_WORKS:
+                self._finish_oldest()
+            self._step_oldest()
+        if not work.is_done and self.size > 1:
+            progress.watch(self)
         return work
 
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""
-        self._check_usable()
-        if not self._queue:
-            return
-        work = self._queue[0]
-        if not self._lock.acquire(blocking=False):
-            raise _two_threads()
-        try:
-            if work.step():
-                self._queue.popleft()
-        except BaseException as error:
-            self._interrupt(error, work.text)
-            raise
-        finally:
-            self._lock.release()
+        with self._turn:
+            self._check_usable()
+            self._step_oldest()
+
+    def has_works(self) -> bool:
+        """Whether a work is on its way."""
+        return bool(self._queue)
+
+    def move(self) -> None:
+        """Move the oldest works on, in the thread for that, unless the program is doing so."""
+        if self._turn.take_if_free():
+            try:
+                self._step_oldest()
+            except BaseException:
+                # The program learns of it from the works, which have all been settled with it.
+                return
+            finally:
+                self._turn.give_back()
 
     def complete(self, work: Work, timeout: float | None) -> None:
         """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
-        if timeout is None or timeout >= work.timeout - work.waited:
-            while self._queue and not work.is_done:
-                self._finish_oldest()
-        elif not work.is_done:
-            work.waited += timeout
-            drive(
-                self._polling(work),
-                lambda: Deadline(
-                    timeout,
-                    self._warn_after,
-                    lambda waited: self._report(work.text, waited, work.call_site),
-                    lambda _: _raise_still_running(work, timeout),
-                ),
-            )
+        if work.is_done:
+            return
+        with self._turn:
+            if timeout is None or timeout >= work.timeout - work.waited:
+                while self._queue and not work.is_done:
+                    self._finish_oldest()
+            elif not work.is_done:
+                work.waited += timeout
+                drive(
+                    self._polling(work),
+                    lambda: Deadline(
+                        timeout,
+                        self._warn_after,
+                        lambda waited: self._report(work.text, waited, work.call_site),
+                        lambda _: _raise_still_running(work, timeout),
+                    ),
+                )
 
     @contextmanager
     def shared_errors(self, doing: str) -> Iterator[None]:
@@ -189,13 +201,25 @@ class Channel:
             return
         self.run(self.handshake.open(plan_id("close"), "close", None), "close")
         _open.remove(self)
+        progress.forget(self)
         free_first()
         self.handshake.free()
         self.node.close()
         self.comm.Free()
         self.unusable = "it has been closed"
 
-    # Inside -----------------------------------------------------------------------------------------------------
+    # Inside, while it is this thread's turn ---------------------------------------------------------------------
+
+    def _step_oldest(self) -> None:
+        if not self._queue:
+            return
+        work = self._queue[0]
+        try:
+            if work.step():
+                self._queue.popleft()
+        except BaseException as error:
+            self._interrupt(error, work.text)
+            raise
 
     def _finish_oldest(self) -> None:
         self._check_usable()
@@ -209,7 +233,8 @@ class Channel:
 
     def _polling(self, work: Work) -> Steps[None]:
         while not work.is_done:
-            self.advance()
+            self._check_usable()
+            self._step_oldest()
             yield
 
     def _after_queue(self, steps: Steps[None]) -> Steps[None]:
@@ -220,10 +245,8 @@ class Channel:
         yield from steps
 
     def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
-        if not self._lock.acquire(blocking=False):
-            raise _two_threads()
+        self._calls += 1
         try:
-            self._calls += 1
             return drive(
                 steps,
                 lambda: Deadline(
@@ -239,15 +262,15 @@ class Channel:
         except BaseException as error:
             self._interrupt(error, text)
             raise
-        finally:
-            self._lock.release()
 
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
         # traceback holds own buffers that MPI may still write to, so it is kept.
         self._interrupted = error
         self.unusable = f"{text} was interrupted by {type(error).__name__}"
-        self._settle_all(RuntimeError(f"{self.unusable}, before this collective was done"))
+        settled = RuntimeError(f"{self.unusable}, before this collective was done")
+        settled.__cause__ = error
+        self._settle_all(settled)
 
     def _settle_all(self, error: BaseException) -> None:
         for work in self._queue:
@@ -295,11 +318,30 @@ class Channel:
         return f"mpidist: rank {self.rank} has ended its program, and waits for the other ranks to end theirs"
 
 
-def _two_threads() -> RuntimeError:
-    return RuntimeError(
-        "two threads used one Communicator at the same time; collectives of one communicator are issued by one thread, "
-        "in the same order on every rank"
-    )
+class _Turn:
+    """Whose turn it is to carry out works: one thread of the program, or the thread that moves them on."""
+
+    def __init__(self) -> None:
+        self._program = threading.Lock()
+        self._anyone = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._program.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads used one Communicator at the same time; collectives of one communicator are issued by one "
+                "thread, in the same order on every rank"
+            )
+        self._anyone.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._anyone.release()
+        self._program.release()
+
+    def take_if_free(self) -> bool:
+        return self._anyone.acquire(blocking=False)
+
+    def give_back(self) -> None:
+        self._anyone.release()
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:
@@ -332,6 +374,7 @@ def _leave_all() -> None:
     A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
     How long the other programs still run is their own affair, so this wait has no deadline, only a report.
     """
+    progress.stop()
     several = [channel for channel in _open if channel.size > 1]
     if several and not import_mpi().Is_finalized():
         first = several[0]

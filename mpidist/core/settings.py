@@ -78,6 +78,13 @@ JOBS = Setting(
     "jobs with their numbers of tasks, such as ps:1,worker:3",
     "which ranks are which tasks, in rank order, for MPIClusterResolver; all are workers by default",
 )
+PROGRESS_THREAD = Setting(
+    "MPIDIST_PROGRESS_THREAD",
+    True,
+    _flag,
+    "0 or 1",
+    "1: a thread moves collectives on that were started and not yet waited for",
+)
 RANKS_PER_NODE = Setting(
     "MPIDIST_RANKS_PER_NODE",
     None,
@@ -107,7 +114,18 @@ WARN_AFTER = Setting(
     "how long a rank waits in one collective before it says so on stderr",
 )
 
-SETTINGS = {s.name: s for s in (ABORT_ON_EXCEPTION, JOBS, RANKS_PER_NODE, READ_NEIGHBOURS, TIMEOUT, WARN_AFTER)}
+SETTINGS = {
+    s.name: s
+    for s in (
+        ABORT_ON_EXCEPTION,
+        JOBS,
+        PROGRESS_THREAD,
+        RANKS_PER_NODE,
+        READ_NEIGHBOURS,
+        TIMEOUT,
+        WARN_AFTER,
+    )
+}
 
 
 def warn_about_unknown() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], lis
         ValueError: No pairs, only None, or a gradient of another shape than its variable.
         TypeError: Something that is no pair, no variable, or of a dtype that the variable cannot take.
     """
-    gradients, variables, names = [], [], []
+    pairs = list(each_checked(grads_and_vars))
+    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+
+def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
+    """Do what ``checked_pairs`` does, one pair after the other as they come."""
+    names, found = [], False
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
             raise TypeError(
@@ -30,15 +36,14 @@ def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], lis
         gradient, variable = pair
         names.append(variable.name)
         if gradient is not None:
-            gradients.append(_checked(gradient, variable))
-            variables.append(variable)
-    if not variables:
+            found = True
+            yield _checked(gradient, variable), variable
+    if not found:
         what = f"only None for the variables {names}" if names else "no gradients"
         raise ValueError(
             f"grads_and_vars holds {what}; expected at least one gradient, as in "
             "apply_gradients(zip(gradients, variables))"
         )
-    return gradients, variables
 
 
 def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:

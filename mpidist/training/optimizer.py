@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -13,12 +13,15 @@ from mpidist.arrays.convert import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
+from mpidist.training.buckets import Buckets
 from mpidist.training.gradients import GradientsAndVariables
 from mpidist.values import IndexedSlices, Variable
 
 if TYPE_CHECKING:
     from mpidist.strategies import ReplicaContext, Strategy
 
+# Gradients that have been summed, and their variables.
+Summed = tuple[list[Any], list[Variable]]
 LearningRate = float | Callable[[int], float]
 
 
@@ -173,8 +176,10 @@ class Optimizer:
         """Update variables by their gradients.
 
         Inside ``strategy.run`` it is collective: call it on every replica, with gradients for the same variables.
-        The gradients are *summed* over replicas in one packed all-reduce (divide the loss by the global batch
-        size), then each replica updates its own copies, all alike, without further communication.
+        The gradients are *summed* over replicas (divide the loss by the global batch size), packed into buckets of
+        16 MiB, and each replica updates its own copies, all alike, as soon as the sums of a bucket are there. A
+        generator that computes the gradients as it goes, those of the last layers first, hides the communication: each
+        bucket is on its way while the next gradients are computed.
 
         Outside ``run`` the gradients are taken for sums already and every copy is updated by them; nothing is
         communicated, so they must be the same on all ranks. (Keras raises an error there.)
@@ -193,24 +198,45 @@ class Optimizer:
 
         Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
+        context = cast("ReplicaContext | None", get_replica_context())
+        if context is not None and experimental_aggregate_gradients and isinstance(grads_and_vars, Generator):
+            self._apply_as_they_come(context, grads_and_vars)
+            return
         gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
         strategy = self._strategy_of(variables)
-        context = get_replica_context()
         if context is not None and context.strategy is strategy:
+            summed: Iterable[Summed] = [(gradients, variables)]
             if experimental_aggregate_gradients:
-                gradients = gradient_tools.sum_over_replicas(gradients, variables)
-            self._build_in_replica(variables)
-            update = partial(self._update_all, gradients=gradients, variables=variables)
-            # One update context for all: inside it every variable, slots included, means this replica's copy.
-            cast("ReplicaContext", context)._update(self.iterations, update)
+                buckets = Buckets(context)
+                for gradient, variable in zip(gradients, variables, strict=True):
+                    buckets.add(gradient, variable)
+                summed = buckets.sums()
+            self._update_in_replica(context, summed, variables)
             return
         with _entered(strategy):
             self.build(variables)
             strategy.extended.update(
                 self.iterations,
-                lambda iterations, grads: self._update_all(iterations, grads, variables),
+                lambda iterations, grads: self._update_all(iterations, [(grads, variables)]),
                 args=(gradients,),
             )
+
+    def _apply_as_they_come(self, context: ReplicaContext, grads_and_vars: GradientsAndVariables) -> None:
+        buckets, variables = Buckets(context), []
+        for gradient, variable in gradient_tools.each_checked(grads_and_vars):
+            if self._strategy_of([variable]) is not context.strategy:
+                raise ValueError(
+                    f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and this is "
+                    f"a replica of {type(context.strategy).__name__}; create it inside `with strategy.scope():`"
+                )
+            buckets.add(gradient, variable)
+            variables.append(variable)
+        self._update_in_replica(context, buckets.sums(), variables)
+
+    def _update_in_replica(self, context: ReplicaContext, summed: Iterable[Summed], variables: list[Variable]) -> None:
+        self._build_in_replica(variables)
+        # One update context for all: inside it every variable, slots included, means this replica's copy.
+        context._update(self.iterations, partial(self._update_all, summed=summed))
 
     def _build_in_replica(self, variables: list[Variable]) -> None:
         if all(variable in self._slots for variable in variables):
@@ -227,18 +253,22 @@ class Optimizer:
                     "strategy.run(), and use it in all replicas"
                 )
 
-    def _update_all(self, iterations: Any, gradients: list[Any], variables: list[Variable]) -> None:
+    def _update_all(self, iterations: Any, summed: Iterable[Summed]) -> None:
         """Update the copies that the update context is about."""
         step = int(iterations)
         rate = self._rate_at(step)
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if isinstance(gradient, IndexedSlices):
-                self.update_sparse(variable, gradient, rate, step)
-            else:
-                self.update_variable(variable, gradient, rate, step)
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(np.asarray(variable)))
+        for gradients, variables in summed:
+            for gradient, variable in zip(gradients, variables, strict=True):
+                self._update_one(variable, gradient, rate, step)
         iterations.assign_add(1)
+
+    def _update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
+        if isinstance(gradient, IndexedSlices):
+            self.update_sparse(variable, gradient, rate, step)
+        else:
+            self.update_variable(variable, gradient, rate, step)
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(np.asarray(variable)))
 
     def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
         """Update one variable, in update context: it and its slots mean the copies of one replica.
