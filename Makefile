@@ -4,6 +4,8 @@
 #   make test    set up .venv and run every check: lint, plain pytest, pytest on 2, 3 and 4 ranks
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
+#   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
+#   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
 #   make env     set up .venv only
 #   make clean   remove .venv and everything that was built
 #
@@ -48,7 +50,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train test bench lint test-1 test-2 test-3 test-4 test-nodes env clean
+.PHONY: train test bench lint test-1 test-2 test-3 test-4 test-nodes test-cluster bench-cluster env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -81,6 +83,17 @@ bench: $(VENV)/.bench
 	$(LIMIT) $(MPIRUN) -n 4 $(MEASURE) --operations memory,all_reduce,batch,latency --models resnet50 --steps 2000 \
 	  --sizes 4,64K,256K,1M,16M,64M $(BENCH_ARGS) < /dev/null
 	$(BENCH) plot $(BENCH_OUT)/2-ranks.json $(BENCH_OUT)/4-ranks.json
+
+# What a hard end of the tests leaves behind goes down with the last line.
+test-cluster: $(VENV)/.test
+	status=0; $(LIMIT) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
+	$(BIN)/python -m tests.cluster.lab --name tests down; exit $$status
+
+# The hosts claim more cores than there are, which their ranks cannot see: they must yield while they wait.
+bench-cluster: $(VENV)/.bench
+	OMPI_MCA_mpi_yield_when_idle=1 $(LIMIT) $(BIN)/python -m tests.cluster.lab --name bench run --rate 1gbit -- \
+	  salloc --quiet --nodes=4 --ntasks-per-node=2 \
+	  $(BIN)/python -m benchmarks.cluster_jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
 
 env: $(VENV)/bin/python
 

@@ -11,29 +11,13 @@ from pathlib import Path
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from benchmarks import compare, plot, report, suite  # noqa: E402
+from benchmarks import cluster, cluster_jobs, compare, plot, report, suite  # noqa: E402
 from benchmarks.models import MODELS  # noqa: E402
 from benchmarks.results import load  # noqa: E402
+from benchmarks.sizes import sizes_of_text  # noqa: E402
 
+_COMMANDS_OF_THEIR_OWN = {"cluster": cluster, "cluster-jobs": cluster_jobs}
 RESULTS = Path(__file__).with_name("results")
-
-
-def size_of_text(text: str) -> int:
-    """Return the bytes of "4", "256K" or "64M".
-
-    >>> size_of_text("256K")
-    262144
-    """
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    factor = units.get(text[-1:].upper(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not digits.isdigit() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"size is {text!r}; expected a number of bytes such as 4, 256K or 64M")
-    return int(digits) * factor
-
-
-def _sizes(text: str) -> list[int]:
-    return [size_of_text(part) for part in text.split(",")]
 
 
 def _names(text: str, known: tuple[str, ...]) -> list[str]:
@@ -58,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--sizes",
-        type=_sizes,
-        default=_sizes("4,64,1K,16K,64K,256K,1M,4M,16M,64M"),
+        type=sizes_of_text,
+        default=sizes_of_text("4,64,1K,16K,64K,256K,1M,4M,16M,64M"),
         metavar="A,B",
         help="sizes of the collectives, such as 4,256K,64M",
     )
@@ -84,10 +68,14 @@ def parser() -> argparse.ArgumentParser:
     compare_command.add_argument("second", type=Path)
     table_command = commands.add_parser("table", help="print a result file as a markdown table")
     table_command.add_argument("results", type=Path)
+    for name, module in _COMMANDS_OF_THEIR_OWN.items():
+        commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0], add_help=False)
     return top
 
 
 def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _COMMANDS_OF_THEIR_OWN:
+        return _COMMANDS_OF_THEIR_OWN[arguments[0]].main(arguments[1:])
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["run", *arguments]
     options = parser().parse_args(arguments)

@@ -1,0 +1,149 @@
+"""All benchmarks between nodes: `salloc -N4 --ntasks-per-node=2 python -m benchmarks.cluster_jobs`; a job for each.
+
+They need 4 nodes and Open MPI's mpirun, whose options place the ranks and switch a component off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.cluster_bars import HAN_OFF, verdicts
+from benchmarks.cluster_report import results_text
+from benchmarks.cluster_wire import bits_per_second
+from benchmarks.results import Results, load, save
+
+NODES, RANKS_PER_NODE = 4, 2
+# Where more ranks than slots are allowed, Open MPI puts them all on the first host unless it is told otherwise.
+_IN_BLOCKS, _ROUND_ROBIN = ("--map-by", "slot:nooversubscribe"), ("--map-by", "node:nooversubscribe")
+_RESULTS = Path(__file__).with_name("results")
+
+
+class Job(NamedTuple):
+    """One mpirun: how it places its ranks, and what they measure."""
+
+    placement: str
+    ranks: tuple[int, ...]
+    launcher: tuple[str, ...]
+    measures: tuple[str, ...]
+
+
+def jobs(sizes: str, algorithms: str) -> list[Job]:
+    """Return all jobs.
+
+    Args:
+        sizes: Sizes beside 64 MiB for the table of ranks in blocks, such as 4K,1M; may be empty.
+        algorithms: Names to force at all these sizes, such as mpi,hierarchical; may be empty.
+    """
+    full = (RANKS_PER_NODE,) * NODES
+    found = [
+        Job("block", full, _IN_BLOCKS, ("--sizes", "64M", "--wire", "bfloat16,float16")),
+        Job(HAN_OFF, full, (*_IN_BLOCKS, "--mca", "coll", "^han"), ("--sizes", "64M")),
+        Job("round-robin", full, _ROUND_ROBIN, ("--sizes", "64M")),
+        Job("uneven", (2, 1) * (NODES // 2), _IN_BLOCKS, ("--sizes", "64M")),
+        Job("2x1", (1, 1), _IN_BLOCKS, ("--overlap",)),
+    ]
+    if sizes:
+        found.append(Job("block", full, _IN_BLOCKS, ("--sizes", sizes, "--algorithms", algorithms, "--seconds", "1")))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks.cluster_jobs", description=__doc__)
+    top.add_argument("--hosts", help="four host names, such as a,b,c,d (those of the Slurm allocation)")
+    top.add_argument("--sizes", default="4K,16K,64K,256K,1M,4M,16M", help="sizes beside 64M; may be empty")
+    top.add_argument("--algorithms", default="", help="algorithms of mpidist to force at these sizes")
+    top.add_argument("--rate", help="speed of each node's link, such as 1gbit, for the floor")
+    top.add_argument("--interface", default="eth0", help="whose bytes are counted (eth0)")
+    top.add_argument("--seconds", type=float, default=150.0, help="how long one job may take (150)")
+    top.add_argument("--out", type=Path, default=_RESULTS, help="folder of cluster.json, cluster.csv")
+    return top
+
+
+def main(arguments: list[str]) -> int:
+    """Run all jobs, print the tables and write the files; the status is 1 if a job failed or a result was wrong."""
+    options = parser().parse_args(arguments)
+    hosts = options.hosts.split(",") if options.hosts else _hosts_of_allocation()
+    if len(hosts) < NODES:
+        raise SystemExit(f"hosts are {', '.join(hosts)}; expected {NODES}: salloc -N{NODES} ..., or --hosts a,b,c,d")
+    common = ["--interface", options.interface, *(["--rate", options.rate] if options.rate else [])]
+    failed, parts = [], []
+    options.out.mkdir(parents=True, exist_ok=True)
+    # Every node sees the folder of the results; a temporary one of the system may be another on each.
+    with tempfile.TemporaryDirectory(prefix="cluster-", dir=options.out) as folder:
+        for number, job in enumerate(jobs(options.sizes, options.algorithms)):
+            print(f"# job {number}: {job.placement} {' '.join(job.measures)}", flush=True)
+            measures = [*job.measures, *common, "--placement", job.placement, "--out", folder, "--name", str(number)]
+            problem = _run(job, hosts, measures, options.seconds)
+            path = Path(folder, f"{number}.json")
+            part = load(path) if path.exists() else None
+            if part is not None and part.machine["nodes"] == len(job.ranks):
+                parts.append(part)
+            else:
+                problem = problem or f"it ran on {part.machine['nodes'] if part else 0} nodes"
+                failed.append(f"{job.placement} {' '.join(job.measures)}: {problem}")
+    if not parts:
+        raise SystemExit("no job has left results:\n" + "\n".join(failed))
+    results = _merged(parts, arguments, options.rate, failed)
+    paths = save(results, options.out, "cluster")
+    print(results_text(results, None if options.rate is None else bits_per_second(options.rate)))
+    print(f"# written: {', '.join(map(str, paths))}")
+    return int(bool(failed) or any(row.wrong for row in results.rows))
+
+
+def _run(job: Job, hosts: list[str], measures: list[str], seconds: float) -> str:
+    """Run one job; returns what went wrong, with what it printed, or nothing."""
+    places = ",".join(f"{host}:{ranks}" for host, ranks in zip(hosts, job.ranks, strict=False))
+    program = [sys.executable, "-m", "benchmarks.cluster", *measures]
+    command = [*_mpirun(), "--host", places, "-n", str(sum(job.ranks)), *job.launcher, *program]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # mpirun ends its ranks.
+            process.terminate()
+            printed, _ = process.communicate()
+            return f"ended after {seconds:g} s\n{printed}"
+    return "" if process.returncode == 0 else f"status {process.returncode}\n{printed}"
+
+
+def _mpirun() -> list[str]:
+    """Return the launcher: ``$MPIRUN``, else the one beside this Python, else the one on PATH."""
+    if os.environ.get("MPIRUN"):
+        return shlex.split(os.environ["MPIRUN"])
+    found = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or shutil.which("mpirun")
+    if found is None:
+        raise SystemExit("there is no mpirun beside this Python nor on PATH; load the cluster's MPI, or set MPIRUN")
+    return [found]
+
+
+def _hosts_of_allocation() -> list[str]:
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None:
+        raise SystemExit(f"this is no Slurm allocation; type: salloc -N{NODES} ..., or --hosts a,b,c,d")
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+def _merged(parts: list[Results], arguments: list[str], rate: str | None, failed: list[str]) -> Results:
+    """Return the results of all jobs as one, with the machine of the first."""
+    rows = [row for part in parts for row in part.rows]
+    figures = [figure for part in parts for figure in part.figures]
+    skipped = [reason for part in parts for reason in part.skipped]
+    machine = parts[0].machine | {"command": " ".join(["python", "-m", "benchmarks.cluster_jobs", *arguments])}
+    judged = verdicts(rows, figures, NODES, None if rate is None else bits_per_second(rate))
+    return Results(machine, rows, figures, judged, [*skipped, *failed])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

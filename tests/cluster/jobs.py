@@ -1,0 +1,95 @@
+"""Starts a program of tests/cluster/programs on the ranks of a lab, by mpirun or srun, in a placement."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.cluster.lab import Lab
+from tests.support.mpirun import child_environment, mpirun_command
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+class Placement(NamedTuple):
+    """Where ranks go.
+
+    Attributes:
+        hosts: The host number of every rank.
+        mpirun, srun: The options that put them there.
+    """
+
+    hosts: tuple[int, ...]
+    mpirun: tuple[str, ...]
+    srun: tuple[str, ...]
+
+    def node_of_rank(self) -> list[int]:
+        """Return the node number of every rank as mpidist counts them: nodes in the order of their lowest rank."""
+        order = list(dict.fromkeys(self.hosts))
+        return [order.index(host) for host in self.hosts]
+
+
+# "nooversubscribe" takes back what child_environment allows, where Open MPI would put all ranks on the first host.
+PLACEMENTS = {
+    "block": Placement((0, 0, 1, 1, 2, 2, 3, 3), ("--map-by", "slot:nooversubscribe"), ("--distribution=block",)),
+    "round-robin": Placement(
+        (0, 1, 2, 3, 0, 1, 2, 3), ("--map-by", "node:nooversubscribe"), ("--distribution=cyclic",)
+    ),
+    "uneven": Placement(
+        (0, 0, 1, 2, 2, 3),
+        ("--map-by", "slot:nooversubscribe", "--host", "node0:2,node1:1,node2:2,node3:1"),
+        ("--distribution=arbitrary", "--ntasks=6"),
+    ),
+}
+
+
+class JobError(RuntimeError):
+    """A job ended with a status, or ranks of it left no result."""
+
+
+def launch(
+    lab: Lab, program: str, *arguments: object, by: str = "mpirun", placement: str = "block", timeout: float = 90.0
+) -> list[Any]:
+    """Run ``programs/PROGRAM.py`` with two ranks per host, or as the placement has it; returns its results by rank.
+
+    Args:
+        lab: Where; four hosts.
+        program: Its name. It leaves a JSON file per rank: see ``programs/result.py``.
+        arguments: What the program gets.
+        by: "mpirun", inside an allocation made by salloc, or "srun".
+        placement: A name of ``PLACEMENTS``.
+        timeout: Seconds until the job is ended.
+
+    Raises:
+        JobError: See there; with all that the job printed.
+        TimeoutError: It did not end in time; with stacks.
+    """
+    places = PLACEMENTS[placement]
+    with tempfile.TemporaryDirectory(dir=lab.scratch) as folder:
+        # The hosts' virtual CPUs are the same few real ones; the ranks cannot see that there are too few.
+        env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "RESULTS": folder})
+        allocation = [f"--nodes={lab.settings.hosts}", "--ntasks-per-node=2"]
+        command = [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
+        if by == "mpirun":
+            command = ["salloc", "--quiet", *allocation, *mpirun_command(), *places.mpirun, *command]
+        else:
+            # The PMIx of the wheel has no munge component and would say so on every rank.
+            env["PMIX_MCA_psec"] = "native"
+            if "--distribution=arbitrary" in places.srun:
+                hostfile = Path(folder, "hosts")
+                hostfile.write_text("".join(f"node{host}\n" for host in places.hosts))
+                env["SLURM_HOSTFILE"] = str(hostfile)
+                allocation = []
+            command = ["srun", "--mpi=pmix", *allocation, *places.srun, *command]
+        done = lab.run("login", command, env=env, timeout=timeout)
+        found = {rank: Path(folder, f"{rank}.json") for rank in range(len(places.hosts))}
+        results = {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
+    if done.returncode != 0 or len(results) != len(places.hosts):
+        raise JobError(
+            f"{' '.join(command)}: status {done.returncode}, results of ranks {sorted(results)} of "
+            f"{len(places.hosts)}\n{done.stdout}\n{done.stderr}"
+        )
+    return [results[rank] for rank in range(len(places.hosts))]
