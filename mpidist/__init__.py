@@ -16,6 +16,7 @@ from mpidist import cluster_resolver, experimental, metrics, optimizers, v1  # n
 from mpidist.checkpoint import Checkpoint, latest_checkpoint  # noqa: E402
 from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
 from mpidist.collectives import Communicator  # noqa: E402
+from mpidist.collectives.tuning import tune  # noqa: E402
 from mpidist.core.context import (  # noqa: E402
     experimental_set_strategy,
     get_loss_reduction,
@@ -120,6 +121,7 @@ __all__ = [
     "replica_rng",
     "scale_regularization_loss",
     "set_seed",
+    "tune",
     "v1",
     "variable_creator_scope",
 ]

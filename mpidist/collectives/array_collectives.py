@@ -20,6 +20,9 @@ from mpidist.collectives.memory import Pool
 from mpidist.collectives.movement import Movement
 from mpidist.collectives.packing import copies_of_overlapping, divided
 from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
+from mpidist.collectives.table import Table, check_table
+from mpidist.collectives.trace import OTHERS, PACK, REDUCE, UNPACK
+from mpidist.collectives.tuning_file import agreed_table
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.callsite import user_call_site
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+# What a collective does, and what it is.
+Call = tuple[Steps[T], str]
 
 _DEFAULT_OPTIONS = CommunicationOptions()
 # A program whose shapes change all the time must not grow; plans are cheap to make again.
@@ -43,10 +48,22 @@ class ArrayCollectives:
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
         options: Defaults for every call.
+        table: Which algorithm is taken at which size; that of rank 0 counts. By default the one that
+            ``MPIDIST_TUNING_FILE`` has for these ranks, else the shipped one.
+
+    Raises:
+        ValueError: The tuning file cannot be read or is wrong; on all ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, *, options: CommunicationOptions | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+        table: Table | None = None,
+    ) -> None:
         check_communication_options(options)
+        check_table(table)
         self._options = _DEFAULT_OPTIONS.merge(options)
         check_options(self._options)
         if comm is not None and not isinstance(comm, import_mpi().Intracomm):
@@ -56,11 +73,19 @@ class ArrayCollectives:
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._plans: dict[Any, ReductionPlan] = {}
-        self._choice = Choice(self._channel.comm, self._channel.node)
+        self._choice = Choice(self._channel.comm, self._channel.node, self._agreed_table(table))
         self._movement = Movement(self._channel.node)
         self._pool = Pool()
         self.last_algorithm = "none"
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
+
+    def _agreed_table(self, given: Table | None) -> Table:
+        channel = self._channel
+        table = channel.run(agreed_table(channel.comm, channel.node, given), "agreeing on the tuning table")
+        if isinstance(table, ValueError):
+            channel.close(lambda: None)
+            raise table
+        return table
 
     def reduce_arrays(
         self,
@@ -94,13 +119,17 @@ class ArrayCollectives:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         call_site = user_call_site()
-        steps = self._reduce_steps(plan, arrays, None, call_site)
-        return self._channel.submit(steps, plan.text, call_site, _timeout_of(options))
+        return self._submit(self._reduce_steps(plan, arrays, None, call_site), plan.text, call_site, options)
 
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
+        return self._run(*self._gather_call(arrays, axis, note), options)
+
+    def _gather_call(
+        self, arrays: Sequence[Array], axis: int, note: str = "", call_site: str | None = None
+    ) -> Call[list[Array]]:
         moved = []
         parts = []
         with self.shared_errors("all_gather"):
@@ -111,16 +140,18 @@ class ArrayCollectives:
                 shape = ", ".join("*" if i == position else str(n) for i, n in enumerate(array.shape))
                 parts.append(f"{array.dtype.name}({shape})")
         text = f"all_gather along axis {axis} of {', '.join(parts)}{f' as {note}' if note else ''}"
-        return self._run(self._gather_steps(moved, axis, text), text, options)
+        return self._gather_steps(moved, axis, text, call_site), text
 
-    def _gather_steps(self, moved: list[Array], axis: int, text: str) -> Steps[list[Array]]:
+    def _gather_steps(self, moved: list[Array], axis: int, text: str, call_site: str | None) -> Steps[list[Array]]:
         """Gather arrays along their first axis, which comes to be ``axis``."""
         channel, movement, k = self._channel, self._movement, len(moved)
         told = movement.can_tell(2 * k)
         mine = [len(array) for array in moved]
         if told:
             channel.node.board.tell([*mine, *map(movement.place_of, moved)])
-        yield from channel.handshake.open(plan_id(text), text, None)
+        yield from channel.handshake.open(plan_id(text), text, call_site)
+        if channel.trace is not None:
+            channel.trace.moves(sum(array.nbytes for array in moved))
         if told:
             words = np.array(channel.node.board.told(2 * k)).reshape(self.size, 2 * k)
             lengths, places = words[:, :k], words[:, k:]
@@ -149,22 +180,31 @@ class ArrayCollectives:
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
+        return self._run(*self._broadcast_call(arrays, root, note), options)
+
+    def _broadcast_call(
+        self, arrays: Sequence[Array], root: int, note: str = "", call_site: str | None = None
+    ) -> Call[list[Array]]:
         root = self._check_root(root)
         with self.shared_errors("broadcast"):
             for array in arrays:
                 check_transportable(array.dtype, "broadcast")
         of_what = f" for {note}" if note else ""
         text = f"broadcast from rank {root} of {signature_text(signature_of(arrays))}{of_what}"
-        return self._run(self._broadcast_steps(arrays, root, text), text, options)
+        return self._broadcast_steps(arrays, root, text, call_site), text
 
-    def _broadcast_steps(self, arrays: Sequence[Array], root: int, text: str) -> Steps[list[Array]]:
+    def _broadcast_steps(
+        self, arrays: Sequence[Array], root: int, text: str, call_site: str | None
+    ) -> Steps[list[Array]]:
         channel, movement = self._channel, self._movement
         told = movement.can_tell(len(arrays))
         is_root = self.rank == root
         sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays] if is_root else []
         if told:
             channel.node.board.tell([movement.place_of(source) for source in sources])
-        yield from channel.handshake.open(plan_id(text), text, None)
+        yield from channel.handshake.open(plan_id(text), text, call_site)
+        if channel.trace is not None:
+            channel.trace.moves(sum(array.nbytes for array in arrays))
         places = channel.node.board.told(len(arrays))[root] if told else []
         in_node = told and (yield from movement.works())
         results = []
@@ -222,6 +262,8 @@ class ArrayCollectives:
                 if len(self._plans) == _MOST_PLANS:
                     self._plans.clear()
                 plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
+                if self._channel.trace is not None:
+                    self._channel.trace.planned(plan.text, sum(array.nbytes for array in arrays))
         return plan
 
     def _reduce_steps(
@@ -231,7 +273,8 @@ class ArrayCollectives:
         if plan.inline:
             self.last_algorithm = "handshake"
             plan.fill_inline(arrays, handshake.payload)
-            yield from handshake.open(plan.id, plan.text, call_site, plan.count)
+            if not handshake.begin(plan.id, plan.count):
+                yield from handshake.finish(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count), out)
         results = plan.blank_results(out)
         if not plan.packs:
@@ -239,36 +282,62 @@ class ArrayCollectives:
         if out is not None:
             # One pack may write what another has still to read.
             arrays = copies_of_overlapping(arrays, out)
+        trace = self._channel.trace
         for number, pack in enumerate(plan.packs):
-            algorithm = yield from self._algorithm(pack.nbytes, plan, call_site)
+            algorithm = self._choice.made(pack.nbytes, plan.options)
+            if algorithm is None:
+                algorithm = yield from self._make_algorithm(pack.nbytes, plan, call_site)
+            if trace is not None:
+                trace.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool)
+            job.trace = trace
             algorithm.prepare(job, out is None)
             if number == 0:
-                yield from handshake.open(plan.id, plan.text, call_site)
+                if not handshake.begin(plan.id):
+                    yield from handshake.finish(plan.id, plan.text, call_site)
             else:
+                if trace is not None:
+                    trace.phase(OTHERS)
                 yield from self._channel.node.board.meet()
+            if trace is not None:
+                trace.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
+            if trace is not None:
+                trace.took(algorithm.name)
+                trace.phase(UNPACK)
             pack.deliver(pieces, results, out)
             self.last_algorithm = algorithm.name
         return results
 
-    def _reduce_to_steps(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:
+    def _reduce_to_steps(
+        self, plan: ReductionPlan, arrays: Sequence[Array], root: int, call_site: str | None
+    ) -> Steps[list[Array]]:
         """Reduce to rank ``root``; what the others return is of no account."""
         channel, is_root = self._channel, self.rank == root
         results = plan.blank_results(None)
         if not plan.packs:
-            yield from channel.handshake.open(plan.id, plan.text, None)
+            yield from channel.handshake.open(plan.id, plan.text, call_site)
+        trace = channel.trace
         for number, pack in enumerate(plan.packs):
+            if trace is not None:
+                trace.phase(PACK)
             job = plan.reduction(pack, arrays, None, self._pool)
-            job.is_wanted = is_root
+            job.is_wanted, job.trace = is_root, trace
             algorithm = None
             if channel.node.is_alone and self.size > 1:
-                algorithm = yield from self._algorithm(pack.nbytes, plan, None)
+                algorithm = self._choice.made(pack.nbytes, plan.options)
+                if algorithm is None:
+                    algorithm = yield from self._make_algorithm(pack.nbytes, plan, call_site)
                 algorithm.prepare(job, False)
             if number == 0:
-                yield from channel.handshake.open(plan.id, plan.text, None)
+                yield from channel.handshake.open(plan.id, plan.text, call_site)
             else:
+                if trace is not None:
+                    trace.phase(OTHERS)
                 yield from channel.node.board.meet()
+            if trace is not None:
+                trace.phase(REDUCE)
+                trace.took("mpi" if algorithm is None else algorithm.name)
             if algorithm is not None:
                 pieces = yield from algorithm.all_reduce(job)
             else:
@@ -276,10 +345,12 @@ class ArrayCollectives:
                 yield from reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
                 pieces = [] if flat is None else job.finish(flat)
             if is_root:
+                if trace is not None:
+                    trace.phase(UNPACK)
                 pack.deliver(pieces, results, None)
         return results
 
-    def _reduce_scatter_steps(self, plan: ReductionPlan, array: Array) -> Steps[Array]:
+    def _reduce_scatter_steps(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[Array]:
         """Return the flat elements of this rank's rows of the reduction."""
         channel, movement = self._channel, self._movement
         row_size = int(np.prod(array.shape[1:]))
@@ -290,7 +361,9 @@ class ArrayCollectives:
         told = channel.node.is_alone
         if told:
             channel.node.board.tell([movement.place_of(send)])
-        yield from channel.handshake.open(plan.id, plan.text, None)
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
+        if channel.trace is not None:
+            channel.trace.phase(REDUCE)
         places = [place for (place,) in channel.node.board.told(1)] if told else []
         if told and (channel.node.reads_neighbours or all(place < 0 for place in places)):
             flat = self._pool.take(rows[self.rank] * row_size, wire)
@@ -300,17 +373,16 @@ class ArrayCollectives:
             flat = yield from gathering.reduce_scatter_rows(channel.comm, send, rows, row_size, plan.op, wire)
         return divided(flat, plan.divisor).astype(result_dtype, copy=False)
 
-    def _algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:
-        """Return the algorithm for a message, made when it is first used, once all ranks have come."""
-        name = self._choice.name_for(nbytes, plan.options)
-        algorithm = self._choice.made(name, plan.options)
-        if algorithm is None:
-            yield from self._channel.handshake.open(plan.id, plan.text, call_site)
-            algorithm = yield from self._choice.make(name, plan.options)
-        return algorithm
+    def _make_algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:
+        """Return a new algorithm for a message, once all ranks have come."""
+        yield from self._channel.handshake.open(plan.id, plan.text, call_site)
+        return (yield from self._choice.make(nbytes, plan.options))
 
     def _run(self, steps: Steps[T], text: str, options: CommunicationOptions | None) -> T:
         return self._channel.run(steps, text, _timeout_of(options))
+
+    def _submit(self, steps: Steps[Any], text: str, call_site: str, options: CommunicationOptions | None) -> Work:
+        return self._channel.submit(steps, text, call_site, _timeout_of(options))
 
     def _check_root(self, root: int) -> int:
         if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:

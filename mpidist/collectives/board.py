@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, Steps, relax
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ FLOATS = 15
 WORDS = 2032
 _PAGE = 1 + FLOATS + WORDS
 _ROW = _COUNTERS + 2 * _PAGE
-# Other work that waits for this core gets it after so many looks at a counter; at once where cores are short.
-_LOOKS_BEFORE_YIELD = 500
+_LOOKS_AT_ARRIVAL = 60
 # A rank that only looks at memory would not notice messages, nor the end of the job.
 _LOOKS_BETWEEN_MPI = 1024
 
@@ -62,8 +61,9 @@ class Board:
         self._words = [rows[:, start + 1 + FLOATS : start + _PAGE] for start in starts]
         self._meetings = 0
         self._page = 0
+        # At once where cores are short.
         cores = len(os.sched_getaffinity(0))
-        self._patience = _LOOKS_BEFORE_YIELD if self.size <= cores else 0
+        self._patience = LOOKS_BEFORE_YIELD if self.size <= cores else 0
         self.chunks = 0
         """Chunks that all reductions so far were cut into; the same on every rank."""
 
@@ -108,7 +108,7 @@ class Board:
     def all_announced(self, identity: int) -> bool:
         """Whether every rank announced this identity before the last meeting."""
         cells = self._cells
-        return all(cells[place] == identity for place in self._identities[self._page])
+        return all([cells[place] == identity for place in self._identities[self._page]])
 
     def sum_of_numbers(self, count: int) -> Array:
         """Return the sums of the first ``count`` announced numbers, formed in rank order."""
@@ -119,8 +119,28 @@ class Board:
 
     def meet(self) -> Steps[None]:
         """Yield until all ranks of the node have come; what they wrote before is then seen by all."""
-        self._meetings += 1
-        self.count(MET, self._meetings)
+        if not self.arrive():
+            yield from self.rest_of_meeting()
+
+    def arrive(self) -> bool:
+        """Begin a meeting; whether it is over already: the others often are there, or about to come.
+
+        If not, ``rest_of_meeting`` has to follow.
+        """
+        self._meetings = meeting = self._meetings + 1
+        self.count(MET, meeting)
+        cells, at = self._cells, MET * _LINE
+        for row in self._others:
+            looks = self._patience and _LOOKS_AT_ARRIVAL
+            while cells[row + at] < meeting:
+                looks -= 1
+                if looks < 0:
+                    return False
+        self.turn()
+        return True
+
+    def rest_of_meeting(self) -> Steps[None]:
+        """Yield until all ranks of the node have come to the meeting that this one has arrived at."""
         yield from self.until(MET, self._meetings)
         self.turn()
 
@@ -152,10 +172,9 @@ class Board:
                 self.pause(looks)
                 yield
 
-    def pause(self, looks: int) -> None:
+    def pause(self, looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
         """Let others have the core, and MPI its turn, after having looked in vain so many times."""
-        if looks > self._patience:
-            os.sched_yield()
+        relax(looks, min(patience, self._patience))
         if looks % _LOOKS_BETWEEN_MPI == 0:
             self._comm.Iprobe()
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
 from mpidist.collectives.node import Node
 from mpidist.collectives.progress import progress
+from mpidist.collectives.trace import WatchedHandshake, watch
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
@@ -62,6 +63,7 @@ class Channel:
         comm: The duplicate.
         node: Its node of this rank.
         handshake: With which every collective on it begins.
+        trace: What watches its collectives; None where nothing is to be seen.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float | None) -> None:
@@ -69,7 +71,12 @@ class Channel:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.node = Node(self.comm)
-        self.handshake = Handshake(self.comm, self.node.board)
+        self.trace = watch(self.comm)
+        self.handshake = (
+            Handshake(self.comm, self.node.board)
+            if self.trace is None
+            else WatchedHandshake(self.comm, self.node.board, self.trace)
+        )
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self._warn_after: float = settings.WARN_AFTER.read()
         self._queue: deque[Work] = deque()
@@ -96,6 +103,8 @@ class Channel:
             RuntimeError: The channel was closed or has given up before, or is in use by another thread.
             PeerError: Another rank has failed or left.
         """
+        if self.trace is not None:
+            steps = self.trace.blocking(steps, text)
         with self._turn:
             self._check_usable()
             while self._queue:
@@ -104,7 +113,8 @@ class Channel:
 
     def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
         """Start a collective, to be carried out in the order of submission, and return its handle."""
-        work = Work(self, steps, text, call_site, timeout or self.timeout)
+        make = Work if self.trace is None else self.trace.work
+        work = make(self, steps, text, call_site, timeout or self.timeout)
         with self._turn:
             self._check_usable()
             self._queue.append(work)

@@ -35,6 +35,13 @@ def check_options(options: CommunicationOptions) -> None:
         raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
 
 
+def place_of(node: Node) -> str:
+    """Return the row of a table that counts for the ranks around ``node``."""
+    if not node.is_alone:
+        return "several_nodes"
+    return "one_node_readable" if node.reads_neighbours else "one_node"
+
+
 class Choice:
     """The algorithms of one communicator.
 
@@ -54,9 +61,8 @@ class Choice:
     @property
     def row(self) -> Row:
         """The row of the table for the place that the communicator is at."""
-        if not self._node.is_alone:
-            return self.table.several_nodes
-        return self.table.one_node_readable if self._node.reads_neighbours else self.table.one_node
+        row: Row = getattr(self.table, place_of(self._node))
+        return row
 
     def name_for(self, nbytes: int, options: CommunicationOptions) -> str:
         """Return the algorithm for a message: the same on every rank."""
@@ -67,20 +73,23 @@ class Choice:
         if not self._node.is_alone and (options.wire_dtype is not None or options.deterministic):
             return "hierarchical"
         name = look_up(self.row, nbytes)
+        if options.deterministic:
+            return name if name in _ORDERED else "hierarchical"
         return "mpi" if name in self._without else name
 
-    def made(self, name: str, options: CommunicationOptions) -> algorithms.Algorithm | None:
-        """Return the algorithm if it has been made."""
-        return self._made.get(_key(name, options))
+    def made(self, nbytes: int, options: CommunicationOptions) -> algorithms.Algorithm | None:
+        """Return the algorithm for a message if it has been made."""
+        return self._made.get((self.name_for(nbytes, options), options.wire_dtype, options.deterministic))
 
-    def make(self, name: str, options: CommunicationOptions) -> Steps[algorithms.Algorithm]:
-        """Make an algorithm (collective).
+    def make(self, nbytes: int, options: CommunicationOptions) -> Steps[algorithms.Algorithm]:
+        """Make the algorithm for a message (collective).
 
         Where the table's own choice does not work, MPI's call takes its place, and a warning says so.
 
         Raises:
             AlgorithmError: It was asked for by name, or the order of sums was, and does not work here.
         """
+        name = self.name_for(nbytes, options)
         try:
             made = yield from algorithms.make(name, self._comm, self._node, self.table.between_nodes, options)
         except AlgorithmError as error:
@@ -89,8 +98,8 @@ class Choice:
             if self._comm.Get_rank() == 0:
                 _log.warning("mpidist: %s; MPI's own call is taken in its place", error)
             self._without.add(name)
-            return self.made("mpi", options) or (yield from self.make("mpi", options))
-        self._made[_key(name, options)] = made
+            return self.made(nbytes, options) or (yield from self.make(nbytes, options))
+        self._made[name, options.wire_dtype, options.deterministic] = made
         return made
 
     def close(self) -> None:
@@ -98,7 +107,3 @@ class Choice:
         for algorithm in self._made.values():
             algorithm.close()
         self._made.clear()
-
-
-def _key(name: str, options: CommunicationOptions) -> _Key:
-    return name, options.wire_dtype, options.deterministic

@@ -10,16 +10,20 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.collectives import objects
-from mpidist.collectives.array_collectives import ArrayCollectives, check_has_axis
+from mpidist.collectives.array_collectives import ArrayCollectives, Call, check_has_axis
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.plan import signature_of, signature_text
 from mpidist.collectives.shared_memory import SMALLEST_SHARED
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
+from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
+
+# Makes what the caller gets of what a collective gives.
+Finish = Callable[[Any], Any]
 
 
 class Communicator(ArrayCollectives):
@@ -94,12 +98,26 @@ class Communicator(ArrayCollectives):
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
+        call, finish = self._reduce_call(op, value, root, options, None)
+        return finish(self._run(*call, options))
+
+    def reduce_async(
+        self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Work:
+        """Start a :meth:`reduce` and return its handle (collective)."""
+        call_site = user_call_site()
+        call, finish = self._reduce_call(op, value, root, options, call_site)
+        return self._submit(*call, call_site, options).then(finish)
+
+    def _reduce_call(
+        self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None, call_site: str | None
+    ) -> tuple[Call[list[Array]], Finish]:
         op = ReduceOp.of(op)
         root = self._check_root(root)
         arrays, rebuild = self._unwrap(value)
         plan = self._plan(f"reduce to rank {root}", op, arrays, self.size, options, "")
-        results = self._run(self._reduce_to_steps(plan, arrays, root), plan.text, options)
-        return rebuild(results) if self.rank == root else None
+        steps = self._reduce_to_steps(plan, arrays, root, call_site)
+        return (steps, plan.text), rebuild if self.rank == root else _nothing
 
     def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
@@ -114,14 +132,27 @@ class Communicator(ArrayCollectives):
         (4, 2)
         >>> comm.close()
         """
+        call, finish = self._reduce_scatter_call(op, value, options, None)
+        return finish(self._run(*call, options))
+
+    def reduce_scatter_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
+        """Start a :meth:`reduce_scatter` and return its handle (collective)."""
+        call_site = user_call_site()
+        call, finish = self._reduce_scatter_call(op, value, options, call_site)
+        return self._submit(*call, call_site, options).then(finish)
+
+    def _reduce_scatter_call(
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, call_site: str | None
+    ) -> tuple[Call[Array], Finish]:
         op = ReduceOp.of(op)
         with self.shared_errors("reduce_scatter"):
             array = to_array(value)
             check_has_axis(array, 0, "reduce_scatter")
         plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
-        flat = self._run(self._reduce_scatter_steps(plan, array), plan.text, options)
         start, stop = slices(len(array), self.size)[self.rank]
-        return _restore(value, flat.reshape(stop - start, *array.shape[1:]))
+        shape = (stop - start, *array.shape[1:])
+        steps = self._reduce_scatter_steps(plan, array, call_site)
+        return (steps, plan.text), lambda flat: _restore(value, flat.reshape(shape))
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -146,6 +177,12 @@ class Communicator(ArrayCollectives):
         arrays, rebuild = self._unwrap(value)
         return rebuild(self.gather_arrays(arrays, axis, options=options))
 
+    def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
+        """Start an :meth:`all_gather` and return its handle (collective)."""
+        arrays, rebuild = self._unwrap(value)
+        call_site = user_call_site()
+        return self._submit(*self._gather_call(arrays, axis, "", call_site), call_site, options).then(rebuild)
+
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
 
@@ -157,9 +194,21 @@ class Communicator(ArrayCollectives):
         arrays, rebuild = self._unwrap(value)
         return rebuild(self.broadcast_arrays(arrays, root, options=options))
 
+    def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
+        """Start a :meth:`broadcast` and return its handle (collective)."""
+        arrays, rebuild = self._unwrap(value)
+        call_site = user_call_site()
+        return self._submit(*self._broadcast_call(arrays, root, "", call_site), call_site, options).then(rebuild)
+
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
         self._run(self._channel.handshake.open(plan_id("barrier"), "barrier", None), "barrier", options)
+
+    def barrier_async(self, options: CommunicationOptions | None = None) -> Work:
+        """Start a :meth:`barrier` and return its handle, done once every rank has come (collective)."""
+        call_site = user_call_site()
+        steps = self._channel.handshake.open(plan_id("barrier"), "barrier", call_site)
+        return self._submit(steps, "barrier", call_site, options)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
@@ -269,6 +318,10 @@ class Communicator(ArrayCollectives):
 
     def __deepcopy__(self, memo: Any) -> Communicator:
         raise ValueError("a Communicator cannot be copied: it owns an MPI communicator; make a new one")
+
+
+def _nothing(_: Any) -> None:
+    return None
 
 
 def _restore(value: Any, result: Array) -> Any:

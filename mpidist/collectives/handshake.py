@@ -25,7 +25,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.board import FLOATS, Board
 from mpidist.collectives.objects import gather_objects
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.waiting import Steps, until_done
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.topology import import_mpi
@@ -48,8 +48,14 @@ def plan_id(text: str) -> int:
 class _Exchange(Protocol):
     """How ids and numbers get to the other ranks."""
 
-    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
-        """Meet the other ranks (collective); returns whether all passed the same identity."""
+    def begin(self, identity: int, numbers: Array) -> bool:
+        """Send this rank's (collective); whether those of all others are there already."""
+
+    def rest(self) -> Steps[None]:
+        """Yield until they are."""
+
+    def all_agree(self, identity: int) -> bool:
+        """Whether all ranks sent this identity."""
 
     def totals(self, count: int) -> Array:
         """Return the sums over all ranks of the first ``count`` numbers."""
@@ -63,14 +69,13 @@ class _OnBoard:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.rest = board.rest_of_meeting
+        self.all_agree = board.all_announced
+        self.totals = board.sum_of_numbers
 
-    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
+    def begin(self, identity: int, numbers: Array) -> bool:
         self._board.announce(identity, numbers)
-        yield from self._board.meet()
-        return self._board.all_announced(identity)
-
-    def totals(self, count: int) -> Array:
-        return self._board.sum_of_numbers(count)
+        return self._board.arrive()
 
     def free(self) -> None:
         """The board is the node's."""
@@ -89,6 +94,7 @@ class _ByReduction:
         self._sums = np.zeros(1 + INLINE_ELEMENTS)
         spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
         self._persistent: MPI.Prequest | None = None
+        self._request: MPI.Request | None = None
         try:
             # One request for ever costs half of a new one per call.
             self._persistent = comm.Allreduce_init(*spec)
@@ -101,16 +107,20 @@ class _ByReduction:
         self._persistent.Start()
         return self._persistent
 
-    def meet(self, identity: int, numbers: Array) -> Steps[bool]:
-        identity &= self._mask
-        self._mine[0] = identity
+    def begin(self, identity: int, numbers: Array) -> bool:
+        self._mine[0] = identity & self._mask
         self._mine[1 : 1 + numbers.size] = numbers
         self._board.fence()
-        request = self._start()
-        while not request.Test():
-            yield
+        self._request = self._start()
+        return False
+
+    def rest(self) -> Steps[None]:
+        assert self._request is not None
+        yield from until_done(self._request)
         self._board.turn()
-        agreed: bool = self._sums[0] == identity * self._size
+
+    def all_agree(self, identity: int) -> bool:
+        agreed: bool = self._sums[0] == (identity & self._mask) * self._size
         return agreed
 
     def totals(self, count: int) -> Array:
@@ -135,6 +145,7 @@ class Handshake:
     def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
         self._comm = comm
         self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
+        self._is_over = True
         self.payload: Array = np.zeros(INLINE_ELEMENTS)
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []
@@ -156,8 +167,19 @@ class Handshake:
             MismatchError: Another rank is about to do something else.
             PeerError: Another rank failed on its way here.
         """
-        agreed = yield from self._exchange.meet(identity, self.payload[:numbers] if numbers else _NO_NUMBERS)
-        if not agreed:
+        if not self.begin(identity, numbers):
+            yield from self.finish(identity, text, call_site)
+
+    def begin(self, identity: int, numbers: int = 0) -> bool:
+        """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
+        self._is_over = self._exchange.begin(identity, self.payload[:numbers] if numbers else _NO_NUMBERS)
+        return self._is_over and self._exchange.all_agree(identity)
+
+    def finish(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
+        """Do what is left of ``open``, with the same arguments."""
+        if not self._is_over:
+            yield from self._exchange.rest()
+        if not self._exchange.all_agree(identity):
             yield from self._compare(text, call_site)
 
     def totals(self, count: int) -> Array:
@@ -172,8 +194,12 @@ class Handshake:
             text: The news, as in "rank 3 ...".
             call_site: Line of the user's program.
         """
-        agreed = yield from self._exchange.meet(plan_id(kind), _NO_NUMBERS)
-        if not agreed:
+        identity = plan_id(kind)
+        if self.begin(identity):
+            return
+        if not self._is_over:
+            yield from self._exchange.rest()
+        if not self._exchange.all_agree(identity):
             everyone = yield from gather_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.memory import Pool
 from mpidist.core.enums import ReduceOp
+
+if TYPE_CHECKING:
+    from mpidist.collectives.trace import ChannelTrace
 
 # A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
 _SMALL_RESULT_BYTES = 4 << 10
@@ -121,6 +125,7 @@ class Pack:
         if len(apart) > MOST_PIECES:
             self._together, apart = list(indices), []
         self._apart = apart
+        self._in_buffer = frozenset(self._together)
         self._slots = self._make_slots()
         buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
         self.counts = (*buffered, *(self._sizes[i] for i in apart))
@@ -178,7 +183,7 @@ class Pack:
                     results[index] = results[index].copy()
         if out is not None:
             for index in self._sizes:
-                if not np.may_share_memory(results[index], out[index]):
+                if index in self._in_buffer or not out[index].flags.c_contiguous:
                     np.copyto(out[index], results[index])
                 results[index] = out[index]
 
@@ -199,6 +204,7 @@ class Reduction:
         counts: Elements of each piece.
         count, nbytes: Of all.
         is_wanted: Whether this rank wants the result.
+        trace: What watches the collective; None where nothing is to be seen.
     """
 
     def __init__(
@@ -219,6 +225,7 @@ class Reduction:
         self.residuals = residuals
         self.has_buffer = has_buffer
         self.is_wanted = True
+        self.trace: ChannelTrace | None = None
         self.counts = tuple([piece.size for piece in pieces])
         self.dtype: DType = pieces[0].dtype
         self.count = sum(self.counts)

@@ -5,6 +5,7 @@ A generator is driven by polling, so that a deadline, a warning or another piece
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -19,14 +20,29 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 _POLLS_BETWEEN_CLOCK_READS = 256
-# A wait this long is no longer about latency: let other threads and processes have the core.
-_SPIN_SECONDS = 1.0
-_NAP_SECONDS = 1e-4
+# Looks in vain, one after the other, after which others may have the core: for as long as they wish, and then, as a
+# wait so long is no longer about latency, also those that the operating system would not give it to for a mere yield.
+LOOKS_BEFORE_YIELD = 500
+# Between nodes little is lost by yielding early: other ranks, or the system's network stack, may need the core.
+LOOKS_BEFORE_YIELD_ON_WIRE = 20
+_NAP_SECONDS = 2e-5
+
+
+def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
+    """Let others have the core, after having looked in vain ``looks`` times and more than ``patience``."""
+    if looks > patience:
+        if looks > 10 * max(patience, LOOKS_BEFORE_YIELD_ON_WIRE):
+            time.sleep(_NAP_SECONDS)
+        else:
+            os.sched_yield()
 
 
 def until_done(request: MPI.Request) -> Steps[None]:
     """Yield until ``request`` is complete."""
+    looks = 0
     while not request.Test():
+        looks += 1
+        relax(looks)
         yield
 
 
@@ -34,6 +50,7 @@ def until_all_done(requests: list[MPI.Request]) -> Steps[None]:
     """Yield until all ``requests`` are complete."""
     test_all = import_mpi().Request.Testall
     while not test_all(requests):
+        # The caller has other messages under way, and relaxes when none of them moves.
         yield
 
 
@@ -62,7 +79,7 @@ class Deadline:
         self._warned = False
 
     def check(self) -> None:
-        """Act if it is time to; called every few hundred polls."""
+        """Act if it is time to; called every few polls."""
         now = time.monotonic()
         if self._start is None:
             self._start = now
@@ -72,8 +89,6 @@ class Deadline:
             print(self._report(waited), file=sys.stderr, flush=True)
         if waited > self._limit:
             self._on_expiry(waited)
-        if waited > _SPIN_SECONDS:
-            time.sleep(_NAP_SECONDS)
 
 
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:

@@ -99,12 +99,33 @@ READ_NEIGHBOURS = Setting(
     "0 or 1",
     "0: ranks of a node never read one another's memory (process_vm_readv), also where the kernel allows it",
 )
+REPORT = Setting(
+    "MPIDIST_REPORT",
+    False,
+    _flag,
+    "0 or 1",
+    "1: at the end rank 0 prints what the collectives of all ranks came to on stderr (docs/tracing.md)",
+)
 TIMEOUT = Setting(
     "MPIDIST_TIMEOUT",
     1800.0,
     _positive_float,
     "seconds, more than 0",
     "how long a rank waits in one collective before CollectiveTimeoutError",
+)
+TRACE = Setting(
+    "MPIDIST_TRACE",
+    None,
+    str,
+    "a folder",
+    "every rank writes there what its collectives do when, for Perfetto or chrome://tracing (docs/tracing.md)",
+)
+TUNING_FILE = Setting(
+    "MPIDIST_TUNING_FILE",
+    None,
+    str,
+    "a file that python -m mpidist tune wrote",
+    "which algorithm collectives take at which size; what is set on rank 0 counts; the shipped table by default",
 )
 WARN_AFTER = Setting(
     "MPIDIST_WARN_AFTER",
@@ -122,7 +143,10 @@ SETTINGS = {
         PROGRESS_THREAD,
         RANKS_PER_NODE,
         READ_NEIGHBOURS,
+        REPORT,
         TIMEOUT,
+        TRACE,
+        TUNING_FILE,
         WARN_AFTER,
     )
 }

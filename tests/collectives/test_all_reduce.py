@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mpidist import Communicator
 from mpidist.collectives import mpi_types
-from mpidist.collectives.algorithms import wires
 from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.experimental import CommunicationOptions
 

@@ -58,3 +58,61 @@ def test_a_mismatch_is_raised_by_wait_on_every_rank(comm: Communicator) -> None:
     with pytest.raises(MismatchError, match=r"float64\(3,\)[\s\S]*test_work.py"):
         works[0].wait()
     assert works[1].wait() == comm.size
+
+
+def test_every_collective_can_be_started(comm: Communicator) -> None:
+    rows = np.arange(4.0 * comm.size).reshape(-1, 2) + comm.rank
+    works = {
+        "all_reduce": comm.all_reduce_async("SUM", rows),
+        "reduce": comm.reduce_async("SUM", rows, root=comm.size - 1),
+        "reduce_scatter": comm.reduce_scatter_async("SUM", rows),
+        "all_gather": comm.all_gather_async([rows, np.full((1, comm.rank), 1)], axis=1),
+        "broadcast": comm.broadcast_async(rows, root=comm.size - 1),
+        "barrier": comm.barrier_async(),
+    }
+    total = comm.size * np.arange(4.0 * comm.size).reshape(-1, 2) + sum(range(comm.size))
+    np.testing.assert_array_equal(works["all_reduce"].wait(), total)
+    if comm.rank == comm.size - 1:
+        np.testing.assert_array_equal(works["reduce"].wait(), total)
+    else:
+        assert works["reduce"].wait() is None
+    np.testing.assert_array_equal(works["reduce_scatter"].wait(), np.array_split(total, comm.size)[comm.rank])
+    gathered, ones = works["all_gather"].wait()
+    assert gathered.shape == (2 * comm.size, 2 * comm.size)
+    assert ones.shape == (1, sum(range(comm.size)))
+    np.testing.assert_array_equal(works["broadcast"].wait(), rows - comm.rank + comm.size - 1)
+    assert works["barrier"].wait() is None
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("nbytes", [4, 400, 4_000_000])
+def test_works_move_on_while_nobody_waits(comm: Communicator, nbytes: int) -> None:
+    work = comm.all_reduce_async("SUM", np.ones(nbytes // 4, "f4"))
+    give_up = time.monotonic() + 30
+    while not work.is_done:  # unlike done() it moves nothing
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    np.testing.assert_array_equal(work.wait(), comm.size)
+
+
+@pytest.mark.min_ranks(2)
+def test_several_communicators_at_once(comm: Communicator) -> None:
+    with Communicator() as other:
+        mine = np.random.default_rng(comm.rank).standard_normal(300_000)
+        expected = comm.all_reduce("SUM", mine)
+        order = [comm, other] if comm.rank % 2 else [other, comm]
+        works = {id(one): one.all_reduce_async("SUM", mine) for one in order}
+        for one in (comm, other):
+            np.testing.assert_array_equal(works[id(one)].wait(), expected)
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_while_nobody_waits_is_raised_by_wait(comm: Communicator) -> None:
+    work = comm.all_reduce_async("SUM", np.ones(3 + comm.rank))
+    give_up = time.monotonic() + 30
+    while not work.is_done:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    with pytest.raises(MismatchError, match=r"float64\(3,\)[\s\S]*test_work.py"):
+        work.wait()
+    assert comm.all_reduce("SUM", 1) == comm.size

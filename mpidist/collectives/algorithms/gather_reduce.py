@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.collectives.mpi_types import numpy_op
 from mpidist.collectives.node import Node
 from mpidist.collectives.packing import Reduction
@@ -17,6 +18,7 @@ from mpidist.core.errors import AlgorithmError
 
 # What fits into one slot; larger messages take several turns.
 SLOT_BYTES = 512 << 10
+_MOST_VIEWS = 256
 
 
 class GatherReduce:
@@ -33,6 +35,8 @@ class GatherReduce:
         self._node = node
         self._segments = segments
         self._turn = 0
+        # Making a view costs as much as summing a small array.
+        self._views: dict[tuple[int, int, DType], list[Array]] = {}
 
     @classmethod
     def made(cls, node: Node) -> Steps[GatherReduce]:
@@ -89,9 +93,16 @@ class GatherReduce:
         return self._slots(count, job)
 
     def _slots(self, count: int, job: Reduction) -> list[Array]:
-        first = self._turn * SLOT_BYTES
-        stop = first + count * job.dtype.itemsize
-        return [segment[first:stop].view(job.dtype) for segment in self._segments]
+        """Return the arrays of all ranks in the slots whose turn it is."""
+        key = (self._turn, count, job.dtype)
+        slots = self._views.get(key)
+        if slots is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            first = self._turn * SLOT_BYTES
+            stop = first + count * job.dtype.itemsize
+            slots = self._views[key] = [segment[first:stop].view(job.dtype) for segment in self._segments]
+        return slots
 
     def _reduce(self, job: Reduction, target: Array) -> None:
         combine = numpy_op(job.op)
@@ -104,3 +115,4 @@ class GatherReduce:
     def close(self) -> None:
         """Let go of the slots; they belong to the node."""
         self._segments = []
+        self._views.clear()

@@ -10,6 +10,7 @@ its first level; on one node the reduce-scatter and all-gather of Rabenseifner's
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,8 @@ from mpidist.collectives.node import Node
 from mpidist.collectives.packing import Reduction
 from mpidist.collectives.shared_memory import room_for_segments
 from mpidist.collectives.shared_results import MAX_SLOTS
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.trace import WatchedWire, clock
+from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, LOOKS_BEFORE_YIELD_ON_WIRE, Steps
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -164,7 +166,11 @@ class TwoLevel:
         wire = None
         if not self._node.is_alone:
             self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), self._slice_bytes))
-        run = _Run(
+        make = _Run
+        if job.trace is not None:
+            make = _WatchedRun
+            wire = None if wire is None else WatchedWire(wire, job.trace)
+        run = make(
             self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, lanes is not None
         )
         yield from run.steps()
@@ -234,7 +240,7 @@ class _Run:
 
     def steps(self) -> Steps[None]:
         """Move all chunks on until this rank has its result."""
-        looks = 0
+        looks, patience = 0, LOOKS_BEFORE_YIELD if self._wire is None else LOOKS_BEFORE_YIELD_ON_WIRE
         while self._taken < self._end:
             moved = self._cross()
             moved = self._take() or moved
@@ -242,7 +248,7 @@ class _Run:
             moved = self._fill() or moved
             looks = 0 if moved else looks + 1
             if looks:
-                self._board.pause(looks)
+                self._board.pause(looks, patience)
                 yield
         self._board.chunks = self._end
         for counter in (FILLED, REDUCED, TAKEN):
@@ -346,6 +352,26 @@ class _Run:
         self._taken += 1
         self._board.count(TAKEN, self._taken)
         return True
+
+
+class _WatchedRun(_Run):
+    """A reduction of which every chunk is seen."""
+
+    def _fill(self) -> bool:
+        return self._watch("fill chunk", self._filled, super()._fill)
+
+    def _reduce(self) -> bool:
+        return self._watch("reduce chunk", self._reduced, super()._reduce)
+
+    def _take(self) -> bool:
+        return self._watch("copy chunk", self._taken, super()._take)
+
+    def _watch(self, what: str, chunk: int, step: Callable[[], bool]) -> bool:
+        start = clock()
+        moved = step()
+        if moved and self._job.trace is not None:
+            self._job.trace.chunk(what, chunk, start)
+        return moved
 
 
 class _Crossing:

@@ -1,0 +1,36 @@
+"""The command line: ``python -m mpidist COMMAND ...``, which starts one of ``mpidist.cli``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from mpidist.cli import COMMANDS
+from mpidist.topology.launcher import read_launcher
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mpidist", description="Tools of mpidist.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
+    launcher = read_launcher()
+    if launcher is None or launcher.rank == 0:
+        return parser.parse_args(arguments)
+    # What is wrong with the arguments is said once, by rank 0.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that ``arguments`` name and return the exit status."""
+    parsed = _parse(arguments)
+    status: int = COMMANDS[parsed.command].run(parsed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,10 @@
+"""The subcommands of ``python -m mpidist``, one file each.
+
+Each file has ``HELP``, a line on what the command does, ``add_arguments(parser)``, and ``run(arguments)``, which gives
+the exit status. A command of several ranks prints on rank 0.
+"""
+
+from mpidist.cli import trace, tune
+
+COMMANDS = {"trace": trace, "tune": tune}
+"""By the name that is typed."""

@@ -1,0 +1,102 @@
+"""``python -m mpidist tune``: measures the algorithms on the ranks of this job and keeps the table in a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mpidist.collectives.table import size_text, table_text
+from mpidist.collectives.tuning import SIZES, Timing, Tuned
+from mpidist.collectives.tuning import run as measure
+from mpidist.core.settings import TUNING_FILE
+from mpidist.topology import world_topology
+
+HELP = "measure which algorithm is fastest at which size on this cluster; start it under mpirun or srun"
+_USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"where the table is kept, beside those it has; {TUNING_FILE.name} by default"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure on all ranks (collective); rank 0 prints what came of it."""
+    world = world_topology()
+    is_first = world.rank == 0
+    if world.size == 1:
+        print(
+            "python -m mpidist tune: one rank has nothing to compare; start it on the ranks that are to be tuned for: "
+            "mpirun -n 4 python -m mpidist tune",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
+    try:
+        tuned = measure(arguments.out, arguments.seconds, _print_progress)
+    except ValueError as error:
+        if is_first:
+            print(f"python -m mpidist tune: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    if is_first:
+        print(report(tuned))
+    return 0
+
+
+def _print_progress(text: str) -> None:
+    print(f"tune: {text}", file=sys.stderr, flush=True)
+
+
+def report(tuned: Tuned) -> str:
+    """Return what came of tuning as text."""
+    lines = [f"all-reduce on {tuned.setup.layout}, {tuned.setup.host}, {tuned.setup.mpi}", ""]
+    lines += timings_table(tuned.timings)
+    if tuned.timings[-1].nbytes < SIZES[-1]:
+        largest, wanted = size_text(tuned.timings[-1].nbytes), size_text(SIZES[-1])
+        lines.append(f"time sufficed up to {largest} of {wanted}; --seconds gives more")
+    lines += ["", f"table: {table_text(tuned.table, tuned.place)}"]
+    if tuned.path is None:
+        lines.append("not kept; to keep it name a file: python -m mpidist tune --out FILE")
+    else:
+        lines.append(f"written to {tuned.path}; to use it type: export {TUNING_FILE.name}={tuned.path}")
+    return "\n".join(lines)
+
+
+def timings_table(timings: Sequence[Timing]) -> list[str]:
+    """Return the lines of a table of timings, the fastest of a size with a star."""
+    names = list(timings[0].seconds)
+    widths = [max(len(name), 9) + 2 for name in names]
+    lines = ["".join(["      size", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])]
+    for nbytes, seconds in timings:
+        fastest = min(seconds.values())
+        cells = [f"{time_text(seconds[name])}{'*' if seconds[name] == fastest else ' '}" for name in names]
+        line = [f"{size_text(nbytes):>10}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))]
+        lines.append("".join(line).rstrip())
+    return lines
+
+
+def time_text(seconds: float) -> str:
+    """Return a time to three digits.
+
+    >>> time_text(1.234e-5), time_text(0.1234), time_text(2.5)
+    ('12.3 us', '123 ms', '2.5 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

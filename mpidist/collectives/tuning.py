@@ -1,0 +1,368 @@
+"""Tuning: measures the algorithms of an all-reduce on the ranks at hand and makes of it a table of what is fastest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist.collectives import tuning_file
+from mpidist.collectives.algorithms import two_level, wires
+from mpidist.collectives.choice import place_of
+from mpidist.collectives.communicator import Communicator
+from mpidist.collectives.table import SHIPPED, KiB, Row, Table, look_up, size_text
+from mpidist.collectives.tuning_file import Setup
+from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
+from mpidist.core.settings import TUNING_FILE
+
+_log = logging.getLogger("mpidist")
+
+# 1 KiB to 64 MiB. Larger ones are left out where time is short.
+SIZES = tuple(KiB << k for k in range(17))
+_LARGEST_ALWAYS_MEASURED = 1 << 20
+# What is compared; those that do not work here are left out.
+CANDIDATES = {
+    "one_node_readable": ("mpi", "gather_reduce", "neighbours", "window"),
+    "one_node": ("mpi", "gather_reduce", "window"),
+    "several_nodes": ("mpi", *wires.NAMES),
+}
+_LEAST_ROUNDS = 5
+_MOST_ROUNDS = 101
+# A call shorter than this is timed in groups, so that the meeting before it and the clock do not count.
+_SHORT_CALL_SECONDS = 100e-6
+_CALLS_IN_GROUP = 20
+_FIRST_LOOKS = 2
+# A candidate so many times as slow as the best at first sight is not looked at again at that size, if it is large.
+_HOPELESS = 3.0
+# What one more entry in a row has to gain, as a part of the time of one size or summed over several: less is noise.
+_LEAST_GAIN = 0.1
+
+
+class Timing(NamedTuple):
+    """What was measured at one size."""
+
+    nbytes: int
+    seconds: dict[str, float]
+    """By algorithm: the median time of a call, as long as it took on the slowest rank."""
+
+
+class Tuned(NamedTuple):
+    """What came of tuning, the same on every rank."""
+
+    setup: Setup
+    """Where it was measured."""
+    place: str
+    """The row of the table that counts there."""
+    table: Table
+    """The table; rows that do not count there are as they were before."""
+    timings: list[Timing]
+    """What the table comes from; sizes that time did not suffice for are missing."""
+    path: str | None
+    """The file that has the table now, if any."""
+
+
+Report = Callable[[str], object]
+"""Is told on rank 0 how far the measuring is."""
+
+
+def _ignore(_: str) -> None:
+    """Report to nobody."""
+
+
+def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0) -> Table:
+    """Measure which algorithm is fastest at which size on these ranks, and keep it in a file.
+
+    Collective: call it on every rank, in the same order. It compares the algorithms of an all-reduce on all ranks of
+    the job, in the layout that they have now, and takes about ``seconds`` (on slow networks it goes less far up).
+    Communicators and strategies that are made later, in this program or another, take the table from the file that
+    ``MPIDIST_TUNING_FILE`` names; ``Communicator(table=...)`` takes one straight.
+
+    A file holds tables for several kinds of host, MPI libraries and layouts; the one for these ranks is put in.
+
+    Args:
+        path: The file. By default the one that ``MPIDIST_TUNING_FILE`` names; where that is not set either, the table
+            is only returned. What rank 0 passes counts.
+        seconds: About how long it may take; what rank 0 passes counts.
+
+    Returns:
+        The table. One rank alone has nothing to compare: it gets the shipped one, and no file is written.
+
+    Raises:
+        ValueError: The file is there and is not a tuning file, or it cannot be written; on all ranks.
+
+    >>> table = tune()
+    >>> table.several_nodes[-1]
+    (None, 'hierarchical')
+    """
+    return run(path, seconds).table
+
+
+def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _ignore) -> Tuned:
+    """Do what :func:`tune` does, and return all that came of it (collective)."""
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds!r}; expected more than 0")
+    with Communicator(table=SHIPPED) as comm:
+        outcome = _run(comm, path, seconds, report)
+    # Every rank has the same error, and the communicator is closed.
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return outcome
+
+
+def _run(comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, report: Report) -> Tuned | ValueError:
+    goal = comm.broadcast_object(_goal(comm, path, seconds) if comm.rank == 0 else None)
+    if isinstance(goal, ValueError):
+        return goal
+    timings: list[Timing] = []
+    if comm.size > 1:
+        told = report if comm.rank == 0 else _ignore
+        timings = _Measuring(comm, CANDIDATES[place_of(comm._channel.node)], goal.seconds, told).timings()
+    outcome: Tuned | ValueError
+    # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
+    outcome = comm.broadcast_object(_kept(comm, goal, timings) if comm.rank == 0 else None)
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What rank 0 wants.
+
+    Attributes:
+        before: The table so far.
+        path: Where the new one goes, if anywhere.
+        seconds: About how long to measure.
+    """
+
+    before: Table
+    path: str | None
+    seconds: float
+
+
+def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: float) -> _Goal | ValueError:
+    target = TUNING_FILE.read() if path is None else os.fspath(path)
+    if comm.size == 1:
+        _log.warning("mpidist: tune() compares ways between ranks, and this is one rank: nothing was measured")
+        return _Goal(SHIPPED, None, seconds)
+    if target is None:
+        return _Goal(SHIPPED, None, seconds)
+    try:
+        tables = tuning_file.read_if_there(target)
+    except ValueError as error:
+        return error
+    setup = tuning_file.setup_of(comm._channel.node)
+    return _Goal(tables.get(setup, SHIPPED), str(Path(target).resolve()), seconds)
+
+
+def _kept(comm: Communicator, goal: _Goal, timings: Sequence[Timing]) -> Tuned | ValueError:
+    """Decide, on one rank, and write the file."""
+    node = comm._channel.node
+    setup, place = tuning_file.setup_of(node), place_of(node)
+    rails = min(len(ranks) for ranks in node.ranks)
+    table = decide(goal.before, place, rails, timings)
+    if goal.path is not None:
+        try:
+            tuning_file.merge(goal.path, setup, table)
+        except ValueError as error:
+            return error
+    return Tuned(setup, place, table, list(timings), goal.path)
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Point:
+    """One size while it is measured.
+
+    Attributes:
+        nbytes: The size.
+        looks: What each candidate took at first sight.
+    """
+
+    nbytes: int
+    looks: dict[str, float]
+
+    def __post_init__(self) -> None:
+        worst = _HOPELESS * min(self.looks.values()) if self.nbytes > _LARGEST_ALWAYS_MEASURED else math.inf
+        self.times: dict[str, list[float]] = {name: [] for name, look in self.looks.items() if look <= worst}
+
+    def calls(self, name: str) -> int:
+        """Return how many calls are timed together."""
+        return _CALLS_IN_GROUP if self.looks[name] < _SHORT_CALL_SECONDS else 1
+
+    @property
+    def round_seconds(self) -> float:
+        """About what one round over the candidates takes."""
+        return sum(self.looks[name] * self.calls(name) for name in self.times)
+
+
+class _Measuring:
+    """Times candidates beside each other (collective).
+
+    Args:
+        comm: The ranks.
+        candidates: Names of algorithms.
+        seconds: About how long it may take.
+        report: Is told how far it is.
+    """
+
+    def __init__(self, comm: Communicator, candidates: Sequence[str], seconds: float, report: Report) -> None:
+        self._comm = comm
+        self._candidates = list(candidates)
+        self._seconds = seconds
+        self._report = report
+        self._draw = random.Random(0)
+        self._value = np.ones(SIZES[-1] // 4, np.float32)
+        self._result = np.empty_like(self._value)
+        self._start = time.perf_counter()
+
+    def timings(self) -> list[Timing]:
+        """Measure as many sizes as time suffices for; the same on all ranks."""
+        points: list[_Point] = []
+        for nbytes in SIZES:
+            if nbytes > _LARGEST_ALWAYS_MEASURED and self._needed(points) > self._seconds:
+                break
+            points.append(_Point(nbytes, self._look(nbytes)))
+            self._report(f"first look at {size_text(nbytes)}")
+        self._repeat(points)
+        return [self._timing(point) for point in points]
+
+    def _needed(self, points: Sequence[_Point]) -> float:
+        """Return the seconds it takes in all if a size is added that takes twice as long as the last one."""
+        one_more = 2 * ((1 + _FIRST_LOOKS) * sum(points[-1].looks.values()) + _LEAST_ROUNDS * points[-1].round_seconds)
+        return self._elapsed() + _LEAST_ROUNDS * sum(point.round_seconds for point in points) + one_more
+
+    def _repeat(self, points: Sequence[_Point]) -> None:
+        """Go over all sizes again and again, so that what disturbs the machine for a while hits all alike."""
+        for number in range(1, _MOST_ROUNDS + 1):
+            for point in points:
+                # No candidate always finds the caches as the same other one has left them.
+                for name in self._draw.sample(list(point.times), len(point.times)):
+                    point.times[name].append(self._seconds_per_call(point.nbytes, name, point.calls(name)))
+            elapsed = self._elapsed()
+            self._report(f"round {number}, {elapsed:.1f} of {self._seconds:g} s")
+            if number >= _LEAST_ROUNDS and elapsed * (number + 1) > self._seconds * number:
+                return
+
+    def _timing(self, point: _Point) -> Timing:
+        slowest = {name: statistics.median(self._agree(times)) for name, times in point.times.items()}
+        return Timing(point.nbytes, {**point.looks, **slowest})
+
+    def _look(self, nbytes: int) -> dict[str, float]:
+        """Return a first idea of what the candidates take; those that do not work here are left out from now on."""
+        looks = {}
+        for name in list(self._candidates):
+            try:
+                # Plans are made, and pages touched.
+                self._seconds_per_call(nbytes, name, 1)
+            except AlgorithmError as error:
+                self._candidates.remove(name)
+                if self._comm.rank == 0:
+                    _log.info("mpidist: tune() leaves %s out: %s", name, error)
+                continue
+            (looks[name],) = self._agree([min(self._seconds_per_call(nbytes, name, 1) for _ in range(_FIRST_LOOKS))])
+        return looks
+
+    def _seconds_per_call(self, nbytes: int, name: str, calls: int) -> float:
+        options = CommunicationOptions(algorithm=name)
+        value, result = [self._value[: nbytes // 4]], [self._result[: nbytes // 4]]
+        self._comm.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._comm.reduce_arrays(ReduceOp.SUM, value, 1, options=options, out=result)
+        return (time.perf_counter() - start) / calls
+
+    def _elapsed(self) -> float:
+        (elapsed,) = self._agree([time.perf_counter() - self._start])
+        return elapsed
+
+    def _agree(self, values: Sequence[float]) -> list[float]:
+        """Return the largest values of all ranks."""
+        largest: list[float] = self._comm.all_reduce("MAX", np.array(values)).tolist()
+        return largest
+
+
+# Deciding -------------------------------------------------------------------------------------------------------------
+
+
+def decide(before: Table, place: str, rails: int, timings: Sequence[Timing]) -> Table:
+    """Return ``before`` with the rows that ``timings`` tell about.
+
+    Args:
+        before: The table so far.
+        place: Where the timings come from.
+        rails: How many slices a chunk is cut into.
+        timings: At sizes that rise.
+    """
+    if not timings:
+        return before
+    if place != "several_nodes":
+        return before._replace(**{place: best_row(timings)})
+    ways = [way for way in wires.NAMES if way in timings[0].seconds]
+    if not ways:
+        return before._replace(several_nodes=((None, "mpi"),))
+    between = best_row([_at_slice(same, ways) for same in _by_slice(timings, rails)])
+    compared = []
+    for nbytes, seconds in timings:
+        way = look_up(between, _slice_bytes(nbytes, rails))
+        compared.append(Timing(nbytes, {"mpi": seconds["mpi"], "hierarchical": seconds[way]}))
+    return before._replace(several_nodes=best_row(compared), between_nodes=between)
+
+
+def _slice_bytes(nbytes: int, rails: int) -> int:
+    return min(-(-nbytes // rails), two_level.SLICE_BYTES)
+
+
+def _by_slice(timings: Sequence[Timing], rails: int) -> list[list[Timing]]:
+    """Return the timings by size of a slice, with that in place of the size."""
+    cut = [timing._replace(nbytes=_slice_bytes(timing.nbytes, rails)) for timing in timings]
+    return [list(same) for _, same in groupby(cut, key=lambda timing: timing.nbytes)]
+
+
+def _at_slice(same: Sequence[Timing], ways: Sequence[str]) -> Timing:
+    means = {way: statistics.geometric_mean([timing.seconds[way] for timing in same]) for way in ways}
+    return Timing(same[0].nbytes, means)
+
+
+def best_row(timings: Sequence[Timing]) -> Row:
+    """Return the row that is fastest over all sizes, with no more entries than gain something.
+
+    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
+    ((2048, 'a'), (None, 'b'))
+    """
+    # By the algorithm at the last size so far: what the best way there costs, and that way.
+    best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
+    for _, seconds in timings:
+        fastest = min(seconds.values())
+        cost, way = min(best.values())
+        change = (cost + _LEAST_GAIN, way)
+        came = {name: min(best[name], change) for name in best}
+        best = {name: (came[name][0] + math.log(seconds[name] / fastest), (*came[name][1], name)) for name in best}
+    _, names = min(best.values())
+    row: list[tuple[int | None, str]] = [
+        (_crossing(low, high, below, above), below)
+        for (low, below), (high, above) in pairwise(zip(timings, names, strict=True))
+        if below != above
+    ]
+    return (*row, (None, names[-1]))
+
+
+def _crossing(low: Timing, high: Timing, below: str, above: str) -> int:
+    """Return the size at which two curves cross, straight lines between two sizes on logarithmic scales."""
+    ahead = math.log(low.seconds[above] / low.seconds[below])
+    behind = math.log(high.seconds[below] / high.seconds[above])
+    part = ahead / (ahead + behind) if ahead + behind > 0 else 0.0
+    crossing = min(int(low.nbytes * (high.nbytes / low.nbytes) ** part), high.nbytes - 1)
+    return max(low.nbytes, crossing - crossing % KiB)

@@ -1,0 +1,116 @@
+"""``python -m mpidist tune``, and what is typed wrong."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpidist.__main__ import main
+from mpidist.cli import COMMANDS
+from mpidist.cli.tune import report, time_text
+from mpidist.collectives.table import SHIPPED
+from mpidist.collectives.tuning import SIZES, Timing, Tuned
+from mpidist.collectives.tuning_file import Setup, read
+from tests.support.mpirun import run_script
+
+pytestmark = pytest.mark.one_rank
+
+MODULE = """
+import runpy, sys
+import mpidist.collectives.tuning
+mpidist.collectives.tuning.SIZES = (1 << 10, 1 << 16)
+runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
+"""
+SETTING = "MPIDIST_TUNING_FILE"
+
+
+def tune(ranks: int, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return run_script(MODULE, ranks, "tune", *args, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_it_measures_prints_and_keeps_the_table(tmp_path: Path, ranks_per_node: int | None) -> None:
+    path = tmp_path / "tuning.json"
+    done = tune(2, "--out", str(path), "--seconds", "0.1", ranks_per_node=ranks_per_node)
+    assert done.returncode == 0, done.stderr
+    (setup,) = read(path)
+    lines = done.stdout.splitlines()
+    assert setup.layout == ("1 node x 2 ranks" if ranks_per_node is None else "2 nodes x 1 rank")
+    assert lines[0] == f"all-reduce on {setup.layout}, {setup.host}, {setup.mpi}"
+    assert lines[2].split()[:2] == ["size", "mpi"]
+    assert [line.split()[:2] for line in lines[3:5]] == [["1", "KiB"], ["64", "KiB"]]
+    assert done.stdout.count("table: ") == 1
+    assert lines[-1] == f"written to {path}; to use it type: export {SETTING}={path}"
+    assert done.stderr.count("tune: first look at 1 KiB") == 1
+    assert done.stderr.count("tune: round 1, ") == 1
+
+
+def test_the_setting_names_the_file_too_and_it_need_not_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    done = tune(2, "--seconds", "0.1", env={SETTING: str(path)})
+    assert done.returncode == 0, done.stderr
+    assert len(read(path)) == 1
+
+
+def test_without_a_file_it_says_how_to_keep_the_table() -> None:
+    done = tune(2, "--seconds", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "not kept; to keep it name a file: python -m mpidist tune --out FILE" in done.stdout
+
+
+def test_a_wrong_file_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("a letter")
+    done = tune(2, "--out", str(tmp_path / "t"))
+    assert done.returncode == 2
+    assert done.stderr.count("is not JSON") == 1
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "t").read_text() == "a letter"
+
+
+def test_wrong_arguments_are_said_once() -> None:
+    done = tune(2, "--seconds", "0")
+    assert done.returncode == 2
+    assert done.stderr.count("'0' is not a time; expected a number of seconds, more than 0") == 1
+
+
+def test_one_rank_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 2
+    assert "mpirun -n 4 python -m mpidist tune" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["tun"], ["tune", "--seconds", "soon"], ["tune", "--seconds", "inf"]])
+def test_what_is_typed_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "python -m mpidist" in capsys.readouterr().err
+
+
+def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, command in COMMANDS.items():
+        assert f"{name} {command.HELP}" in shown
+
+
+def test_a_report_that_is_not_complete() -> None:
+    setup = Setup("some CPU, 4 cores", "some MPI 1.0", "1 node x 4 ranks")
+    timings = [Timing(SIZES[0], {"mpi": 2e-6, "window": 1e-6}), Timing(SIZES[1], {"mpi": 2e-3, "window": 3.0})]
+    assert report(Tuned(setup, "one_node", SHIPPED, timings, None)).splitlines() == [
+        "all-reduce on 1 node x 4 ranks, some CPU, 4 cores, some MPI 1.0",
+        "",
+        "      size        mpi     window",
+        "     1 KiB      2 us       1 us*",
+        "     2 KiB      2 ms*       3 s",
+        "time sufficed up to 2 KiB of 64 MiB; --seconds gives more",
+        "",
+        "table: up to 256 KiB gather_reduce, above window",
+        "not kept; to keep it name a file: python -m mpidist tune --out FILE",
+    ]
+
+
+def test_times() -> None:
+    assert [time_text(seconds) for seconds in (9.99e-7, 1e-3, 0.0999, 12.0)] == ["0.999 us", "1 ms", "99.9 ms", "12 s"]
