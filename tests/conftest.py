@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -54,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     last_resort = LastResort()
     config.pluginmanager.register(last_resort, "mpidist-last-resort")
     if world.size > 1:
+        # Ranks must not clear away one another's old temporary folders.
+        temporary = tempfile.TemporaryDirectory(prefix=f"mpidist-rank-{world.rank}-")
+        config.add_cleanup(temporary.cleanup)
+        config._tmp_path_factory._basetemp = Path(temporary.name).resolve()  # type: ignore[attr-defined]
         one_outcome = OneOutcome(world, last_resort)
         config.pluginmanager.register(one_outcome, "mpidist-one-outcome")
         one_outcome.quiet(config)

@@ -272,8 +272,8 @@ class ArrayCollectives:
         handshake = self._channel.handshake
         if plan.inline:
             self.last_algorithm = "handshake"
-            plan.fill_inline(arrays, handshake.payload)
-            if not handshake.begin(plan.id, plan.count):
+            plan.fill_inline(arrays, handshake.payload(plan.count))
+            if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count), out)
         results = plan.blank_results(out)
@@ -409,14 +409,11 @@ def check_has_axis(array: Array, axis: int, method: str) -> int:
     return axis % array.ndim
 
 
-def _check_out(plan: ReductionPlan, out: Sequence[Array] | None) -> None:
-    if out is None:
-        return
-    given = [(array.shape, array.dtype) for array in out]
-    expected = list(zip(plan.shapes, plan.result_dtypes, strict=True))
-    if given != expected:
+def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
+    given = signature_of(out)
+    if given != plan.result_signature:
         raise ValueError(
-            f"out has {signature_text(tuple(given))}; expected {signature_text(tuple(expected))}, as the result has"
+            f"out has {signature_text(given)}; expected {signature_text(plan.result_signature)}, as the result has"
         )
-    if not all(array.flags.writeable for array in out):
+    if not all([array.flags.writeable for array in out]):
         raise ValueError("out is read-only; expected arrays that can be written")

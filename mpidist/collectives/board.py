@@ -59,6 +59,7 @@ class Board:
         self._identities = [[rank * _ROW + start for rank in range(self.size)] for start in starts]
         self._floats = [rows[:, start + 1 : start + 1 + FLOATS].view(np.float64) for start in starts]
         self._words = [rows[:, start + 1 + FLOATS : start + _PAGE] for start in starts]
+        self._float_views: list[dict[int, Array]] = [{}, {}]
         self._meetings = 0
         self._page = 0
         # At once where cores are short.
@@ -98,12 +99,14 @@ class Board:
         told: list[list[int]] = self._words[self._page][:, :count].tolist()
         return told
 
-    def announce(self, identity: int, numbers: Array) -> None:
-        """Put an identity and up to ``FLOATS`` float64 on this rank's next page."""
-        page = 1 - self._page
-        self._cells[self._identities[page][self.rank]] = identity
-        if numbers.size:
-            self._floats[page][self.rank, : numbers.size] = numbers
+    def announce(self, identity: int) -> None:
+        """Put an identity on this rank's next page."""
+        self._cells[self._identities[1 - self._page][self.rank]] = identity
+
+    def numbers(self, count: int) -> Array:
+        """Return the place for ``count`` float64 on this rank's next page."""
+        row: Array = self._views(1 - self._page, count)[self.rank]
+        return row
 
     def all_announced(self, identity: int) -> bool:
         """Whether every rank announced this identity before the last meeting."""
@@ -111,9 +114,16 @@ class Board:
         return all([cells[place] == identity for place in self._identities[self._page]])
 
     def sum_of_numbers(self, count: int) -> Array:
-        """Return the sums of the first ``count`` announced numbers, formed in rank order."""
-        totals: Array = np.add.reduce(self._floats[self._page][:, :count])
+        """Return the sums of the first ``count`` numbers of all ranks before the last meeting, formed in rank order."""
+        totals: Array = np.add.reduce(self._views(self._page, count))
         return totals
+
+    def _views(self, page: int, count: int) -> Array:
+        # Making a view costs as much as summing what it shows.
+        views = self._float_views[page]
+        if count not in views:
+            views[count] = self._floats[page][:, :count]
+        return views[count]
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class Board:
     def close(self) -> None:
         """Free the memory (collective)."""
         self._cells = memoryview(b"")
-        self._floats, self._words = [], []
+        self._floats, self._words, self._float_views = [], [], [{}, {}]
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()

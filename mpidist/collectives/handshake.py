@@ -48,7 +48,10 @@ def plan_id(text: str) -> int:
 class _Exchange(Protocol):
     """How ids and numbers get to the other ranks."""
 
-    def begin(self, identity: int, numbers: Array) -> bool:
+    def numbers(self, count: int) -> Array:
+        """Return where this rank puts ``count`` numbers before it begins."""
+
+    def begin(self, identity: int) -> bool:
         """Send this rank's (collective); whether those of all others are there already."""
 
     def rest(self) -> Steps[None]:
@@ -69,12 +72,13 @@ class _OnBoard:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.numbers = board.numbers
         self.rest = board.rest_of_meeting
         self.all_agree = board.all_announced
         self.totals = board.sum_of_numbers
 
-    def begin(self, identity: int, numbers: Array) -> bool:
-        self._board.announce(identity, numbers)
+    def begin(self, identity: int) -> bool:
+        self._board.announce(identity)
         return self._board.arrive()
 
     def free(self) -> None:
@@ -107,9 +111,11 @@ class _ByReduction:
         self._persistent.Start()
         return self._persistent
 
-    def begin(self, identity: int, numbers: Array) -> bool:
+    def numbers(self, count: int) -> Array:
+        return self._mine[1 : 1 + count]
+
+    def begin(self, identity: int) -> bool:
         self._mine[0] = identity & self._mask
-        self._mine[1 : 1 + numbers.size] = numbers
         self._board.fence()
         self._request = self._start()
         return False
@@ -131,9 +137,6 @@ class _ByReduction:
             self._persistent.Free()
 
 
-_NO_NUMBERS = np.empty(0)
-
-
 class Handshake:
     """The opening exchange on one communicator.
 
@@ -146,7 +149,6 @@ class Handshake:
         self._comm = comm
         self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
         self._is_over = True
-        self.payload: Array = np.zeros(INLINE_ELEMENTS)
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []
 
@@ -154,25 +156,28 @@ class Handshake:
         """Free what it holds (before the communicator is freed)."""
         self._exchange.free()
 
-    def open(self, identity: int, text: str, call_site: str | None, numbers: int = 0) -> Steps[None]:
+    def payload(self, count: int) -> Array:
+        """Return where to put ``count`` numbers that are summed over all ranks by the next opening, see ``totals``."""
+        return self._exchange.numbers(count)
+
+    def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
         """Meet the other ranks (collective).
 
         Args:
             identity: ``plan_id(text)``.
             text: What this rank is about to do.
             call_site: Line of the user's program; None finds it on the stack when it is needed.
-            numbers: How many numbers of ``self.payload`` are exchanged on the way, see ``totals``.
 
         Raises:
             MismatchError: Another rank is about to do something else.
             PeerError: Another rank failed on its way here.
         """
-        if not self.begin(identity, numbers):
+        if not self.begin(identity):
             yield from self.finish(identity, text, call_site)
 
-    def begin(self, identity: int, numbers: int = 0) -> bool:
+    def begin(self, identity: int) -> bool:
         """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
-        self._is_over = self._exchange.begin(identity, self.payload[:numbers] if numbers else _NO_NUMBERS)
+        self._is_over = self._exchange.begin(identity)
         return self._is_over and self._exchange.all_agree(identity)
 
     def finish(self, identity: int, text: str, call_site: str | None) -> Steps[None]:

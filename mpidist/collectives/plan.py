@@ -86,6 +86,7 @@ class ReductionPlan:
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         self.result_dtypes = [result for _, result in formed]
+        self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
         self.count = sum(self._counts)
         self.inline = (
@@ -130,9 +131,9 @@ class ReductionPlan:
         ]
 
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
-        """Put all elements into the payload of the handshake; what follows them there is of no account."""
-        if len(arrays) == 1 and arrays[0].ndim == 0:
-            payload[0] = arrays[0]
+        """Put all elements into the payload of the handshake."""
+        if len(arrays) == 1:
+            payload[:] = arrays[0].reshape(-1)
             return
         start = 0
         for array, count in zip(arrays, self._counts, strict=True):

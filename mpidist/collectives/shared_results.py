@@ -23,12 +23,15 @@ class SharedResults:
         self._shared = shared
         self._slots: list[Array] = []
 
-    def held(self) -> list[int]:
-        """Return, for each possible slot, 1 where this rank still holds an array over it."""
-        held = [int(is_held(self._slots, i)) for i in range(len(self._slots))]
-        return held + [0] * (MAX_SLOTS - len(held))
+    def held(self) -> int:
+        """Return a number whose bits say which slots this rank still holds an array over."""
+        mask = 0
+        for index in range(len(self._slots)):
+            if is_held(self._slots, index):
+                mask |= 1 << index
+        return mask
 
-    def take(self, nbytes: int, held_by_rank: list[list[int]]) -> Steps[Array | None]:
+    def take(self, nbytes: int, held_by_rank: list[int]) -> Steps[Array | None]:
         """Return a slot that no rank holds, None on all ranks where there is none and no memory for one (collective).
 
         Args:
@@ -36,7 +39,7 @@ class SharedResults:
             held_by_rank: What ``held()`` said on every rank, before the last meeting.
         """
         for index, slot in enumerate(self._slots):
-            if slot.size >= nbytes and not any(held[index] for held in held_by_rank):
+            if slot.size >= nbytes and not any(held >> index & 1 for held in held_by_rank):
                 return self._slots[index][:nbytes]
         if len(self._slots) == MAX_SLOTS:
             return None

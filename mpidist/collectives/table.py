@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
 
 SHIPPED = Table(
-    one_node_readable=((256 * KiB, "gather_reduce"), (None, "neighbours")),
+    one_node_readable=((256 * KiB, "gather_reduce"), (2048 * KiB, "window"), (None, "neighbours")),
     one_node=((256 * KiB, "gather_reduce"), (None, "window")),
     several_nodes=((32 * KiB, "mpi"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),

@@ -267,12 +267,15 @@ class WatchedHandshake(Handshake):
         super().__init__(comm, board)
         self._trace = trace
 
-    def begin(self, identity: int, numbers: int = 0) -> bool:
+    def payload(self, count: int) -> Array:
+        """See ``Handshake``."""
+        self._trace.took("handshake")
+        return super().payload(count)
+
+    def begin(self, identity: int) -> bool:
         """See ``Handshake``."""
         self._trace.phase(OTHERS)
-        if numbers:
-            self._trace.took("handshake")
-        is_done = super().begin(identity, numbers)
+        is_done = super().begin(identity)
         if is_done:
             self._trace.met()
         return is_done

@@ -66,6 +66,22 @@ class Slots:
         target.view(np.uint8)[:] = self._segments[rank][start : start + target.nbytes]
 
 
+class Scratch:
+    """Memory for what is read of other ranks and used at once.
+
+    Args:
+        nbytes: Of what is read in one go, at most.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._rooms = [np.empty(nbytes, np.uint8) for _ in range(2)]
+        self._addresses = [address_of(room) for room in self._rooms]
+
+    def room(self, is_first: bool) -> tuple[Array, int]:
+        """Return bytes and their address; ``is_first`` keeps the first of several out of the way of the others."""
+        return self._rooms[is_first], self._addresses[is_first]
+
+
 class Inputs:
     """The inputs of all ranks of a node to one reduction.
 
@@ -75,15 +91,15 @@ class Inputs:
         places: Of every rank, where each piece of its input lies: an address, or a shared location counted down
             from -1.
         slots: What private input passes through; None where it is read out of the ranks' memory.
-        scratch: Bytes for what is read.
+        scratch: Where what is read goes.
     """
 
-    def __init__(self, node: Node, job: Reduction, places: Places, slots: Slots | None, scratch: Array) -> None:
+    def __init__(self, node: Node, job: Reduction, places: Places, slots: Slots | None, scratch: Scratch) -> None:
         self._node = node
         self._job = job
         self._places = places
         self.slots = slots
-        self._scratch = scratch.view(job.dtype)
+        self._scratch = scratch
         private = [any(place >= 0 for place in rank) for rank in places]
         self.pass_slots = slots is not None and any(private)
         """Whether any rank has to copy its input to the slots."""
@@ -92,25 +108,26 @@ class Inputs:
         self.are_read_in_place = slots is None or any(place < 0 for rank in places for place in rank)
         """Whether some rank reads another's arrays themselves."""
 
-    def fill(self, chunk: int, start: int, stop: int) -> None:
-        """Copy this rank's elements ``start`` to ``stop`` to its slot for ``chunk``."""
+    def fill(self, chunk: int, chunk_start: int, start: int, stop: int) -> None:
+        """Copy this rank's elements ``start`` to ``stop`` to its slot for ``chunk``, whose first is ``chunk_start``."""
         assert self.slots is not None
-        job = self._job
-        slot = self.slots.input(self._node.rank, chunk, (stop - start) * job.dtype.itemsize).view(job.dtype)
-        places = self._places[self._node.rank]
+        job, rank = self._job, self._node.rank
+        places, itemsize = self._places[rank], job.dtype.itemsize
         for piece, begin, count, offset in pieces(job.counts, start, stop, stop - start):
             if places[piece] >= 0:
-                slot[offset - start : offset - start + count] = job.pieces[piece][begin : begin + count]
+                first = (offset - chunk_start) * itemsize
+                slot = self.slots.input(rank, chunk, first + count * itemsize)[first:]
+                slot.view(job.dtype)[:] = job.pieces[piece][begin : begin + count]
 
-    def value(self, rank: int, chunk: int, chunk_start: int, piece: tuple[int, int, int, int], room: Array) -> Array:
-        """Return a rank's elements of ``piece``: where they lie, or a copy of them in ``room``.
+    def value(self, rank: int, chunk: int, chunk_start: int, piece: tuple[int, int, int, int], is_first: bool) -> Array:
+        """Return a rank's elements of ``piece``: where they lie, or a copy of them.
 
         Args:
             rank: In the node.
             chunk: Its number.
             chunk_start: The first element of the chunk.
             piece: See ``pieces``.
-            room: Of the size of the piece.
+            is_first: Whether a copy has to outlast that of the next rank's elements.
         """
         node, job = self._node, self._job
         part, begin, count, offset = piece
@@ -121,14 +138,11 @@ class Inputs:
         if place < 0:
             return node.shared.at(-1 - place + begin * itemsize, rank, count * itemsize).view(job.dtype)
         if self.slots is None:
-            node.memory.read(node.pids[rank], place + begin * itemsize, address_of(room), count * itemsize)
-            return room
+            memory, address = self._scratch.room(is_first)
+            node.memory.read(node.pids[rank], place + begin * itemsize, address, count * itemsize)
+            return memory[: count * itemsize].view(job.dtype)
         first = (offset - chunk_start) * itemsize
         return self.slots.input(rank, chunk, first + count * itemsize)[first:].view(job.dtype)
-
-    def scratch(self, count: int) -> Array:
-        """Return memory for ``count`` elements that were read."""
-        return self._scratch[:count]
 
 
 class Results(Protocol):
@@ -177,7 +191,7 @@ class InTargets:
             return
         for part, begin, count, _ in pieces(self._job.counts, start, stop, stop - start):
             first = begin * itemsize
-            source, target = self._places[rank][part] + first, address_of(self._targets[part]) + first
+            source, target = self._places[rank][part] + first, self._places[node.rank][part] + first
             node.memory.read(node.pids[rank], source, target, count * itemsize)
 
 

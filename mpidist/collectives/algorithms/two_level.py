@@ -24,6 +24,7 @@ from mpidist.collectives.algorithms.stage import (
     Lanes,
     PrivateLanes,
     Results,
+    Scratch,
     Slots,
 )
 from mpidist.collectives.algorithms.wires import Wire, Wires
@@ -35,7 +36,6 @@ from mpidist.collectives.neighbours_memory import address_of
 from mpidist.collectives.node import Node
 from mpidist.collectives.packing import Reduction
 from mpidist.collectives.shared_memory import room_for_segments
-from mpidist.collectives.shared_results import MAX_SLOTS
 from mpidist.collectives.trace import WatchedWire, clock
 from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, LOOKS_BEFORE_YIELD_ON_WIRE, Steps
 from mpidist.core.errors import AlgorithmError
@@ -52,9 +52,7 @@ _DEPTH_ON_ONE_NODE = 2
 _DEPTH_BETWEEN_NODES = 4
 # What a rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
 # then where each piece of its input lies, and of its result.
-_TAKES_SHARED = 0
-_HELD = 1
-_PLACES = _HELD + MAX_SLOTS
+_TAKES_SHARED, _HELD, _PLACES = range(3)
 
 
 class TwoLevel:
@@ -77,7 +75,7 @@ class TwoLevel:
         self.name = "neighbours" if slots is None else "window"
         self._rails = _rails(node)
         self._depth = _depth(node)
-        self._scratch = np.empty(slice_bytes, np.uint8)
+        self._scratch = Scratch(slice_bytes)
         self._takes_shared = False
         self._targets: list[Array] | None = None
 
@@ -119,10 +117,12 @@ class TwoLevel:
         ]
         held = self._node.results.held()
         self._targets = None if self._takes_shared else job.targets()
-        self._node.board.tell([self._takes_shared, *held, *inputs, *self._result_places()])
+        self._node.board.tell([self._takes_shared, held, *inputs, *self._result_places()])
 
     def _result_places(self) -> list[int]:
-        return [] if self._targets is None else [address_of(target) for target in self._targets]
+        # What passes lanes is not read out of the ranks' results.
+        has_none = self._targets is None or self._lanes is not None
+        return [] if has_none else [address_of(target) for target in self._targets or ()]
 
     def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
@@ -132,7 +132,7 @@ class TwoLevel:
         takes = [row[_TAKES_SHARED] for row in told]
         shared = None
         if all(takes):
-            shared = yield from node.results.take(job.nbytes, [row[_HELD:_PLACES] for row in told])
+            shared = yield from node.results.take(job.nbytes, [row[_HELD] for row in told])
         if shared is not None:
             flat = shared.view(job.dtype)
             yield from self._run(job, inputs, InShared(flat), lanes=None)
@@ -142,15 +142,16 @@ class TwoLevel:
             self._targets = job.targets()
         targets = self._targets
         result_places = [row[_PLACES + number :] for row in told]
-        if any(takes):
-            node.board.tell(self._result_places())
-            yield from node.board.meet()
-            result_places = node.board.told(number)
         results: Results
-        if self._lanes is None:
-            results = InTargets(node, job, targets, result_places)
-        else:
+        if self._lanes is not None:
             results = InLanes(job, targets, self._lanes)
+        else:
+            if any(takes):
+                # There is no shared result after all.
+                node.board.tell(self._result_places())
+                yield from node.board.meet()
+                result_places = node.board.told(number)
+            results = InTargets(node, job, targets, result_places)
         yield from self._run(job, inputs, results, self._lanes)
         self._targets = None
         if job.given is None:
@@ -242,17 +243,15 @@ class _Run:
         """Move all chunks on until this rank has its result."""
         looks, patience = 0, LOOKS_BEFORE_YIELD if self._wire is None else LOOKS_BEFORE_YIELD_ON_WIRE
         while self._taken < self._end:
-            moved = self._cross()
-            moved = self._take() or moved
-            moved = self._reduce() or moved
+            moved = self._cross() if self._crossing else False
             moved = self._fill() or moved
+            moved = self._reduce() or moved
+            moved = self._take() or moved
             looks = 0 if moved else looks + 1
             if looks:
                 self._board.pause(looks, patience)
                 yield
         self._board.chunks = self._end
-        for counter in (FILLED, REDUCED, TAKEN):
-            self._board.count(counter, self._end)
 
     def _borders(self, chunk: int) -> tuple[int, int]:
         start = (chunk - self._first) * self._per_chunk
@@ -269,10 +268,16 @@ class _Run:
         if not inputs.pass_slots or not self._has_room(chunk):
             return False
         if inputs.fills:
-            inputs.fill(chunk, *self._borders(chunk))
+            self._fill_for_others(chunk)
         self._filled += 1
         self._board.count(FILLED, self._filled)
         return True
+
+    def _fill_for_others(self, chunk: int) -> None:
+        start, stop = self._borders(chunk)
+        own_start, own_stop = self._slice(chunk, self._node.rank) if self._has_slice else (stop, stop)
+        self._inputs.fill(chunk, start, start, own_start)
+        self._inputs.fill(chunk, start, own_stop, stop)
 
     def _reduce(self) -> bool:
         """Reduce this rank's slice of the next chunk over the node, and hand it to the wire."""
@@ -289,8 +294,11 @@ class _Run:
                 flat = self._results.flat(chunk, start, stop)
                 residual = None if self._job.residuals is None else self._residual(self._job.residuals, start, flat)
                 crossing = self._wire.all_reduce(flat, self._job.op, chunk, residual)
-        self._crossing.append(_Crossing(chunk, crossing))
         self._reduced += 1
+        if crossing is None and not self._crossing:
+            self._finish(chunk)
+        else:
+            self._crossing.append(_Crossing(chunk, crossing))
         return True
 
     def _residual(self, residuals: dict[int, Array], start: int, flat: Array) -> Array:
@@ -312,9 +320,7 @@ class _Run:
             target = self._results.target(chunk, start, piece)
             total: Any = None
             for rank in self._all:
-                # The first value may lie where the total will.
-                room = target if total is None else inputs.scratch(target.size)
-                value = inputs.value(rank, chunk, chunk_start, piece, room)
+                value = inputs.value(rank, chunk, chunk_start, piece, total is None)
                 total = value if total is None else combine(total, value, out=target)
             if total is not target:
                 np.copyto(target, total)
