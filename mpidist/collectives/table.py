@@ -33,7 +33,7 @@ class Table(NamedTuple):
 SHIPPED = Table(
     one_node_readable=((256 * KiB, "gather_reduce"), (2048 * KiB, "window"), (None, "neighbours")),
     one_node=((256 * KiB, "gather_reduce"), (None, "window")),
-    several_nodes=((32 * KiB, "mpi"), (None, "hierarchical")),
+    several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
 )
 # What works at each place.
@@ -73,7 +73,7 @@ def row_text(row: Row) -> str:
     """Return a row as text.
 
     >>> row_text(SHIPPED.several_nodes)
-    'up to 32 KiB mpi, above hierarchical'
+    'up to 128 KiB mpi, above hierarchical'
     """
     if len(row) == 1:
         return f"{row[0][1]} at any size"
@@ -104,7 +104,7 @@ def table_to_json(table: Table) -> dict[str, list[list[Any]]]:
     """Return the rows of a table by place, of what JSON knows.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
-    [[32768, 'mpi'], [None, 'hierarchical']]
+    [[131072, 'mpi'], [None, 'hierarchical']]
     """
     return {place: [list(entry) for entry in row] for place, row in table._asdict().items()}
 

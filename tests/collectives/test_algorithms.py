@@ -65,6 +65,8 @@ def test_any_message(
         op = "SUM"
     with Communicator() as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_level, "SLICE_BYTES", slice_bytes)
+        patch.setattr(two_level, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
+        patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
         patch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 64)
         patch.setattr(gather_reduce, "SLOT_BYTES", max(slice_bytes, 1024))
         patch.setattr("mpidist.collectives.packing._SMALL_ARRAY_BYTES", 2000)

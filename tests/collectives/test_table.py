@@ -101,8 +101,8 @@ def test_a_table_made_by_hand_is_checked() -> None:
 
 
 def test_text() -> None:
-    assert row_text(SHIPPED.one_node_readable) == "up to 256 KiB gather_reduce, above neighbours"
+    assert row_text(SHIPPED.one_node_readable) == "up to 256 KiB gather_reduce, up to 2 MiB window, above neighbours"
     assert row_text(((None, "mpi"),)) == "mpi at any size"
     assert table_text(SHIPPED, "one_node") == "up to 256 KiB gather_reduce, above window"
     between = "between nodes, slices: up to 64 KiB halving_doubling, above ring"
-    assert table_text(SHIPPED, "several_nodes") == f"up to 32 KiB mpi, above hierarchical; {between}"
+    assert table_text(SHIPPED, "several_nodes") == f"up to 128 KiB mpi, above hierarchical; {between}"

@@ -44,25 +44,31 @@ class Pairwise:
         me = self._position
         borders = slices(flat.size, len(self._ranks))
         wire = self._dtype_on_wire(flat.dtype, op)
-        sent = _rounded(flat, wire, residual)
-        start, stop = borders[me]
-        received = np.empty((len(self._ranks), stop - start), wire)
-        received[me] = sent[start:stop]
-        yield from self._exchange([sent[a:b] for a, b in borders], list(received), chunk)
-        total = flat[start:stop]
+        if residual is not None:
+            flat += residual
+        parts = [flat[a:b] for a, b in borders]
+        mine = parts[me].copy()
+        sent = [part if other == me else part.astype(wire, copy=False) for other, part in enumerate(parts)]
+        if residual is not None:
+            np.subtract(flat, np.concatenate([part.astype(flat.dtype, copy=False) for part in sent]), out=residual)
+        received = [np.empty(mine.size, wire) for _ in parts]
+        received[me] = mine
+        yield from self._exchange(sent, received, chunk)
+        total = parts[me]
         total[:] = received[0]
         for contribution in received[1:]:
             numpy_op(op)(total, contribution.astype(flat.dtype, copy=False), out=total)
-        # What rounding the sum loses is made good by this rank's next contribution.
-        sums = _rounded(total, wire, None)
+        sums = total.astype(wire, copy=False)
+        everyone = parts
+        if wire != flat.dtype:
+            everyone = [sums if other == me else np.empty(part.size, wire) for other, part in enumerate(parts)]
         if residual is not None:
-            residual[start:stop] += total - sums
-        everyone = flat if wire == flat.dtype else np.empty(flat.size, wire)
-        everyone[start:stop] = sums
-        parts = [everyone[a:b] for a, b in borders]
-        yield from self._exchange([parts[me]] * len(parts), parts, chunk)
-        if everyone is not flat:
-            flat[:] = everyone
+            # What rounding the sum loses is made good by this rank's next contribution to it.
+            residual[slice(*borders[me])] += total - sums.astype(flat.dtype, copy=False)
+        yield from self._exchange([sums] * len(parts), everyone, chunk)
+        if wire != flat.dtype:
+            for part, values in zip(parts, everyone, strict=True):
+                part[:] = values
 
     def _dtype_on_wire(self, dtype: DType, op: ReduceOp) -> DType:
         rounds = self._wire_dtype is not None and dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.MEAN)
@@ -74,15 +80,3 @@ class Pairwise:
         requests = [comm.Irecv(message(receive[other]), ranks[other], tag) for other in self._others]
         requests += [comm.Isend(message(send[other]), ranks[other], tag) for other in self._others]
         yield from until_all_done(requests)
-
-
-def _rounded(values: Array, dtype: DType, residual: Array | None) -> Array:
-    """Return ``values`` in ``dtype``; ``residual`` is added before, and receives what rounding loses."""
-    if dtype == values.dtype:
-        return values
-    if residual is None:
-        return values.astype(dtype)
-    residual += values
-    rounded = residual.astype(dtype)
-    residual -= rounded.astype(values.dtype)
-    return rounded

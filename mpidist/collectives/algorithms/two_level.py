@@ -43,13 +43,20 @@ from mpidist.core.errors import AlgorithmError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What one rank reduces of a chunk. Best between 256 KiB and 1 MiB on the machines measured: large enough for the call,
-# small enough for the cache.
+# What one rank reduces of a chunk, at most. On one node best between 256 KiB and 1 MiB on the machines measured: large
+# enough for the call, small enough for the cache. Between nodes, where it is cut once more, larger ones are better.
 SLICE_BYTES = 512 << 10
+SLICE_BYTES_BETWEEN_NODES = 1 << 20
+# Between nodes less than this is not worth a message to each of them.
+_SMALLEST_SLICE_ON_WIRE = 64 << 10
 _SMALLEST_SLICE_BYTES = 16 << 10
 # Chunks on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
 _DEPTH_ON_ONE_NODE = 2
-_DEPTH_BETWEEN_NODES = 4
+_DEPTH_BETWEEN_NODES = 8
+# What the slots of a node take, at most, where smaller slices make do with less.
+_MOST_SLOT_BYTES = 128 << 20
+# Slices are cut at multiples of the largest element.
+_ALIGNMENT = 64
 # What a rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
 # then where each piece of its input lies, and of its result.
 _TAKES_SHARED, _HELD, _PLACES = range(3)
@@ -102,8 +109,8 @@ class TwoLevel:
             )
         lanes = None
         if not node.is_alone:
-            lanes = yield from PrivateLanes.made(node, SLICE_BYTES, _depth(node))
-        return cls(node, wires, SLICE_BYTES, lanes, None)
+            lanes = yield from PrivateLanes.made(node, _slice_bytes(node), _depth(node))
+        return cls(node, wires, _slice_bytes(node), lanes, None)
 
     def prepare(self, job: Reduction, may_share: bool) -> None:
         """See ``Algorithm``."""
@@ -159,14 +166,19 @@ class TwoLevel:
         return job.given
 
     def _run(self, job: Reduction, inputs: Inputs, results: Results, lanes: Lanes | None) -> Steps[None]:
-        per_slice = self._slice_bytes // job.dtype.itemsize
+        slice_bytes = self._slice_bytes
+        if not self._node.is_alone:
+            # Of a small message, too, several chunks shall be on their way.
+            share = -(-job.nbytes // (self._rails * self._depth * _ALIGNMENT)) * _ALIGNMENT
+            slice_bytes = min(slice_bytes, max(share, _SMALLEST_SLICE_ON_WIRE))
+        per_slice = slice_bytes // job.dtype.itemsize
         per_chunk = per_slice * self._rails
         if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
             # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
             per_chunk = job.count
         wire = None
         if not self._node.is_alone:
-            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), self._slice_bytes))
+            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes))
         make = _Run
         if job.trace is not None:
             make = _WatchedRun
@@ -188,14 +200,19 @@ def _rails(node: Node) -> int:
     return min(len(ranks) for ranks in node.ranks)
 
 
+def _slice_bytes(node: Node) -> int:
+    return SLICE_BYTES if node.is_alone else SLICE_BYTES_BETWEEN_NODES
+
+
 def _depth(node: Node) -> int:
     return _DEPTH_ON_ONE_NODE if node.is_alone else _DEPTH_BETWEEN_NODES
 
 
 def _made_slots(comm: MPI.Intracomm, node: Node) -> Steps[tuple[int, Slots]]:
     """Return a size of slices for which every node has room, and the slots of this node (collective)."""
-    room, size, rails, depth = room_for_segments(), SLICE_BYTES, _rails(node), _depth(node)
-    while room is not None and depth * size * (rails + 1) * node.size > room:
+    room, size, rails, depth = room_for_segments(), _slice_bytes(node), _rails(node), _depth(node)
+    room = _MOST_SLOT_BYTES if room is None else min(room, _MOST_SLOT_BYTES)
+    while depth * size * (rails + 1) * node.size > room and size >= _SMALLEST_SLICE_BYTES:
         size //= 2
     size = yield from agreed_minimum(comm, size)
     segments = None
