@@ -131,9 +131,12 @@ class Channel:
             self._check_usable()
             self._step_oldest()
 
-    def has_works(self) -> bool:
-        """Whether a work is on its way."""
-        return bool(self._queue)
+    def oldest_work(self) -> Work | None:
+        """Return the work that is carried out next, None if there is none."""
+        try:
+            return self._queue[0]
+        except IndexError:
+            return None
 
     def move(self) -> None:
         """Move the oldest works on, in the thread for that, unless the program is doing so."""

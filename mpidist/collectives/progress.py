@@ -1,7 +1,8 @@
 """Progress: one thread that moves works on while the program computes; results are the same as without it.
 
 It acts only while a work waits that nobody waits for, and lets go of the core in between: MPI moves messages only
-inside its calls, and several a millisecond are enough to keep a wire busy.
+inside its calls, but what it has handed to the network goes on without it. Each look costs the program some of its core,
+so the longer a work takes the rarer the looks become.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from mpidist.core import settings
 from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")
-_NAP_SECONDS = 5e-5
+_SHORTEST_NAP_SECONDS = 5e-5
+# In this time less passes than the buffers of a network connection hold.
+_LONGEST_NAP_SECONDS = 5e-4
 
 
 class Movable(Protocol):
     """What has works to be moved on."""
 
-    def has_works(self) -> bool:
-        """Whether any is waiting."""
+    def oldest_work(self) -> object | None:
+        """Return the one that is next to be moved on."""
 
     def move(self) -> None:
         """Move them on, unless another thread is doing so."""
@@ -85,16 +88,21 @@ class Progress:
 
     def _run(self) -> None:
         me = threading.current_thread()
+        nap = _SHORTEST_NAP_SECONDS
+        last: list[int] = []
         while True:
             with self._wake:
-                while self._thread is me and not any(movable.has_works() for movable in self._watched):
+                while self._thread is me and not any(movable.oldest_work() for movable in self._watched):
                     self._wake.wait()
                 if self._thread is not me:
                     return
                 watched = list(self._watched)
             for movable in watched:
                 movable.move()
-            time.sleep(_NAP_SECONDS)
+            works = [id(movable.oldest_work()) for movable in watched]
+            nap = min(1.25 * nap, _LONGEST_NAP_SECONDS) if works == last else _SHORTEST_NAP_SECONDS
+            last = works
+            time.sleep(nap)
 
 
 progress = Progress()

@@ -321,7 +321,7 @@ class WatchedWire:
         self._wire = wire
         self._trace = trace
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
         with self._trace.on_wire(chunk, flat.nbytes):
-            yield from self._wire.all_reduce(flat, op, chunk, residual)
+            yield from self._wire.all_reduce(source, flat, op, chunk, residual)

@@ -36,9 +36,11 @@ class HalvingDoubling:
         self._power = 1 << (len(ranks).bit_length() - 1)
         self._extra = len(ranks) - self._power
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
         me, tag = self._position, tag_of(chunk)
+        if source is not flat:
+            flat[:] = source
         if me >= self._power:
             partner = self._ranks[me - self._power]
             yield from until_all_done([self._comm.Isend(message(flat), partner, tag)])

@@ -39,18 +39,20 @@ class Pairwise:
         self._others = [other for other in range(len(ranks)) if other != position]
         self._wire_dtype = wire_dtype
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
         me = self._position
         borders = slices(flat.size, len(self._ranks))
         wire = self._dtype_on_wire(flat.dtype, op)
         if residual is not None:
-            flat += residual
+            np.add(source, residual, out=flat)
+            source = flat
+        inputs = [source[a:b] for a, b in borders]
         parts = [flat[a:b] for a, b in borders]
-        mine = parts[me].copy()
-        sent = [part if other == me else part.astype(wire, copy=False) for other, part in enumerate(parts)]
+        mine = inputs[me].copy()
+        sent = [part if other == me else part.astype(wire, copy=False) for other, part in enumerate(inputs)]
         if residual is not None:
-            np.subtract(flat, np.concatenate([part.astype(flat.dtype, copy=False) for part in sent]), out=residual)
+            np.subtract(source, np.concatenate([part.astype(flat.dtype, copy=False) for part in sent]), out=residual)
         received = [np.empty(mine.size, wire) for _ in parts]
         received[me] = mine
         yield from self._exchange(sent, received, chunk)

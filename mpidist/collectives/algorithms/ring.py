@@ -35,20 +35,20 @@ class Ring:
         self._next = ranks[(position + 1) % len(ranks)]
         self._previous = ranks[position - 1]
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
         n, combine = self._size, numpy_op(op)
-        segments = [flat[a:b] for a, b in slices(flat.size, n)]
+        borders = slices(flat.size, n)
+        inputs, segments = [source[a:b] for a, b in borders], [flat[a:b] for a, b in borders]
         received = np.empty(segments[0].size, flat.dtype)
         for step in range(n - 1):
-            mine = segments[(self._position - step) % n]
-            theirs = segments[(self._position - step - 1) % n]
-            part = received[: theirs.size]
-            yield from self._exchange(mine, part, chunk)
-            combine(theirs, part, out=theirs)
+            mine, theirs = (self._position - step) % n, (self._position - step - 1) % n
+            part = received[: segments[theirs].size]
+            yield from self._exchange(segments[mine] if step else inputs[mine], part, chunk)
+            combine(inputs[theirs], part, out=segments[theirs])
         for step in range(n - 1):
-            mine = segments[(self._position + 1 - step) % n]
-            yield from self._exchange(mine, segments[(self._position - step) % n], chunk)
+            mine, theirs = (self._position + 1 - step) % n, (self._position - step) % n
+            yield from self._exchange(segments[mine], segments[theirs], chunk)
 
     def _exchange(self, send: Array, receive: Array, chunk: int) -> Steps[None]:
         tag = tag_of(chunk)

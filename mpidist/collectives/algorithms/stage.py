@@ -181,8 +181,9 @@ class InTargets:
 
     def flat(self, chunk: int, start: int, stop: int) -> Array:
         """See ``Results``; only where it lies in one piece of the result."""
-        ((part, begin, count, _),) = pieces(self._job.counts, start, stop, stop - start)
-        return self._targets[part][begin : begin + count]
+        found = in_one_piece(self._job, self._targets, start, stop)
+        assert found is not None
+        return found
 
     def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
         """See ``Results``."""
@@ -236,18 +237,47 @@ class InLanes:
         """See ``Results``."""
         _, _, count, offset = piece
         first = offset - slice_start
-        return self.flat(chunk, 0, first + count)[first:]
+        return self._lane(chunk, first + count)[first:]
 
     def flat(self, chunk: int, start: int, stop: int) -> Array:
         """See ``Results``."""
+        return self._lane(chunk, stop - start)
+
+    def _lane(self, chunk: int, count: int) -> Array:
         dtype = self._job.dtype
-        return self._lanes.reduced(chunk, (stop - start) * dtype.itemsize).view(dtype)
+        return self._lanes.reduced(chunk, count * dtype.itemsize).view(dtype)
 
     def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
         """See ``Results``."""
         for part, begin, count, offset in pieces(self._job.counts, start, stop, stop - start):
             target = self._targets[part][begin : begin + count]
             self._lanes.read(rank, chunk, (offset - start) * self._job.dtype.itemsize, target)
+
+
+class InOwnTargets(InLanes):
+    """The only rank of its node: slices that lie in one piece of its result are there already.
+
+    Args:
+        job: The reduction.
+        targets: The result, in pieces.
+        lanes: For slices that do not.
+    """
+
+    def flat(self, chunk: int, start: int, stop: int) -> Array:
+        """See ``Results``."""
+        found = in_one_piece(self._job, self._targets, start, stop)
+        return super().flat(chunk, start, stop) if found is None else found
+
+    def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
+        """See ``Results``."""
+        if len(pieces(self._job.counts, start, stop, stop - start)) > 1:
+            super().collect(rank, chunk, start, stop)
+
+
+def in_one_piece(job: Reduction, arrays: list[Array], start: int, stop: int) -> Array | None:
+    """Return elements ``start`` to ``stop`` of the input or the result of ``job``; None if they lie in several."""
+    (part, begin, count, _), *others = pieces(job.counts, start, stop, stop - start)
+    return None if others else arrays[part][begin : begin + count]
 
 
 class PrivateLanes:

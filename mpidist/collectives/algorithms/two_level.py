@@ -18,6 +18,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.algorithms.stage import (
     InLanes,
+    InOwnTargets,
     Inputs,
     InShared,
     InTargets,
@@ -26,6 +27,7 @@ from mpidist.collectives.algorithms.stage import (
     Results,
     Scratch,
     Slots,
+    in_one_piece,
 )
 from mpidist.collectives.algorithms.wires import Wire, Wires
 from mpidist.collectives.board import FILLED, REDUCED, TAKEN
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # What one rank reduces of a chunk, at most. On one node best between 256 KiB and 1 MiB on the machines measured: large
-# enough for the call, small enough for the cache. Between nodes, where it is cut once more, larger ones are better.
+# enough for the call, small enough for the cache. Between nodes it is cut once more into messages.
 SLICE_BYTES = 512 << 10
 SLICE_BYTES_BETWEEN_NODES = 1 << 20
 # Between nodes less than this is not worth a message to each of them.
@@ -52,7 +54,7 @@ _SMALLEST_SLICE_ON_WIRE = 64 << 10
 _SMALLEST_SLICE_BYTES = 16 << 10
 # Chunks on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
 _DEPTH_ON_ONE_NODE = 2
-_DEPTH_BETWEEN_NODES = 8
+_DEPTH_BETWEEN_NODES = 16
 # What the slots of a node take, at most, where smaller slices make do with less.
 _MOST_SLOT_BYTES = 128 << 20
 # Slices are cut at multiples of the largest element.
@@ -151,7 +153,8 @@ class TwoLevel:
         result_places = [row[_PLACES + number :] for row in told]
         results: Results
         if self._lanes is not None:
-            results = InLanes(job, targets, self._lanes)
+            lone = node.size == 1 and not node.is_alone
+            results = InOwnTargets(job, targets, self._lanes) if lone else InLanes(job, targets, self._lanes)
         else:
             if any(takes):
                 # There is no shared result after all.
@@ -176,7 +179,7 @@ class TwoLevel:
         if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
             # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
             per_chunk = job.count
-        wire = None
+        wire: Wire | None = None
         if not self._node.is_alone:
             self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes))
         make = _Run
@@ -306,11 +309,16 @@ class _Run:
         crossing: Steps[None] | None = None
         if self._has_slice:
             start, stop = self._slice(chunk, self._node.rank)
-            self._reduce_slice(chunk, start, stop)
+            source = None
+            if self._node.size == 1 and self._wire is not None and stop > start:
+                source = in_one_piece(self._job, self._job.pieces, start, stop)
+            if source is None:
+                self._reduce_slice(chunk, start, stop)
             if self._wire is not None and stop > start:
                 flat = self._results.flat(chunk, start, stop)
                 residual = None if self._job.residuals is None else self._residual(self._job.residuals, start, flat)
-                crossing = self._wire.all_reduce(flat, self._job.op, chunk, residual)
+                source = flat if source is None else source
+                crossing = self._wire.all_reduce(source, flat, self._job.op, chunk, residual)
         self._reduced += 1
         if crossing is None and not self._crossing:
             self._finish(chunk)

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 class Wire(Protocol):
     """An all-reduce over the ranks of one rail."""
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
-        """Reduce ``flat`` in place.
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+        """Reduce ``source`` over all ranks into ``flat``.
 
         Args:
-            flat: This rank's input, then the result.
+            source: This rank's input; not changed, unless it is ``flat``.
+            flat: The result.
             op: The operation.
             chunk: Tells several apart that are on their way.
             residual: Of the size of ``flat``: what rounding lost last time, added to the input, and replaced by what
