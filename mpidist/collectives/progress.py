@@ -1,7 +1,7 @@
 """Progress: one thread that moves works on while the program computes; results are the same as without it.
 
-It acts only while a work waits that nobody waits for, and lets go of the core in between: MPI moves messages only
-inside its calls, but what it has handed to the network goes on without it. Each look costs the program some of its core,
+It acts only while a work waits that nobody waits for, and lets go of the core in between: MPI moves messages inside its
+calls only, but what it has handed to the network goes on without it. Each look costs the program some of its core,
 so the longer a work takes the rarer the looks become.
 """
 
