@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
@@ -260,21 +261,26 @@ class Channel:
     def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
         self._calls += 1
         try:
-            return drive(
-                steps,
-                lambda: Deadline(
-                    timeout,
-                    self._warn_after,
-                    lambda waited: self._report(text, waited, call_site),
-                    lambda waited: self._expire(steps, text, waited),
-                ),
-            )
+            # What small collectives need no more than.
+            next(steps)
+            return drive(steps, partial(self._deadline, steps, text, timeout, call_site))
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
         except (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError):
             # All ranks raise these together, or the channel has been given up already.
             raise
         except BaseException as error:
             self._interrupt(error, text)
             raise
+
+    def _deadline(self, steps: Steps[Any], text: str, timeout: float, call_site: str | None) -> Deadline:
+        return Deadline(
+            timeout,
+            self._warn_after,
+            lambda waited: self._report(text, waited, call_site),
+            lambda waited: self._expire(steps, text, waited),
+        )
 
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the

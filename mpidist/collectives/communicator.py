@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
-from mpidist.collectives import objects
+from mpidist.collectives import objects, packing
 from mpidist.collectives.array_collectives import ArrayCollectives, Call, check_has_axis
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.plan import signature_of, signature_text
-from mpidist.collectives.shared_memory import SMALLEST_SHARED
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.callsite import user_call_site
@@ -264,7 +263,7 @@ class Communicator(ArrayCollectives):
     def _allocate_steps(self, nbytes: int, text: str) -> Steps[Array | None]:
         yield from self._channel.handshake.open(plan_id(text), text, None)
         node = self._channel.node
-        if node.size == 1 or nbytes < SMALLEST_SHARED:
+        if node.size == 1 or nbytes < packing.SMALL_ARRAY_BYTES:
             return None
         return (yield from node.shared.allocate(nbytes))
 

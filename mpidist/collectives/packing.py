@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
 _SMALL_RESULT_BYTES = 4 << 10
-# Below this a copy costs less than one more piece.
-_SMALL_ARRAY_BYTES = 32 << 10
+# Below this a copy costs less than one more piece, and an array gains nothing by lying in shared memory.
+SMALL_ARRAY_BYTES = 32 << 10
 # In how many pieces a pack may travel: the page of a rank's board holds two addresses for each.
 MOST_PIECES = 900
 
@@ -118,7 +118,7 @@ class Pack:
         self._shapes = shapes
         self._sizes = {i: int(np.prod(shapes[i])) for i in indices}
         casts = not dtype == source_dtype == result_dtype
-        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < _SMALL_ARRAY_BYTES]
+        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < SMALL_ARRAY_BYTES]
         if len(self._together) == 1 and not casts:
             self._together = []
         apart = [i for i in indices if i not in set(self._together)]
@@ -189,33 +189,33 @@ class Pack:
 
 
 class Reduction:
-    """One list of flat arrays on its way through an algorithm.
+    """One pack on its way through an algorithm.
 
     Args:
-        pieces: The input: flat contiguous arrays of one dtype; not changed.
+        pack: What travels.
+        pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
         targets: Where the result goes, flat arrays of the same lengths; None for new memory.
         op: The operation.
         divisor: What a mean divides the sum by; None for other operations.
         pool: Where new memory comes from.
         residuals: What rounding lost last time, by the first element of each slice; None to let it go.
-        has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
 
     Attributes:
-        counts: Elements of each piece.
-        count, nbytes: Of all.
+        counts, count, nbytes, dtype: Of the pack.
+        has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
-        trace: What watches the collective; None where nothing is to be seen.
+        trace: What watches it, if anything does.
     """
 
     def __init__(
         self,
+        pack: Pack,
         pieces: list[Array],
         targets: list[Array] | None,
         op: ReduceOp,
         divisor: int | None,
         pool: Pool,
         residuals: dict[int, Array] | None = None,
-        has_buffer: bool = False,
     ) -> None:
         self.pieces = pieces
         self.given = targets
@@ -223,13 +223,10 @@ class Reduction:
         self.divisor = divisor
         self.pool = pool
         self.residuals = residuals
-        self.has_buffer = has_buffer
+        self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
+        self.has_buffer = pack.has_buffer
         self.is_wanted = True
         self.trace: ChannelTrace | None = None
-        self.counts = tuple([piece.size for piece in pieces])
-        self.dtype: DType = pieces[0].dtype
-        self.count = sum(self.counts)
-        self.nbytes = self.count * self.dtype.itemsize
 
     def flat_input(self) -> Array:
         """Return the input in one piece."""

@@ -119,7 +119,7 @@ class ReductionPlan:
         targets = None if out is None else pack.targets(out, pool)
         residuals = pack.residuals if self.options.error_feedback else None
         inputs = pack.inputs(arrays, pool)
-        return Reduction(inputs, targets, self.op, self.divisor, pool, residuals, pack.has_buffer)
+        return Reduction(pack, inputs, targets, self.op, self.divisor, pool, residuals)
 
     def blank_results(self, out: Sequence[Array] | None) -> list[Array]:
         """Return a list of results in which those without elements are there already."""
@@ -133,7 +133,8 @@ class ReductionPlan:
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
         """Put all elements into the payload of the handshake."""
         if len(arrays) == 1:
-            payload[:] = arrays[0].reshape(-1)
+            array = arrays[0]
+            payload[:] = array if array.ndim == 1 else array.reshape(-1)
             return
         start = 0
         for array, count in zip(arrays, self._counts, strict=True):
@@ -154,7 +155,7 @@ class ReductionPlan:
             if out is None:
                 results.append(np.array(part, self.result_dtypes[index]))
             else:
-                np.copyto(out[index], part, casting="same_kind")
+                out[index][...] = part
                 results.append(out[index])
             start += count
         return results

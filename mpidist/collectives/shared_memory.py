@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DIRECTORY = "/dev/shm"
-# Arrays below this travel by copies anyway.
-SMALLEST_SHARED = 64 << 10
 # Left to others: the MPI library itself needs some.
 _RESERVE_BYTES = 8 << 20
 _SEGMENT_SHIFT = 44

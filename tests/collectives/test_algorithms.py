@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator
+from mpidist.collectives import packing
 from mpidist.collectives.algorithms import IN_NODE, NAMES, gather_reduce, two_level, wires
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
@@ -69,8 +70,7 @@ def test_any_message(
         patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
         patch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 64)
         patch.setattr(gather_reduce, "SLOT_BYTES", max(slice_bytes, 1024))
-        patch.setattr("mpidist.collectives.packing._SMALL_ARRAY_BYTES", 2000)
-        patch.setattr("mpidist.collectives.communicator.SMALLEST_SHARED", 1)
+        patch.setattr(packing, "SMALL_ARRAY_BYTES", 2000)
         names = usable(comm)
         options = CommunicationOptions(algorithm=names[pick % len(names)], bytes_per_pack=bytes_per_pack)
         values = []

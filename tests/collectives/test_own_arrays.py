@@ -139,3 +139,13 @@ def test_a_pool_forgets_sizes_that_are_not_asked_for() -> None:
         pool.take(count, np.dtype("f8"))
     assert len(pool._blocks) < 70
     assert is_held([pool], 0)
+
+
+@pytest.mark.min_ranks(2)
+def test_small_arrays_beside_own_ones_come_out_of_the_shared_result(comm: Communicator) -> None:
+    arrays = [filled(comm, 1.0), np.full(10, comm.rank), filled(comm, 2.0, 3000)]
+    results = comm.all_reduce("SUM", [array.astype("f8") if array.size == 10 else array for array in arrays])
+    np.testing.assert_array_equal(results[0], total(comm, 1.0))
+    np.testing.assert_array_equal(results[1], sum(range(comm.size)))
+    np.testing.assert_array_equal(results[2], total(comm, 2.0, 3000))
+    assert not results[0].flags.writeable
