@@ -115,7 +115,7 @@ class Communicator(ArrayCollectives):
         root = self._check_root(root)
         arrays, rebuild = self._unwrap(value)
         plan = self._plan(f"reduce to rank {root}", op, arrays, self.size, options, "")
-        steps = self._reduce_to_steps(plan, arrays, root, call_site)
+        steps = self._engine.reduce_to(plan, arrays, root, call_site)
         return (steps, plan.text), rebuild if self.rank == root else _nothing
 
     def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -150,7 +150,7 @@ class Communicator(ArrayCollectives):
         plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
         start, stop = slices(len(array), self.size)[self.rank]
         shape = (stop - start, *array.shape[1:])
-        steps = self._reduce_scatter_steps(plan, array, call_site)
+        steps = self._engine.reduce_scatter(plan, array, call_site)
         return (steps, plan.text), lambda flat: _restore(value, flat.reshape(shape))
 
     # Movement ---------------------------------------------------------------------------------------------

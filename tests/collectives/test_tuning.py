@@ -160,7 +160,7 @@ def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
     assert read(path) == ({ELSEWHERE: SHIPPED, setup: table} if comm.rank == 0 else {ELSEWHERE: SHIPPED})
     monkeypatch.setenv(SETTING, str(path))
     with Communicator() as tuned:
-        assert tuned._choice.table == table
+        assert tuned._engine.choice.table == table
 
 
 @pytest.mark.min_ranks(2)
