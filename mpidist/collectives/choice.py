@@ -87,13 +87,14 @@ class Choice:
         Where the table's own choice does not work, MPI's call takes its place, and a warning says so.
 
         Raises:
-            AlgorithmError: It was asked for by name, or the order of sums was, and does not work here.
+            AlgorithmError: It was asked for by name, or what only it offers was, and does not work here.
         """
         name = self.name_for(nbytes, options)
+        rounds = options.wire_dtype is not None and not self._node.is_alone
         try:
             made = yield from algorithms.make(name, self._comm, self._node, self.table.between_nodes, options)
         except AlgorithmError as error:
-            if options.algorithm is not None or options.deterministic or name == "mpi":
+            if options.algorithm is not None or options.deterministic or rounds or name == "mpi":
                 raise
             if self._comm.Get_rank() == 0:
                 _log.warning("mpidist: %s; MPI's own call is taken in its place", error)

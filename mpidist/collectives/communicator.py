@@ -21,6 +21,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
 
+_LARGEST_C_INT = 2**31 - 1
 # Makes what the caller gets of what a collective gives.
 Finish = Callable[[Any], Any]
 
@@ -275,8 +276,10 @@ class Communicator(ArrayCollectives):
             key: Order of the ranks in the group; ties keep their order.
         """
         with self.shared_errors("split"):
-            if color is not None and (not isinstance(color, (int, np.integer)) or color < 0):
+            if color is not None and not _is_c_int(color, 0):
                 raise ValueError(f"color is {color!r}; expected a whole number from 0, or None to join no group")
+            if not _is_c_int(key, -_LARGEST_C_INT):
+                raise ValueError(f"key is {key!r}; expected a whole number that fits into a C int")
         self._run(self._channel.handshake.open(plan_id("split"), "split", None), "split", None)
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
         if color is None:
@@ -317,6 +320,10 @@ class Communicator(ArrayCollectives):
 
     def __deepcopy__(self, memo: Any) -> Communicator:
         raise ValueError("a Communicator cannot be copied: it owns an MPI communicator; make a new one")
+
+
+def _is_c_int(value: Any, smallest: int) -> bool:
+    return isinstance(value, (int, np.integer)) and bool(smallest <= value <= _LARGEST_C_INT)
 
 
 def _nothing(_: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist import Communicator
+from mpidist import Communicator, MismatchError
 from mpidist.collectives import packing
 from mpidist.collectives.algorithms import IN_NODE, NAMES, gather_reduce, two_level, wires
 from mpidist.core.errors import AlgorithmError
@@ -164,3 +164,48 @@ def test_error_feedback_makes_good_what_rounding_loses(comm: Communicator) -> No
 
 def test_every_way_between_nodes_has_a_name() -> None:
     assert set(wires.NAMES) <= set(NAMES)
+
+
+@pytest.mark.min_ranks(2)
+def test_numbers_are_right_after_a_mismatch_in_every_algorithm(comm: Communicator) -> None:
+    mine = np.full(1000, comm.rank + 1.0)
+    total = sum(range(1, comm.size + 1))
+    for name in usable(comm):
+        options = CommunicationOptions(algorithm=name)
+        for others_call in (comm.barrier, lambda: comm.all_reduce("MAX", np.ones(700)), lambda: comm.broadcast(1.0)):
+            np.testing.assert_array_equal(comm.all_reduce("SUM", mine, options=options), total)
+            with pytest.raises(MismatchError):
+                if comm.rank == 0:
+                    comm.all_reduce("SUM", mine, options=options)
+                else:
+                    others_call()
+            for step in range(3):
+                result = comm.all_reduce("SUM", mine * 10**step, options=options)
+                np.testing.assert_array_equal(result, total * 10**step)
+
+
+def test_error_feedback_forgets_what_overflowed(comm: Communicator) -> None:
+    options = CommunicationOptions(wire_dtype="float16", error_feedback=True)
+    value = np.ones(1000, "f4")
+    for bad in (np.inf, 1e30):
+        value[7] = bad
+        with np.errstate(all="ignore"):
+            comm.all_reduce("SUM", value, options=options)
+        value[7] = 1.0
+        np.testing.assert_array_equal(comm.all_reduce("SUM", value, options=options)[[6, 7]], comm.size)
+    doubles = value.astype("f8")
+    doubles[7] = np.inf
+    comm.all_reduce("SUM", doubles, options=options)
+    assert np.isfinite(comm.all_reduce("SUM", value.astype("f8"), options=options)).all()
+
+
+def test_without_room_a_16_bit_wire_is_an_error_on_all_ranks(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm._channel.node.is_alone:
+        pytest.skip("there is one node, so nothing crosses a wire")
+    monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
+    monkeypatch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 1 << 60)
+    with pytest.raises(AlgorithmError, match="no room in /dev/shm"):
+        comm.all_reduce("SUM", np.ones(1000, "f4"), options=CommunicationOptions(wire_dtype="float16"))
+    np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(10_000)), comm.size)

@@ -108,6 +108,14 @@ def test_what_cannot_be_sent_is_an_error_on_all_ranks(comm: Communicator, call: 
     assert comm.all_reduce("SUM", 1) == comm.size
 
 
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("bad", [{"color": 2**40}, {"color": 0, "key": 2**40}, {"color": 0, "key": "a"}])
+def test_a_split_that_mpi_cannot_do_is_an_error_on_all_ranks(comm: Communicator, bad: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, PeerError)):
+        comm.split(**(bad if comm.rank == 0 else {"color": 0}))
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
 @pytest.mark.parametrize("count", [1, 10, 100_000])
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
 def test_nan_is_kept(comm: Communicator, op: str, count: int) -> None:

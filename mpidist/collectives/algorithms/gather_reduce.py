@@ -61,7 +61,7 @@ class GatherReduce:
     def prepare(self, job: Reduction, may_share: bool) -> None:
         """See ``Algorithm``."""
         if job.nbytes <= SLOT_BYTES:
-            slot = self._next_slots(job.count, job)[self._node.rank]
+            slot = self._slots(1 - self._turn, job.count, job)[self._node.rank]
             if len(job.pieces) == 1:
                 np.copyto(slot, job.pieces[0])
             else:
@@ -71,6 +71,8 @@ class GatherReduce:
 
     def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
+        # Not before the ranks have met and agreed: a rank that was told of an error instead has not taken its turn.
+        self._turn = 1 - self._turn
         result = job.flat_result()
         per_turn = SLOT_BYTES // job.dtype.itemsize
         if job.count <= per_turn:
@@ -81,32 +83,29 @@ class GatherReduce:
             if start:
                 self._show(send, job, start)
                 yield from self._node.board.meet()
+                self._turn = 1 - self._turn
             self._reduce(job, result[start : start + per_turn])
         return job.finish(result)
 
     def _show(self, send: Array, job: Reduction, start: int) -> None:
         part = send[start : start + SLOT_BYTES // job.dtype.itemsize]
-        np.copyto(self._next_slots(part.size, job)[self._node.rank], part)
+        np.copyto(self._slots(1 - self._turn, part.size, job)[self._node.rank], part)
 
-    def _next_slots(self, count: int, job: Reduction) -> list[Array]:
-        self._turn = 1 - self._turn
-        return self._slots(count, job)
-
-    def _slots(self, count: int, job: Reduction) -> list[Array]:
-        """Return the arrays of all ranks in the slots whose turn it is."""
-        key = (self._turn, count, job.dtype)
+    def _slots(self, turn: int, count: int, job: Reduction) -> list[Array]:
+        """Return the arrays of all ranks in the slots of a turn."""
+        key = (turn, count, job.dtype)
         slots = self._views.get(key)
         if slots is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            first = self._turn * SLOT_BYTES
+            first = turn * SLOT_BYTES
             stop = first + count * job.dtype.itemsize
             slots = self._views[key] = [segment[first:stop].view(job.dtype) for segment in self._segments]
         return slots
 
     def _reduce(self, job: Reduction, target: Array) -> None:
         combine = numpy_op(job.op)
-        total, *others = self._slots(target.size, job)
+        total, *others = self._slots(self._turn, target.size, job)
         for other in others:
             total = combine(total, other, out=target)
         if total is not target:

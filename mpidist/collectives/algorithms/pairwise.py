@@ -44,6 +44,7 @@ class Pairwise:
         me = self._position
         borders = slices(flat.size, len(self._ranks))
         wire = self._dtype_on_wire(flat.dtype, op)
+        residual = None if wire == flat.dtype else residual
         if residual is not None:
             np.add(source, residual, out=flat)
             source = flat
@@ -67,6 +68,8 @@ class Pairwise:
         if residual is not None:
             # What rounding the sum loses is made good by this rank's next contribution to it.
             residual[slice(*borders[me])] += total - sums.astype(flat.dtype, copy=False)
+            # What overflowed is lost for good; the next steps shall not suffer from it.
+            residual[~np.isfinite(residual)] = 0
         yield from self._exchange([sums] * len(parts), everyone, chunk)
         if wire != flat.dtype:
             for part, values in zip(parts, everyone, strict=True):
