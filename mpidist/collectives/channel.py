@@ -167,6 +167,7 @@ class Channel:
                         self._warn_after,
                         lambda waited: self._report(work.text, waited, work.call_site),
                         lambda _: _raise_still_running(work, timeout),
+                        self._move_others,
                     ),
                 )
 
@@ -270,6 +271,9 @@ class Channel:
         except (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError):
             # All ranks raise these together, or the channel has been given up already.
             raise
+        except ProcessLookupError as error:
+            self._interrupt(error, text)
+            raise PeerError(f"{self.unusable}: {error}") from error
         except BaseException as error:
             self._interrupt(error, text)
             raise
@@ -280,7 +284,14 @@ class Channel:
             self._warn_after,
             lambda waited: self._report(text, waited, call_site),
             lambda waited: self._expire(steps, text, waited),
+            self._move_others,
         )
+
+    def _move_others(self) -> None:
+        """Move the works of other channels on: the ranks may wait for works of several in different orders."""
+        for channel in _open:
+            if channel is not self and channel.oldest_work() is not None:
+                channel.move()
 
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
@@ -321,6 +332,9 @@ class Channel:
 
     def _leave(self) -> Steps[None]:
         """Finish what is on its way and tell the others that this rank's program has ended."""
+        if not self._turn.take_for_good(_EXIT_SECONDS):
+            self.unusable = "a thread was still in one of its collectives when the program ended"
+            self._abort_job()
         if self._interrupted is not None:
             self._abort_job()
         if self._given_up is not None:
@@ -350,7 +364,15 @@ class _Turn:
                 "two threads used one Communicator at the same time; collectives of one communicator are issued by one "
                 "thread, in the same order on every rank"
             )
-        self._anyone.acquire()
+        try:
+            self._anyone.acquire()
+        except BaseException:  # a signal handler that raises while the other thread takes its step
+            self._program.release()
+            raise
+
+    def take_for_good(self, seconds: float) -> bool:
+        """Take the turn from all other threads; whether that worked within some seconds."""
+        return self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
 
     def __exit__(self, *_: object) -> None:
         self._anyone.release()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mpidist")
 _ORDERED = ("hierarchical", "pairwise", "gather_reduce", "neighbours", "window")
-# What of the options an algorithm has to know when it is made.
-_Key = tuple[str, str | None, bool]
 
 
 def check_options(options: CommunicationOptions) -> None:
@@ -55,7 +53,7 @@ class Choice:
         self._comm = comm
         self._node = node
         self.table = table
-        self._made: dict[_Key, algorithms.Algorithm] = {}
+        self._made: dict[str, algorithms.Algorithm] = {}
         self._without: set[str] = set()
 
     @property
@@ -79,7 +77,7 @@ class Choice:
 
     def made(self, nbytes: int, options: CommunicationOptions) -> algorithms.Algorithm | None:
         """Return the algorithm for a message if it has been made."""
-        return self._made.get((self.name_for(nbytes, options), options.wire_dtype, options.deterministic))
+        return self._made.get(algorithms.kind_of(self.name_for(nbytes, options), self._node))
 
     def make(self, nbytes: int, options: CommunicationOptions) -> Steps[algorithms.Algorithm]:
         """Make the algorithm for a message (collective).
@@ -90,9 +88,10 @@ class Choice:
             AlgorithmError: It was asked for by name, or what only it offers was, and does not work here.
         """
         name = self.name_for(nbytes, options)
+        kind = algorithms.kind_of(name, self._node)
         rounds = options.wire_dtype is not None and not self._node.is_alone
         try:
-            made = yield from algorithms.make(name, self._comm, self._node, self.table.between_nodes, options)
+            made = yield from algorithms.make(kind, self._comm, self._node, self.table.between_nodes)
         except AlgorithmError as error:
             if options.algorithm is not None or options.deterministic or rounds or name == "mpi":
                 raise
@@ -100,7 +99,7 @@ class Choice:
                 _log.warning("mpidist: %s; MPI's own call is taken in its place", error)
             self._without.add(name)
             return self.made(nbytes, options) or (yield from self.make(nbytes, options))
-        self._made[name, options.wire_dtype, options.deterministic] = made
+        self._made[kind] = made
         return made
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
 
+_log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
 # Makes what the caller gets of what a collective gives.
 Finish = Callable[[Any], Any]
@@ -48,6 +50,8 @@ class Communicator(ArrayCollectives):
     array([1., 1., 1.])
     >>> comm.close()
     """
+
+    _has_warned = False
 
     # Reductions -------------------------------------------------------------------------------------------
 
@@ -239,11 +243,11 @@ class Communicator(ArrayCollectives):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return a new uninitialized array in memory that collectives handle best (collective).
 
-        Where several ranks share a node it lies in shared memory (MPI_Win_allocate_shared), and the all-reduce of such
-        arrays copies nothing: each rank reduces its share straight out of its neighbours' memory. The result is then a
-        read-only array that the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to
-        the communicator: it is not used for other arrays before ``close()``. Small arrays, and all where /dev/shm has
-        no room, are ordinary memory.
+        Where several ranks share a node it lies in shared memory, and the all-reduce of such arrays copies nothing:
+        each rank reduces its share straight out of its neighbours' memory. The result is then a read-only array that
+        the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the communicator: it is
+        not used for other arrays before ``close()``. Small arrays, and all where there is no room (which is said), are
+        ordinary memory.
 
         Args:
             shape: The same on every rank.
@@ -266,7 +270,15 @@ class Communicator(ArrayCollectives):
         node = self._channel.node
         if node.size == 1 or nbytes < packing.SMALL_ARRAY_BYTES:
             return None
-        return (yield from node.shared.allocate(nbytes))
+        memory = yield from node.shared.allocate(nbytes)
+        if memory is None and node.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "mpidist: empty() gives ordinary memory from now on: /dev/shm has no room for %d bytes more of each "
+                "rank, or the files that a process may have open (ulimit -n) are used up",
+                nbytes,
+            )
+        return memory
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a communicator of the ranks that passed the same ``color`` (collective; MPI_Comm_split).

@@ -48,13 +48,26 @@ class Engine:
             if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count), out)
-        results = plan.blank_results(out)
-        if not plan.packs:
-            yield from handshake.open(plan.id, plan.text, call_site)
         if out is not None:
             # One pack may write what another has still to read.
             arrays = copies_of_overlapping(arrays, out)
-        trace = self.channel.trace
+        return (yield from self._reduce_packs(plan, arrays, out, call_site, may_share=out is None, is_wanted=True))
+
+    def _reduce_packs(
+        self,
+        plan: ReductionPlan,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        call_site: str | None,
+        *,
+        may_share: bool,
+        is_wanted: bool,
+    ) -> Steps[list[Array]]:
+        """Reduce one pack after the other by its algorithm; the results of a rank that does not want them are blank."""
+        handshake, trace = self.channel.handshake, self.channel.trace
+        results = plan.blank_results(out)
+        if not plan.packs:
+            yield from handshake.open(plan.id, plan.text, call_site)
         for number, pack in enumerate(plan.packs):
             algorithm = self.choice.made(pack.nbytes, plan.options)
             if algorithm is None:
@@ -62,8 +75,8 @@ class Engine:
             if trace is not None:
                 trace.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool)
-            job.trace = trace
-            algorithm.prepare(job, out is None)
+            job.trace, job.is_wanted = trace, is_wanted
+            algorithm.prepare(job, may_share)
             if number == 0:
                 if not handshake.begin(plan.id):
                     yield from handshake.finish(plan.id, plan.text, call_site)
@@ -74,58 +87,46 @@ class Engine:
             if trace is not None:
                 trace.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
+            self.last_algorithm = algorithm.name
             if trace is not None:
                 trace.took(algorithm.name)
                 trace.phase(UNPACK)
-            pack.deliver(pieces, results, out)
-            self.last_algorithm = algorithm.name
+            if is_wanted:
+                pack.deliver(pieces, results, out)
         return results
 
     def reduce_to(
         self, plan: ReductionPlan, arrays: Sequence[Array], root: int, call_site: str | None
     ) -> Steps[list[Array]]:
-        """Reduce to rank ``root``; what the others return is of no account."""
+        """Reduce to rank ``root``; what the others return is of no account.
+
+        Between nodes by MPI's own call, unless the options ask for what that does not offer.
+        """
         channel, is_root = self.channel, self.channel.rank == root
+        if (channel.node.is_alone and channel.size > 1) or _asks_for_more(plan):
+            return (yield from self._reduce_packs(plan, arrays, None, call_site, may_share=False, is_wanted=is_root))
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
         results = plan.blank_results(None)
-        if not plan.packs:
-            yield from channel.handshake.open(plan.id, plan.text, call_site)
-        trace = channel.trace
-        for number, pack in enumerate(plan.packs):
-            if trace is not None:
-                trace.phase(PACK)
+        if channel.trace is not None:
+            channel.trace.phase(REDUCE)
+            channel.trace.took("mpi")
+        for pack in plan.packs:
             job = plan.reduction(pack, arrays, None, self._pool)
-            job.is_wanted, job.trace = is_root, trace
-            algorithm = None
-            if channel.node.is_alone and self.channel.size > 1:
-                algorithm = self.choice.made(pack.nbytes, plan.options)
-                if algorithm is None:
-                    algorithm = yield from self._make_algorithm(pack.nbytes, plan, call_site)
-                algorithm.prepare(job, False)
-            if number == 0:
-                yield from channel.handshake.open(plan.id, plan.text, call_site)
-            else:
-                if trace is not None:
-                    trace.phase(OTHERS)
-                yield from channel.node.board.meet()
-            if trace is not None:
-                trace.phase(REDUCE)
-                trace.took("mpi" if algorithm is None else algorithm.name)
-            if algorithm is not None:
-                pieces = yield from algorithm.all_reduce(job)
-            else:
-                flat = job.flat_result() if is_root else None
-                yield from reduce_to_rank(channel.comm, job.flat_input(), flat, plan.op, root)
-                pieces = [] if flat is None else job.finish(flat)
-            if is_root:
-                if trace is not None:
-                    trace.phase(UNPACK)
-                pack.deliver(pieces, results, None)
+            flat = job.flat_result() if is_root else None
+            yield from reduce_to_rank(channel.comm, job.flat_input(), flat, plan.op, root)
+            if flat is not None:
+                pack.deliver(job.finish(flat), results, None)
         return results
 
     def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[Array]:
         """Return the flat elements of this rank's rows of the reduction."""
         channel, movement = self.channel, self._movement
         row_size = int(np.prod(array.shape[1:]))
+        if _asks_for_more(plan):
+            (whole,) = yield from self._reduce_packs(plan, [array], None, call_site, may_share=False, is_wanted=True)
+            first, last = slices(len(array), channel.size)[channel.rank]
+            mine: Array = whole[first:last].reshape(-1).copy()
+            return mine
         rows = [b - a for a, b in slices(len(array), self.channel.size)]
         start = sum(rows[: self.channel.rank]) * row_size
         wire, result_dtype = plan.formed[0]
@@ -213,3 +214,9 @@ class Engine:
             # The others may still be reading.
             yield from channel.node.board.meet()
         return results
+
+
+def _asks_for_more(plan: ReductionPlan) -> bool:
+    """Whether a call asks for an algorithm, for a fixed order of sums, or for a 16-bit wire."""
+    options = plan.options
+    return options.algorithm is not None or options.deterministic or options.wire_dtype is not None

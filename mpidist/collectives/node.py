@@ -37,7 +37,7 @@ class Node:
         ranks: Of every node, its ranks in ``comm``.
         board: Where the ranks of the node meet.
         pids: Process of every rank of the node.
-        shared: Windows of the node.
+        shared: Shared memory of the node.
         results: Results that the ranks of the node share.
         reads_neighbours: Whether every rank of every node may read the memory of its neighbours.
     """
@@ -63,7 +63,7 @@ class Node:
         return self.topology.num_nodes == 1
 
     def close(self) -> None:
-        """Free windows and communicators (collective)."""
+        """Let go of shared memory, and free the communicator of the node (collective)."""
         self.results.close()
         self.shared.close()
         self.board.close()

@@ -13,6 +13,7 @@ from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.memory import Pool
 from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
 
 if TYPE_CHECKING:
     from mpidist.collectives.trace import ChannelTrace
@@ -197,10 +198,11 @@ class Reduction:
         targets: Where the result goes, flat arrays of the same lengths; None for new memory.
         op: The operation.
         divisor: What a mean divides the sum by; None for other operations.
+        options: Those of the call.
         pool: Where new memory comes from.
-        residuals: What rounding lost last time, by the first element of each slice; None to let it go.
 
     Attributes:
+        residuals: What rounding lost last time, by the first element of each slice; None to let it go.
         counts, count, nbytes, dtype: Of the pack.
         has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
@@ -214,15 +216,16 @@ class Reduction:
         targets: list[Array] | None,
         op: ReduceOp,
         divisor: int | None,
+        options: CommunicationOptions,
         pool: Pool,
-        residuals: dict[int, Array] | None = None,
     ) -> None:
         self.pieces = pieces
         self.given = targets
         self.op = op
         self.divisor = divisor
+        self.options = options
         self.pool = pool
-        self.residuals = residuals
+        self.residuals = pack.residuals if options.error_feedback else None
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
         self.has_buffer = pack.has_buffer
         self.is_wanted = True

@@ -117,9 +117,7 @@ class ReductionPlan:
     def reduction(self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool) -> Reduction:
         """Return what an algorithm has to do for ``pack``."""
         targets = None if out is None else pack.targets(out, pool)
-        residuals = pack.residuals if self.options.error_feedback else None
-        inputs = pack.inputs(arrays, pool)
-        return Reduction(pack, inputs, targets, self.op, self.divisor, pool, residuals)
+        return Reduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
 
     def blank_results(self, out: Sequence[Array] | None) -> list[Array]:
         """Return a list of results in which those without elements are there already."""

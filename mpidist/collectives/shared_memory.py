@@ -2,7 +2,8 @@
 
 MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So what is
 needed once work is under way is made here: files in /dev/shm whose pages are reserved before anybody relies on them,
-and which lose their names as soon as all ranks have mapped them, so that nothing is left behind whatever happens.
+and which lose their names as soon as all ranks have mapped them, so that nothing is left behind by a job that is killed
+(but for one that is killed in that very moment).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _DIRECTORY = "/dev/shm"
 _RESERVE_BYTES = 8 << 20
 _SEGMENT_SHIFT = 44
 _ALIGNMENT = 64
-_SMALLEST_HEAP = 1 << 20
+_PAGE = mmap.ALLOCATIONGRANULARITY
+# Memory for arrays grows by half of what there is, within these bounds: each piece takes a file descriptor.
+_SMALLEST_GROWTH, _LARGEST_GROWTH = 1 << 20, 64 << 20
 _numbers = itertools.count(1)
 
 
@@ -71,7 +74,9 @@ class SharedMemory:
         needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         place = next((p for p in self._places if p.is_heap and p.segments[0].size - p.used >= needed), None)
         if place is None:
-            segments = yield from self._make([max(needed, _SMALLEST_HEAP)] * self._size)
+            so_far = sum(p.segments[0].size for p in self._places if p.is_heap)
+            growth = min(max(so_far // 2, _SMALLEST_GROWTH), _LARGEST_GROWTH)
+            segments = yield from self.segments(max(needed, growth))
             if segments is None:
                 return None
             place = _Place(segments, address_of(segments[self._rank]), is_heap=True)
@@ -82,19 +87,21 @@ class SharedMemory:
 
     def segments(self, nbytes: int) -> Steps[list[Array] | None]:
         """Return a new segment of ``nbytes`` for every rank, or None on all ranks without room (collective)."""
-        return (yield from self._make([nbytes] * self._size))
+        stride = -(-nbytes // _PAGE) * _PAGE
+        whole = yield from self._make(stride * self._size, self._rank * stride, self._rank * stride + nbytes)
+        if whole is None:
+            return None
+        return [whole[rank * stride : rank * stride + nbytes] for rank in range(self._size)]
 
     def common(self, nbytes: int) -> Steps[Array | None]:
         """Return one new segment for all ranks, its pages reserved in equal shares by each rank (collective).
 
         So they lie near the rank that reduces that share. None on all ranks where there is no room.
         """
-        segments = yield from self._make([nbytes] + [0] * (self._size - 1))
-        if segments is None:
-            return None
-        place = _Place(segments[:1], address_of(segments[0]), is_heap=False)
-        self._places.append(place)
-        return segments[0]
+        whole = yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank])
+        if whole is not None:
+            self._places.append(_Place([whole], address_of(whole), is_heap=False))
+        return whole
 
     def locate(self, array: Array) -> int | None:
         """Return a number that tells every rank of the node where ``array`` lies; None if it is not shared."""
@@ -118,33 +125,17 @@ class SharedMemory:
 
     # Making -----------------------------------------------------------------------------------------------------
 
-    def _make(self, sizes: list[int]) -> Steps[list[Array] | None]:
-        """Map one new file per rank, of ``sizes`` bytes; 0 for no file."""
-        rank, board = self._rank, self._board
-        with _temporary_file(sizes[rank], sum(sizes)) as number:
+    def _make(self, nbytes: int, start: int, stop: int) -> Steps[Array | None]:
+        """Map a new file of ``nbytes``, of which this rank reserves bytes ``start`` to ``stop``."""
+        board = self._board
+        with _temporary_file(nbytes if self._rank == 0 else 0) as number:
             board.tell([os.getpid(), number])
             yield from board.meet()
-            names = [_name(pid, number) if number else None for pid, number in board.told(2)]
-            exist = all(name is not None or not size for name, size in zip(names, sizes, strict=True))
-            segments = self._map(names, sizes) if exist else None
-            board.tell([segments is not None])
+            pid, number = board.told(2)[0]
+            whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
+            board.tell([whole is not None])
             yield from board.meet()
-            return segments if all(mapped for (mapped,) in board.told(1)) else None
-
-    def _map(self, names: list[str | None], sizes: list[int]) -> list[Array] | None:
-        share = slices(sizes[0], self._size)[self._rank] if not any(sizes[1:]) else None
-        segments = []
-        try:
-            for owner, (name, size) in enumerate(zip(names, sizes, strict=True)):
-                if name is None:
-                    segments.append(np.empty(0, np.uint8))
-                    continue
-                start, stop = share or ((0, size) if owner == self._rank else (0, 0))
-                segments.append(_mapped(name, size, start, stop))
-        except OSError:
-            # Said on all ranks as a lack of room.
-            return None
-        return segments
+            return whole if all(mapped for (mapped,) in board.told(1)) else None
 
 
 def _name(pid: int, number: int) -> str:
@@ -152,11 +143,11 @@ def _name(pid: int, number: int) -> str:
 
 
 @contextmanager
-def _temporary_file(nbytes: int, of_all: int) -> Iterator[int]:
+def _temporary_file(nbytes: int) -> Iterator[int]:
     """Make a file that exists while the block runs; gives its number, 0 where there is no room or none is wanted."""
     room = free_bytes()
     number, path = 0, None
-    if nbytes and (room is None or of_all + _RESERVE_BYTES <= room):
+    if nbytes and (room is None or nbytes + _RESERVE_BYTES <= room):
         number, path = _create(nbytes)
     try:
         yield number
@@ -174,22 +165,31 @@ def _create(nbytes: int) -> tuple[int, Path | None]:
             continue  # left over from a process that had this number
         except OSError:
             break
-        os.truncate(descriptor, nbytes)
         os.close(descriptor)
+        try:
+            os.truncate(path, nbytes)
+        except OSError:
+            path.unlink()
+            break
         return number, path
     return 0, None
 
 
-def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array:
-    """Map a file, after reserving its bytes ``start`` to ``stop``: there is no error when memory lacks later."""
-    descriptor = os.open(name, os.O_RDWR)
+def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
+    """Map a file after reserving some of its bytes, so that there is no error when memory lacks later; None if it does.
+
+    That is then said on all ranks together.
+    """
     try:
-        if stop > start:
-            os.posix_fallocate(descriptor, start, stop - start)
-        # By way of the mapping each segment is an array of its own, which its views refer to.
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(name, os.O_RDWR)
+        try:
+            if stop > start:
+                os.posix_fallocate(descriptor, start, stop - start)
+            return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
 
 
 # What is free -------------------------------------------------------------------------------------------------------

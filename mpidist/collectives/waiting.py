@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from mpidist.topology import import_mpi
+from mpidist.topology import cores_are_short, import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,12 +38,21 @@ def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
             os.sched_yield()
 
 
+@cache
+def patience_of_process() -> int:
+    """Return the looks in vain before others may have the core: none where there are more ranks than cores.
+
+    Not every MPI library gives the core away in MPI_Test: MPICH does so in blocking calls only.
+    """
+    return 0 if cores_are_short() else LOOKS_BEFORE_YIELD
+
+
 def until_done(request: MPI.Request) -> Steps[None]:
     """Yield until ``request`` is complete."""
-    looks = 0
+    looks, patience = 0, patience_of_process()
     while not request.Test():
         looks += 1
-        relax(looks)
+        relax(looks, patience)
         yield
 
 
@@ -62,6 +72,7 @@ class Deadline:
         warn_seconds: After this long ``report`` is called, once, and its text written to stderr.
         report: Returns a text on what is waited for, given the seconds waited.
         on_expiry: Raises, given the seconds waited.
+        meanwhile: Called now and then.
     """
 
     def __init__(
@@ -70,11 +81,13 @@ class Deadline:
         warn_seconds: float,
         report: Callable[[float], str],
         on_expiry: Callable[[float], None],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit = limit_seconds
         self._warn = warn_seconds
         self._report = report
         self._on_expiry = on_expiry
+        self._meanwhile = meanwhile
         self._start: float | None = None
         self._warned = False
 
@@ -89,6 +102,7 @@ class Deadline:
             print(self._report(waited), file=sys.stderr, flush=True)
         if waited > self._limit:
             self._on_expiry(waited)
+        self._meanwhile()
 
 
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:

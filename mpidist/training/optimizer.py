@@ -179,7 +179,9 @@ class Optimizer:
         The gradients are *summed* over replicas (divide the loss by the global batch size), packed into buckets of
         16 MiB, and each replica updates its own copies, all alike, as soon as the sums of a bucket are there. A
         generator that computes the gradients as it goes, those of the last layers first, hides the communication: each
-        bucket is on its way while the next gradients are computed.
+        bucket is on its way while the next gradients are computed; what has been yielded must not be changed before
+        the call returns. After an error in the middle (PeerError, MismatchError) some variables have been updated and
+        others not: go back to a checkpoint.
 
         Outside ``run`` the gradients are taken for sums already and every copy is updated by them; nothing is
         communicated, so they must be the same on all ranks. (Keras raises an error there.)

@@ -114,6 +114,11 @@ def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communi
         for order in (slice(None), slice(None, None, -1)):
             for one, other in zip(alone[order], comm.all_reduce(op, arrays[order], options=packed), strict=True):
                 assert one.tobytes() == other.tobytes()
+    for array, one in zip(arrays, alone, strict=True):
+        reduced = comm.reduce(op, array, options=options)
+        assert reduced is None or reduced.tobytes() == one.tobytes()
+        mine = np.array_split(one, comm.size)[comm.rank]
+        assert comm.reduce_scatter(op, array, options=options).tobytes() == mine.tobytes()
     whole = comm.all_reduce(op, np.concatenate(arrays), options=options)
     assert whole.tobytes() == b"".join(one.tobytes() for one in alone)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
+from mpidist.collectives.channel import _Turn
 from tests.support.mpirun import run_script
 
 ALARM = """
@@ -225,3 +227,46 @@ def test_an_error_of_its_own_is_not_replaced_after_a_peer_has_left() -> None:
     job = run_script(LEFT_ALONE, 2)
     assert job.returncode == 0, job.stderr
     assert job.stdout.strip() == "'mine'"
+
+
+DAEMON = """
+import threading, time, numpy, mpidist
+comm = mpidist.Communicator()
+started = threading.Event()
+def evaluate():
+    started.set()
+    comm.all_reduce("SUM", numpy.ones(100_000))
+if comm.rank == 0:
+    threading.Thread(target=evaluate, daemon=True).start()
+    started.wait()
+    time.sleep(0.3)
+else:
+    time.sleep(30)
+"""
+
+
+@pytest.mark.one_rank
+def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> None:
+    job = run_script(DAEMON, 2, timeout=25)
+    assert job.returncode != 0
+    assert "a thread was still in one of its collectives when the program ended" in job.stderr
+
+
+@pytest.mark.min_ranks(2)
+def test_a_handler_that_raises_while_a_step_is_taken_leaves_the_turn_free() -> None:
+    turn = _Turn()
+    assert turn.take_if_free()
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(InterruptedError), turn:
+            raise AssertionError("the turn was taken")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    turn.give_back()
+    with turn:
+        assert not turn.take_if_free()

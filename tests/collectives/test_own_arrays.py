@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy as np
 import pytest
@@ -149,3 +150,14 @@ def test_small_arrays_beside_own_ones_come_out_of_the_shared_result(comm: Commun
     np.testing.assert_array_equal(results[1], sum(range(comm.size)))
     np.testing.assert_array_equal(results[2], total(comm, 2.0, 3000))
     assert not results[0].flags.writeable
+
+
+@pytest.mark.min_ranks(2)
+def test_many_arrays_take_few_file_descriptors(comm: Communicator) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arrays = [comm.empty(200_000, "f8") for _ in range(40)]
+    assert len(os.listdir("/proc/self/fd")) - before < 15
+    for index, array in enumerate(arrays):
+        array[:] = index + comm.rank
+    for index, result in enumerate(comm.all_reduce("SUM", arrays)):
+        np.testing.assert_array_equal(result, index * comm.size + sum(range(comm.size)))

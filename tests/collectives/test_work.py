@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError
+from mpidist.collectives.progress import progress
 
 
 def test_works_are_done_in_order_and_waited_for_in_any(comm: Communicator) -> None:
@@ -116,3 +117,14 @@ def test_an_error_while_nobody_waits_is_raised_by_wait(comm: Communicator) -> No
     with pytest.raises(MismatchError, match=r"float64\(3,\)[\s\S]*test_work.py"):
         work.wait()
     assert comm.all_reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.min_ranks(2)
+def test_works_of_two_communicators_may_be_waited_for_in_any_order_without_the_thread(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "watch", lambda _: None)
+    with Communicator() as other:
+        works = [one.all_reduce_async("SUM", np.ones(100_000)) for one in (comm, other)]
+        for work in works if comm.rank == 0 else works[::-1]:
+            np.testing.assert_array_equal(work.wait(), comm.size)

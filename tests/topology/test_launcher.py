@@ -14,6 +14,7 @@ from mpidist.topology import launcher
 from mpidist.topology.launcher import (
     LauncherInfo,
     check_world,
+    cores_are_short,
     import_mpi,
     prepare_environment,
     read_launcher,
@@ -100,6 +101,19 @@ def test_tasks_of_each_node_of_an_uneven_step(node: int, tasks: int) -> None:
     info = read_launcher({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2,1", "SLURM_NODEID": str(node)})
     assert info is not None
     assert info.local_size == tasks
+
+
+@pytest.mark.parametrize("environ", [{**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""}, HYDRA, SRUN])
+def test_cores_are_short_where_the_launcher_says_so(no_launcher, monkeypatch, environ: dict[str, str]) -> None:
+    _set_launcher(monkeypatch, environ)
+    local_size = read_launcher().local_size
+    for cores in (1, 10_000):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        assert cores_are_short() == (local_size is not None and local_size > cores)
+
+
+def test_cores_are_not_short_without_launcher(no_launcher) -> None:
+    assert not cores_are_short()
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpidist.collectives.node import Node
-    from mpidist.core.options import CommunicationOptions
 
 # In one node only; and in two levels, on any number of nodes.
 IN_NODE = ("gather_reduce",)
@@ -59,26 +58,29 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or None")
 
 
-def make(
-    name: str, comm: MPI.Intracomm, node: Node, between_nodes: Row, options: CommunicationOptions
-) -> Steps[Algorithm]:
+def kind_of(name: str, node: Node) -> str:
+    """Return which algorithm, of those that ``make`` makes, serves ``name``: the ways between nodes share one."""
+    if name in TWO_LEVEL and name not in ("neighbours", "window"):
+        return "neighbours" if node.reads_neighbours else "window"
+    return name
+
+
+def make(kind: str, comm: MPI.Intracomm, node: Node, between_nodes: Row) -> Steps[Algorithm]:
     """Return a new algorithm for ``comm`` (collective).
 
     Args:
-        name: One of ``NAMES``.
+        kind: See ``kind_of``.
         comm: The communicator.
         node: Its node of this rank.
         between_nodes: See ``Table``.
-        options: What has to be known of those of the call.
 
     Raises:
         AlgorithmError: It does not work here; on all ranks.
     """
-    if name == "mpi":
+    if kind == "mpi":
         return Mpi(comm)
-    if name == "reduce_broadcast":
+    if kind == "reduce_broadcast":
         return ReduceBroadcast(comm)
-    if name == "gather_reduce":
+    if kind == "gather_reduce":
         return (yield from GatherReduce.made(node))
-    in_place = name == "neighbours" or (name != "window" and node.reads_neighbours)
-    return (yield from TwoLevel.made(comm, node, in_place, wires.Wires(comm, node, between_nodes, options)))
+    return (yield from TwoLevel.made(comm, node, kind == "neighbours", wires.Wires(comm, node, between_nodes)))

@@ -172,9 +172,10 @@ class TwoLevel:
         if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
             # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
             per_chunk = job.count
+        self.name = "neighbours" if self._slots is None else "window"
         wire: Wire | None = None
         if not self._node.is_alone:
-            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes))
+            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes), job.options)
         make = Pipeline
         if job.trace is not None:
             make = WatchedPipeline

@@ -52,23 +52,29 @@ class Wires:
         comm: The communicator.
         node: The node of this rank.
         row: Which way is taken at which size of a slice.
-        options: Forces one way by ``algorithm``; others follow from ``wire_dtype`` and ``deterministic``.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: Node, row: Row, options: CommunicationOptions) -> None:
-        rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
+    def __init__(self, comm: MPI.Intracomm, node: Node, row: Row) -> None:
+        self._comm = comm
+        self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
+        self._position = node.topology.node_index
         self._row = row
-        self._forced = options.algorithm if options.algorithm in _MAKERS else None
-        self._wires: dict[str, Wire] = {}
-        # Only Pairwise sums in a fixed order, and rounds every contribution once.
-        if options.deterministic or options.wire_dtype is not None:
-            wire_dtype = None if options.wire_dtype is None else half_dtype(options.wire_dtype)
-            self._forced = "pairwise"
-            self._wires["pairwise"] = Pairwise(comm, rail, node.topology.node_index, wire_dtype)
-        for name, make in _MAKERS.items():
-            self._wires.setdefault(name, make(comm, rail, node.topology.node_index))
+        self._wires = {name: make(comm, self._rail, self._position) for name, make in _MAKERS.items()}
+        self._rounding: dict[str, Pairwise] = {}
 
-    def choose(self, slice_bytes: int) -> tuple[str, Wire]:
-        """Return the name of the way that slices of this size take, and the way."""
-        name = self._forced or look_up(self._row, slice_bytes)
-        return name, self._wires[name]
+    def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
+        """Return the name of the way that slices of this size take, and the way.
+
+        Only ``pairwise`` sums in a fixed order, and rounds every contribution once.
+        """
+        if options.wire_dtype is not None:
+            return "pairwise", self._rounded_to(options.wire_dtype)
+        if options.deterministic:
+            return "pairwise", self._wires["pairwise"]
+        name = options.algorithm if options.algorithm in _MAKERS else look_up(self._row, slice_bytes)
+        return str(name), self._wires[str(name)]
+
+    def _rounded_to(self, wire_dtype: str) -> Pairwise:
+        if wire_dtype not in self._rounding:
+            self._rounding[wire_dtype] = Pairwise(self._comm, self._rail, self._position, half_dtype(wire_dtype))
+        return self._rounding[wire_dtype]
