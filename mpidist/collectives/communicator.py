@@ -245,9 +245,9 @@ class Communicator(ArrayCollectives):
 
         Where several ranks share a node it lies in shared memory, and the all-reduce of such arrays copies nothing:
         each rank reduces its share straight out of its neighbours' memory. The result is then a read-only array that
-        the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the communicator: it is
-        not used for other arrays before ``close()``. Small arrays, and all where there is no room (which is said), are
-        ordinary memory.
+        the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the communicator: it
+        is not used for other arrays before ``close()``. Small arrays, and all where there is no room (which is said),
+        are ordinary memory.
 
         Args:
             shape: The same on every rank.
