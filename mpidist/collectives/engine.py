@@ -127,8 +127,8 @@ class Engine:
             first, last = slices(len(array), channel.size)[channel.rank]
             mine: Array = whole[first:last].reshape(-1).copy()
             return mine
-        rows = [b - a for a, b in slices(len(array), self.channel.size)]
-        start = sum(rows[: self.channel.rank]) * row_size
+        borders = [(a * row_size, b * row_size) for a, b in slices(len(array), channel.size)]
+        start, stop = borders[channel.rank]
         wire, result_dtype = plan.formed[0]
         send = np.ascontiguousarray(array, wire).reshape(-1)
         told = channel.node.is_alone
@@ -138,12 +138,14 @@ class Engine:
         if channel.trace is not None:
             channel.trace.phase(REDUCE)
         places = [place for (place,) in channel.node.board.told(1)] if told else []
+        flat = self._pool.take(stop - start, wire)
         if told and (channel.node.reads_neighbours or all(place < 0 for place in places)):
-            flat = self._pool.take(rows[self.channel.rank] * row_size, wire)
             movement.reduce_rows(send, places, start, flat, plan.op)
             yield from channel.node.board.meet()
+        elif told and (yield from movement.works()):
+            yield from movement.reduce_rows_through_slots(send, borders, flat, plan.op)
         else:
-            flat = yield from gathering.reduce_scatter_rows(channel.comm, send, rows, row_size, plan.op, wire)
+            yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
         return divided(flat, plan.divisor).astype(result_dtype, copy=False)
 
     def _make_algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
 from mpidist.collectives import mpi_types
 from mpidist.collectives.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.waiting import Steps, until_done
@@ -76,33 +75,27 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
 
 
 def reduce_scatter_rows(
-    comm: MPI.Intracomm, send: Array, rows: list[int], row_size: int, op: ReduceOp, dtype: DType
-) -> Steps[Array]:
-    """Return this rank's rows of the reduction of ``send`` (MPI_Ireduce_scatter, MPI_Ireduce where too large).
+    comm: MPI.Intracomm, send: Array, result: Array, borders: list[tuple[int, int]], op: ReduceOp
+) -> Steps[None]:
+    """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
+
+    MPI_Ireduce where there are too many elements for an MPI count.
 
     Args:
         comm: The communicator.
-        send: Flat array of sum(rows) * row_size elements.
-        rows: Rows that go to every rank.
-        row_size: Elements of a row.
+        send: Flat array.
+        result: Flat array of this rank's elements.
+        borders: Of every rank, where its elements begin and end.
         op: The operation.
-        dtype: Dtype of ``send``.
     """
-    datatype = mpi_datatype(dtype)
-    counts = [r * row_size for r in rows]
-    rank = comm.Get_rank()
-    result = np.empty(counts[rank], dtype)
-    if sum(counts) <= mpi_types.MAX_COUNT:
-        request = comm.Ireduce_scatter(
-            [send, send.size, datatype], [result, result.size, datatype], tuple(counts), mpi_op(op, dtype)
-        )
+    datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
+    if send.size <= mpi_types.MAX_COUNT:
+        counts = tuple([stop - start for start, stop in borders])
+        request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
         yield from until_done(request)
-        return result
-    start = 0
-    for root, count in enumerate(counts):
-        for a, b in chunks(count):
-            target = [result[a:b], b - a, datatype] if root == rank else None
+        return
+    for root, (start, stop) in enumerate(borders):
+        for a, b in chunks(stop - start):
+            target = [result[a:b], b - a, datatype] if root == comm.Get_rank() else None
             source = [send[start + a : start + b], b - a, datatype]
-            yield from until_done(comm.Ireduce(source, target, mpi_op(op, dtype), root))
-        start += count
-    return result
+            yield from until_done(comm.Ireduce(source, target, operation, root))

@@ -120,3 +120,33 @@ class Movement:
                 total = value if total is None else combine(total, value, out=target)
             if total is not None and total is not target:
                 np.copyto(target, total)
+
+    def reduce_rows_through_slots(
+        self, mine: Array, borders: Sequence[tuple[int, int]], result: Array, op: ReduceOp
+    ) -> Steps[None]:
+        """Reduce to every rank its elements of all ranks' flat arrays, in rank order (collective over the node).
+
+        Args:
+            mine: This rank's array.
+            borders: Of every rank, where its elements begin and end.
+            result: This rank's elements of the reduction.
+            op: The operation.
+        """
+        slots, rank, combine = self._slots, self._node.rank, numpy_op(op)
+        assert slots is not None
+        per_turn = _CHUNK_BYTES // mine.itemsize // self._node.size
+        longest = max(stop - start for start, stop in borders)
+        for offset in range(0, longest, per_turn):
+            self._turn = 1 - self._turn
+            first = self._turn * _CHUNK_BYTES
+            rooms = [slot[first : first + _CHUNK_BYTES].view(mine.dtype) for slot in slots]
+            for other, (start, stop) in enumerate(borders):
+                part = mine[start + offset : min(start + offset + per_turn, stop)]
+                rooms[rank][other * per_turn : other * per_turn + part.size] = part
+            yield from self._node.board.meet()
+            target = result[offset : offset + per_turn]
+            total, *others = [room[rank * per_turn : rank * per_turn + target.size] for room in rooms]
+            for value in others:
+                total = combine(total, value, out=target)
+            if total is not target:
+                np.copyto(target, total)

@@ -228,3 +228,19 @@ def test_reduce_scatter_deals_rows(comm: Communicator, monkeypatch: Any, rows: i
     whole = expected("MEAN", comm.size, (rows, 3), "f4").astype("f4")
     np.testing.assert_allclose(got, np.array_split(whole, comm.size)[comm.rank], rtol=1e-6)
     assert got.dtype == np.float32
+
+
+@pytest.mark.parametrize("reads_neighbours", [True, False])
+@pytest.mark.parametrize("dtype", ["f4", "f2", "i8"])
+def test_reduce_scatter_of_many_chunks(
+    comm: Communicator, monkeypatch: Any, reads_neighbours: bool, dtype: str
+) -> None:
+    if not reads_neighbours:
+        monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
+    shape = (70_001, 7)
+    got = comm.reduce_scatter("SUM", value_of(comm.rank, shape, dtype))
+    whole = expected("SUM", comm.size, shape, dtype).astype(dtype)
+    np.testing.assert_array_equal(got, np.array_split(whole, comm.size)[comm.rank])
+    own = comm.empty(shape, dtype)
+    own[:] = value_of(comm.rank, shape, dtype)
+    np.testing.assert_array_equal(comm.reduce_scatter("SUM", own), got)
