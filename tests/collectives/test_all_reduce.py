@@ -13,25 +13,14 @@ from hypothesis import strategies as st
 
 from mpidist import Communicator
 from mpidist.collectives import mpi_types
+from mpidist.collectives.algorithms import wires
 from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
-# One that reads the memory of neighbours has none to read between (virtual) nodes.
 ONE_NODE = [] if RANKS_PER_NODE.read() else ["gather_reduce"]
 READING = ["neighbours"] if READ_NEIGHBOURS.read() else []
-ALGORITHMS = [
-    None,
-    "mpi",
-    "reduce_broadcast",
-    "hierarchical",
-    "ring",
-    "halving_doubling",
-    "pairwise",
-    "neighbours",
-    "window",
-    *ONE_NODE,
-]
+ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *wires.NAMES, *READING, "window", *ONE_NODE]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
