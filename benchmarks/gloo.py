@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.inputs import Array
@@ -19,7 +21,8 @@ BUCKET_BYTES = 25 << 20
 class Gloo:
     """The gloo process group of all ranks (collective); ``available`` is False where torch cannot be imported.
 
-    Its ranks find each other through a TCP store on rank 0, over the loopback interface if there is one node.
+    It exists inside ``connected()`` only: its threads take time from whatever else is measured. Its ranks find each
+    other through a TCP store on rank 0, over the loopback interface if there is one node.
 
     Args:
         comm: All ranks.
@@ -27,17 +30,29 @@ class Gloo:
     """
 
     def __init__(self, comm: MPI.Intracomm, wanted: bool = True) -> None:
+        self._comm = comm
         self.reason = "" if wanted else "left out as asked for"
+        self.version = ""
         try:
             if wanted:
-                import torch  # noqa: F401
+                import torch
+
+                self.version = torch.__version__
         except ImportError as error:
             self.reason = f"torch cannot be imported: {error}"
         self.reason = next((text for text in comm.allgather(self.reason) if text), "")
         self.available = not self.reason
-        self.version = ""
-        if self.available:
-            self._connect(comm)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Have the process group while the block runs (collective)."""
+        import torch.distributed as dist
+
+        self._connect(self._comm)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def _connect(self, comm: MPI.Intracomm) -> None:
         import torch
@@ -45,7 +60,6 @@ class Gloo:
         from mpi4py import MPI
 
         torch.set_num_threads(1)
-        self.version = torch.__version__
         host = MPI.Get_processor_name()
         if len(set(comm.allgather(host))) == 1:
             host = "127.0.0.1"
@@ -85,13 +99,6 @@ class Gloo:
         import torch.distributed as dist
 
         dist.broadcast(torch.from_numpy(array), 0)
-
-    def close(self) -> None:
-        """Leave the process group (collective)."""
-        if self.available:
-            import torch.distributed as dist
-
-            dist.destroy_process_group()
 
 
 class GlooBuckets:
