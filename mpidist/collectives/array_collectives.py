@@ -190,7 +190,8 @@ class ArrayCollectives:
                 check_options(merged)
                 if len(self._plans) == _MOST_PLANS:
                     self._plans.clear()
-                plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, note)
+                most_inline = self._channel.handshake.most_numbers
+                plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, most_inline, note)
                 if self._channel.trace is not None:
                     self._channel.trace.planned(plan.text, sum(array.nbytes for array in arrays))
         return plan

@@ -25,7 +25,7 @@ MET, FILLED, REDUCED, TAKEN = range(4)
 _LINE = 8
 _COUNTERS = 4 * _LINE
 # A page: an identity, numbers in floating point, then whole numbers.
-FLOATS = 15
+FLOATS = 256
 WORDS = 2032
 _PAGE = 1 + FLOATS + WORDS
 _ROW = _COUNTERS + 2 * _PAGE

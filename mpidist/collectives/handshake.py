@@ -33,7 +33,8 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-INLINE_ELEMENTS = FLOATS
+# What one small message has room for beside the id.
+_FLOATS_IN_MESSAGE = 15
 _ID_BITS = 40
 # What a rank may have to tell instead of a plan.
 FAILED = "failed"
@@ -47,6 +48,9 @@ def plan_id(text: str) -> int:
 
 class _Exchange(Protocol):
     """How ids and numbers get to the other ranks."""
+
+    most_numbers: int
+    """How many numbers may travel with an id."""
 
     def numbers(self, count: int) -> Array:
         """Return where this rank puts ``count`` numbers before it begins."""
@@ -70,6 +74,8 @@ class _Exchange(Protocol):
 class _OnBoard:
     """Between ranks of one node."""
 
+    most_numbers = FLOATS
+
     def __init__(self, board: Board) -> None:
         self._board = board
         self.numbers = board.numbers
@@ -88,14 +94,16 @@ class _OnBoard:
 class _ByReduction:
     """Between ranks of several nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
 
+    most_numbers = _FLOATS_IN_MESSAGE
+
     def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
         mpi = import_mpi()
         self._size = comm.Get_size()
         self._board = board
         # The sum of all ids has to be an exact float64.
         self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
-        self._mine = np.zeros(1 + INLINE_ELEMENTS)
-        self._sums = np.zeros(1 + INLINE_ELEMENTS)
+        self._mine = np.zeros(1 + _FLOATS_IN_MESSAGE)
+        self._sums = np.zeros(1 + _FLOATS_IN_MESSAGE)
         spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
         self._persistent: MPI.Prequest | None = None
         self._request: MPI.Request | None = None
@@ -148,6 +156,8 @@ class Handshake:
     def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
         self._comm = comm
         self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
+        self.most_numbers = self._exchange.most_numbers
+        """How many numbers may travel in an opening."""
         self._is_over = True
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
-from mpidist.collectives.handshake import INLINE_ELEMENTS, plan_id
+from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.packing import Pack, Reduction, group_by_size
 from mpidist.core.enums import ReduceOp
@@ -61,6 +61,7 @@ class ReductionPlan:
         signature: Shape and dtype of each array.
         options: Packing and algorithm.
         divisor: What a mean divides the sum by.
+        most_inline: How many numbers may travel in the handshake.
         note: What else all ranks must agree on, such as the structure that the arrays came from.
 
     Raises:
@@ -74,6 +75,7 @@ class ReductionPlan:
         signature: Signature,
         options: CommunicationOptions,
         divisor: int,
+        most_inline: int,
         note: str = "",
     ) -> None:
         self.op = op
@@ -93,7 +95,7 @@ class ReductionPlan:
             options.algorithm is None
             and not options.deterministic
             and op in (ReduceOp.SUM, ReduceOp.MEAN)
-            and self.count <= INLINE_ELEMENTS
+            and self.count <= most_inline
             and all(
                 dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
                 for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
