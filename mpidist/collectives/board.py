@@ -7,14 +7,13 @@ the next meeting, to which nobody comes before having read it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, Steps, relax
+from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, Steps, patience_of_process, relax
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -62,9 +61,7 @@ class Board:
         self._float_views: list[dict[int, Array]] = [{}, {}]
         self._meetings = 0
         self._page = 0
-        # At once where cores are short.
-        cores = len(os.sched_getaffinity(0))
-        self._patience = LOOKS_BEFORE_YIELD if self.size <= cores else 0
+        self._patience = patience_of_process()
         self.chunks = 0
         """Chunks that all reductions so far were cut into; the same on every rank."""
 

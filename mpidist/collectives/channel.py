@@ -140,13 +140,10 @@ class Channel:
             return None
 
     def move(self) -> None:
-        """Move the oldest works on, in the thread for that, unless the program is doing so."""
+        """Move the oldest work one step on, unless another thread is doing so; an error settles all works."""
         if self._turn.take_if_free():
             try:
                 self._step_oldest()
-            except BaseException:
-                # The program learns of it from the works, which have all been settled with it.
-                return
             finally:
                 self._turn.give_back()
 

@@ -29,7 +29,7 @@ class Movable(Protocol):
         """Return the one that is next to be moved on."""
 
     def move(self) -> None:
-        """Move them on, unless another thread is doing so."""
+        """Move them on, unless another thread is doing so; an error settles all of them."""
 
 
 class Progress:
@@ -98,11 +98,19 @@ class Progress:
                     return
                 watched = list(self._watched)
             for movable in watched:
-                movable.move()
+                _move(movable)
             works = [id(movable.oldest_work()) for movable in watched]
             nap = min(1.25 * nap, _LONGEST_NAP_SECONDS) if works == last else _SHORTEST_NAP_SECONDS
             last = works
             time.sleep(nap)
+
+
+def _move(movable: Movable) -> None:
+    try:
+        movable.move()
+    except Exception as error:
+        # The program gets it from its works; it is told here, too, as it may never wait for them.
+        _log.warning("mpidist: %s: %s, while works moved on in the background", type(error).__name__, error)
 
 
 progress = Progress()

@@ -128,3 +128,23 @@ def test_works_of_two_communicators_may_be_waited_for_in_any_order_without_the_t
         works = [one.all_reduce_async("SUM", np.ones(100_000)) for one in (comm, other)]
         for work in works if comm.rank == 0 else works[::-1]:
             np.testing.assert_array_equal(work.wait(), comm.size)
+
+
+@pytest.mark.min_ranks(2)
+def test_an_interruption_while_another_communicators_works_move_is_not_lost(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interruption(Exception):
+        pass
+
+    def interrupted() -> None:
+        raise Interruption
+
+    monkeypatch.setattr(progress, "watch", lambda _: None)
+    other = Communicator()
+    other.all_reduce_async("SUM", np.ones(100_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(other._channel, "_step_oldest", interrupted)
+        with pytest.raises(Interruption):
+            comm._channel._move_others()
+    other.close()
