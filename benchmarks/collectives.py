@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.inputs import count_wrong, input_of, spoil, sum_of_inputs
+from benchmarks.inputs import Array, count_wrong, input_of, spoil, sum_of_inputs
 from benchmarks.rows import COPY, GLOO, MPI, OURS
 from benchmarks.session import Session
 from benchmarks.timing import Case
@@ -78,88 +80,68 @@ def reduce_scatter_cases(session: Session, count: int) -> list[Case]:
     part = count // session.ranks
     expected = sum_of_inputs(session.ranks, count)[session.rank * part : (session.rank + 1) * part]
     bare_out, gloo_out = np.empty(part, np.float32), np.empty(part, np.float32)
-    cases = [
-        Case(
-            MPI,
-            "private",
-            lambda: session.bare.Reduce_scatter_block(value, bare_out),
-            lambda _: count_wrong(bare_out, expected),
-            prepare=lambda: spoil(bare_out),
-        ),
-        Case(
-            OURS,
-            "new",
-            lambda: session.comm.reduce_scatter("SUM", value),
-            lambda result: count_wrong(result, expected),
-        ),
-    ]
-    if session.gloo.available:
-        cases.append(
-            Case(
-                GLOO,
-                "private",
-                lambda: session.gloo.reduce_scatter(gloo_out, value),
-                lambda _: count_wrong(gloo_out, expected),
-                prepare=lambda: spoil(gloo_out),
-            )
-        )
-    return cases
+    return _beside_each_other(
+        session,
+        expected,
+        "private",
+        _Into(lambda: session.bare.Reduce_scatter_block(value, bare_out), bare_out, lambda: spoil(bare_out)),
+        _Into(lambda: session.gloo.reduce_scatter(gloo_out, value), gloo_out, lambda: spoil(gloo_out)),
+        lambda: session.comm.reduce_scatter("SUM", value),
+    )
 
 
 def all_gather_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of an all-gather whose result has ``count`` float32."""
-    part = count // session.ranks
-    value = input_of(session.rank, part)
-    expected = np.concatenate([input_of(rank, part) for rank in range(session.ranks)])
+    value = input_of(session.rank, count // session.ranks)
+    expected = np.concatenate([input_of(rank, value.size) for rank in range(session.ranks)])
     bare_out, gloo_out = np.empty(count, np.float32), np.empty(count, np.float32)
-    cases = [
-        Case(
-            MPI,
-            "private",
-            lambda: session.bare.Allgather(value, bare_out),
-            lambda _: count_wrong(bare_out, expected),
-            prepare=lambda: spoil(bare_out),
-        ),
-        Case(OURS, "new", lambda: session.comm.all_gather(value), lambda result: count_wrong(result, expected)),
-    ]
-    if session.gloo.available:
-        cases.append(
-            Case(
-                GLOO,
-                "private",
-                lambda: session.gloo.all_gather(gloo_out, value),
-                lambda _: count_wrong(gloo_out, expected),
-                prepare=lambda: spoil(gloo_out),
-            )
-        )
-    return cases
+    return _beside_each_other(
+        session,
+        expected,
+        "private",
+        _Into(lambda: session.bare.Allgather(value, bare_out), bare_out, lambda: spoil(bare_out)),
+        _Into(lambda: session.gloo.all_gather(gloo_out, value), gloo_out, lambda: spoil(gloo_out)),
+        lambda: session.comm.all_gather(value),
+    )
 
 
 def broadcast_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of a broadcast of ``count`` float32 from rank 0; MPI's and gloo's are in place."""
     value, expected = input_of(session.rank, count), input_of(0, count)
     bare_buffer, gloo_buffer = value.copy(), value.copy()
+    return _beside_each_other(
+        session,
+        expected,
+        "in place",
+        _Into(lambda: session.bare.Bcast(bare_buffer), bare_buffer, lambda: np.copyto(bare_buffer, value)),
+        _Into(lambda: session.gloo.broadcast(gloo_buffer), gloo_buffer, lambda: np.copyto(gloo_buffer, value)),
+        lambda: session.comm.broadcast(value),
+    )
+
+
+class _Into(NamedTuple):
+    """A call that leaves its result in an array, and what makes the array ready for it."""
+
+    call: Callable[[], object]
+    target: Array
+    prepare: Callable[[], object]
+
+
+def _beside_each_other(
+    session: Session, expected: Array, variant: str, bare: _Into, gloo: _Into, ours: Callable[[], object]
+) -> list[Case]:
+    """Return the cases of one collective: by MPI, by mpidist, and by gloo if it is there."""
+    others = [(MPI, bare), *([(GLOO, gloo)] if session.gloo.available else [])]
     cases = [
-        Case(
-            MPI,
-            "in place",
-            lambda: session.bare.Bcast(bare_buffer),
-            lambda _: count_wrong(bare_buffer, expected),
-            prepare=lambda: np.copyto(bare_buffer, value),
-        ),
-        Case(OURS, "new", lambda: session.comm.broadcast(value), lambda result: count_wrong(result, expected)),
+        Case(by, variant, into.call, partial(_count_wrong_in, into.target, expected), prepare=into.prepare)
+        for by, into in others
     ]
-    if session.gloo.available:
-        cases.append(
-            Case(
-                GLOO,
-                "in place",
-                lambda: session.gloo.broadcast(gloo_buffer),
-                lambda _: count_wrong(gloo_buffer, expected),
-                prepare=lambda: np.copyto(gloo_buffer, value),
-            )
-        )
+    cases.insert(1, Case(OURS, "new", ours, lambda result: count_wrong(result, expected)))
     return cases
+
+
+def _count_wrong_in(target: Array, expected: Array, _: object) -> int:
+    return count_wrong(target, expected)
 
 
 _CASES: dict[str, Callable[[Session, int], list[Case]]] = {
