@@ -6,12 +6,16 @@
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
+#   make test-binding    tests of CuPy's own NCCL binding on a stand-in library; CuPy in .venv-cupy, no GPU needed
+#   make test-gpu        tests on an NVIDIA GPU, one is enough; summary and JSON in out/gpu/
+#   make bench-gpu       measure on a GPU, about 5 minutes; benchmarks/results/gpu.*
+#   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
 #   make env     set up .venv only
 #   make clean   remove .venv and everything that was built
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, BENCH_OUT,
-# BENCH_ARGS, STEP_SECONDS, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI
-# instead of the one from PyPI.
+# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's driver), CUPY_VENV, and MPIRUN: on a
+# cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -22,7 +26,11 @@ TRAIN_ARGS ?=
 TEST_ARGS ?=
 BENCH_OUT ?= benchmarks/results
 BENCH_ARGS ?=
-STEP_SECONDS ?= 480
+STEP_SECONDS ?= 1800
+CLUSTER_SECONDS ?= 900
+CUDA ?= 13
+GPU_OUT ?= out/gpu
+CUPY_VENV ?= .venv-cupy
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -50,14 +58,15 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train test bench lint test-1 test-2 test-3 test-4 test-nodes test-cluster bench-cluster env clean
+.PHONY: train test bench lint test-1 test-programs test-2 test-3 test-4 test-nodes test-cluster bench-cluster bench-input
+.PHONY: gpu-env test-gpu bench-gpu test-binding env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
 	$(MPIRUN) -n $(RANKS) $(BIN)/python examples/train.py --out $(OUT) $(TRAIN_ARGS) < /dev/null
 
-test: lint test-1 test-2 test-3 test-4 test-nodes
+test: lint test-1 test-programs test-2 test-3 test-4 test-nodes
 	@echo "make test: everything passed"
 
 lint: $(VENV)/.test
@@ -65,8 +74,14 @@ lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/mypy
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
+# Tests that start programs of their own, on several ranks most of them.
+PROGRAM_TESTS := tests/support tests/examples tests/benchmarks tests/test_readme.py
+
 test-1: $(VENV)/.test
-	$(LIMIT) $(PYTEST) -q $(TEST_ARGS) < /dev/null
+	$(LIMIT) $(PYTEST) -q $(addprefix --ignore=,$(PROGRAM_TESTS)) $(TEST_ARGS) < /dev/null
+
+test-programs: $(VENV)/.test
+	$(LIMIT) $(PYTEST) -q $(PROGRAM_TESTS) $(TEST_ARGS) < /dev/null
 
 test-2 test-3 test-4: test-%: $(VENV)/.test
 	$(LIMIT) $(MPIRUN) -n $* $(RANK_PYTEST) --ranks $* tests $(TEST_ARGS) < /dev/null
@@ -84,9 +99,14 @@ bench: $(VENV)/.bench
 	  --sizes 4,64K,256K,1M,16M,64M $(BENCH_ARGS) < /dev/null
 	$(BENCH) plot $(BENCH_OUT)/2-ranks.json $(BENCH_OUT)/4-ranks.json
 
+# The file of 5 GB is written into BENCH_FOLDER, the system's temporary folder by default, and removed.
+bench-input: $(VENV)/.bench
+	$(LIMIT) $(BENCH) input --out $(BENCH_OUT) $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER)) $(BENCH_ARGS) < /dev/null
+	$(LIMIT) $(BENCH) input --out $(BENCH_OUT) $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER)) --large 5 < /dev/null
+
 # What a hard end of the tests leaves behind goes down with the last line.
 test-cluster: $(VENV)/.test
-	status=0; $(LIMIT) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
+	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
 	$(BIN)/python -m tests.cluster.lab --name tests down; exit $$status
 
 # The hosts claim more cores than there are, which their ranks cannot see: they must yield while they wait.
@@ -94,6 +114,32 @@ bench-cluster: $(VENV)/.bench
 	OMPI_MCA_mpi_yield_when_idle=1 $(LIMIT) $(BIN)/python -m tests.cluster.lab --name bench run --rate 1gbit -- \
 	  salloc --quiet --nodes=4 --ntasks-per-node=2 \
 	  $(BIN)/python -m benchmarks.cluster_jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
+
+# In an environment of its own: the tests of what happens without CuPy are in the other one.
+test-binding: $(CUPY_VENV)/.done
+	$(LIMIT) $(CUPY_VENV)/bin/python -m pytest -q tests/collectives/test_nccl_binding.py \
+	  tests/arrays/test_fake_cupy_is_like_cupy.py < /dev/null
+
+$(CUPY_VENV)/.done: pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(CUPY_VENV)
+	$(CUPY_VENV)/bin/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
+	@touch $@
+
+# An interpreter that has CuPy, mpi4py and pytest is taken as it is, so that this works without a network, too.
+GPU_PYTHON = $(or $(firstword $(wildcard $(BIN)/python $(BIN)/python3)),$(BIN)/python)
+WITH_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+
+gpu-env:
+	@test -e /dev/nvidiactl -o -e /proc/driver/nvidia -o -e /dev/dxg || { \
+	  echo "nothing was run: this needs a GPU, and this machine shows no NVIDIA driver" >&2; exit 1; }
+	@$(GPU_PYTHON) -c 'import cupy, mpi4py, pytest, pytest_timeout, hypothesis' 2> /dev/null || $(MAKE) $(VENV)/.gpu
+
+# Each part has a time limit of its own.
+test-gpu: gpu-env
+	$(WITH_TREE) $(GPU_PYTHON) -m tests.gpu --out $(GPU_OUT) $(TEST_ARGS) < /dev/null
+
+bench-gpu: gpu-env
+	$(WITH_TREE) $(GPU_PYTHON) -m benchmarks gpu --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
 
 env: $(VENV)/bin/python
 
@@ -116,10 +162,14 @@ $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test]'
 	@touch $@ $(VENV)/.train
 
+$(VENV)/.gpu: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test,cuda$(CUDA)]'
+	@touch $@ $(VENV)/.test $(VENV)/.train
+
 $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)bench]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CUPY_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -103,7 +103,7 @@ def _run(job: Job, hosts: list[str], measures: list[str], seconds: float) -> str
     """Run one job; returns what went wrong, with what it printed, or nothing."""
     places = ",".join(f"{host}:{ranks}" for host, ranks in zip(hosts, job.ranks, strict=False))
     program = [sys.executable, "-m", "benchmarks.cluster", *measures]
-    command = [*_mpirun(), "--host", places, "-n", str(sum(job.ranks)), *job.launcher, *program]
+    command = [*mpirun(), "--host", places, "-n", str(sum(job.ranks)), *job.launcher, *program]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -117,7 +117,7 @@ def _run(job: Job, hosts: list[str], measures: list[str], seconds: float) -> str
     return "" if process.returncode == 0 else f"status {process.returncode}\n{printed}"
 
 
-def _mpirun() -> list[str]:
+def mpirun() -> list[str]:
     """Return the launcher: ``$MPIRUN``, else the one beside this Python, else the one on PATH."""
     if os.environ.get("MPIRUN"):
         return shlex.split(os.environ["MPIRUN"])

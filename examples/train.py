@@ -3,6 +3,7 @@
     python examples/train.py                                             one process
     mpirun -n 4 python examples/train.py --strategy multi_worker         four ranks
     python examples/train.py --strategy mirrored --devices 2             two replicas in one process
+    mpirun -n 4 python examples/train.py --device gpu                    four ranks, a GPU each
 
 The seed and the global batch alone decide the numbers: all strategies give the same losses and weights.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import mpidist  # before mpi4py: it prepares MPI for this machine
+from mpidist.experimental import PreemptionCheckpointHandler
 
 from mpi4py import MPI  # isort: skip
 
@@ -35,17 +37,29 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = ["default", "one_device", "mirrored", "multi_worker"]
     parser.add_argument("--strategy", choices=kinds, default="multi_worker")
-    parser.add_argument("--devices", type=int, default=1, metavar="K", help="replicas per rank (default: 1)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="K",
+        help="replicas per rank (default: 1 on CPUs, on GPUs this rank's share of those of its node)",
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32, help="of all replicas together (default: 32)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="stop after so many steps in all, also within an epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --out; on SIGTERM or SIGUSR1 save, and end with code 42",
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="checkpoints and curves (default: out/)")
     parser.add_argument("--dump-weights", type=Path, metavar="FILE.npz", help="write the weights and losses, too")
     arguments = parser.parse_args()
-    if arguments.devices > 1 and arguments.strategy in ("default", "one_device"):
+    if (arguments.devices or 1) > 1 and arguments.strategy in ("default", "one_device"):
         parser.error(f"--devices {arguments.devices} needs --strategy mirrored or multi_worker")
+    if arguments.device == "gpu" and arguments.strategy == "default":
+        parser.error("--device gpu needs a strategy that places things: one_device, mirrored or multi_worker")
     for name in ("devices", "epochs", "batch_size", "steps"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
@@ -54,11 +68,13 @@ def parse_arguments():
 
 def make_strategy(arguments):
     """The one place that knows how the work is spread."""
-    devices = [f"cpu:{index}" for index in range(arguments.devices)]
+    devices = None
+    if arguments.device == "cpu" or arguments.devices is not None:
+        devices = [f"{arguments.device}:{index}" for index in range(arguments.devices or 1)]
     if arguments.strategy == "default":
         return mpidist.get_strategy()
     if arguments.strategy == "one_device":
-        return mpidist.OneDeviceStrategy(devices[0])
+        return mpidist.OneDeviceStrategy(f"{arguments.device}:0")
     if arguments.strategy == "mirrored":
         return mpidist.MirroredStrategy(devices)
     return mpidist.MultiWorkerMirroredStrategy(devices=devices)
@@ -74,7 +90,10 @@ def load_data():
 
 
 class Network:
-    """64 pixels, 128 hidden units with ReLU, 10 scores. Create it inside strategy.scope()."""
+    """64 pixels, 128 hidden units with ReLU, 10 scores. Create it inside strategy.scope().
+
+    Where its variables are, and the images with them, NumPy's functions compute with NumPy, or with CuPy on a GPU.
+    """
 
     def __init__(self, seed):
         rng = np.random.default_rng(seed)
@@ -84,10 +103,11 @@ class Network:
             "w2": mpidist.Variable(rng.normal(0, np.sqrt(2 / 128), (128, 10)), name="w2"),
             "b2": mpidist.Variable(np.zeros(10), name="b2"),
         }
+        self.classes = mpidist.Variable(np.arange(10), name="classes", trainable=False)
 
     def scores(self, images):
         """Return the hidden layer and the scores."""
-        w1, b1, w2, b2 = (np.asarray(v) for v in self.variables.values())
+        w1, b1, w2, b2 = self.variables.values()
         hidden = np.maximum(images @ w1 + b1, 0)
         return hidden, hidden @ w2 + b2
 
@@ -96,13 +116,11 @@ class Network:
         hidden, scores = self.scores(images)
         scores = scores - scores.max(axis=1, keepdims=True)
         log_probabilities = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-        rows = np.arange(len(labels))
-        losses = -log_probabilities[rows, labels]
+        is_label = np.equal(labels[:, np.newaxis], self.classes)
+        losses = -np.where(is_label, log_probabilities, 0).sum(axis=1)
 
-        to_scores = np.exp(log_probabilities)
-        to_scores[rows, labels] -= 1
-        to_scores /= batch_size
-        to_hidden = (to_scores @ np.asarray(self.variables["w2"]).T) * (hidden > 0)
+        to_scores = (np.exp(log_probabilities) - is_label) / batch_size
+        to_hidden = (to_scores @ np.transpose(self.variables["w2"])) * (hidden > 0)
         gradients = [images.T @ to_hidden, to_hidden.sum(0), hidden.T @ to_scores, to_scores.sum(0)]
         return losses, scores.argmax(axis=1), gradients
 
@@ -154,17 +172,29 @@ def train(strategy, arguments, is_writer):
     )
     training = Training(strategy, arguments)
     checkpoint = training.checkpoint
-    if arguments.resume:
-        restored = checkpoint.restore_latest(arguments.out)
-        if restored is None and is_writer:
-            print(f"no checkpoint in {arguments.out}: starting anew")
-        elif restored is not None:
-            restored.assert_consumed()
-            if is_writer:
-                print(f"going on from {restored.path}, after step {checkpoint.step}")
+    # Ranks that train together save together; otherwise rank 0 saves what it has trained alone.
+    saves = strategy.extended.experimental_between_graph or is_writer
+    manager = mpidist.CheckpointManager(checkpoint, arguments.out, max_to_keep=None) if saves else None
+    handler = None
+    if arguments.resume and saves:
+        handler = PreemptionCheckpointHandler(None, manager)
+        if is_writer:
+            found = manager.latest_checkpoint
+            print(
+                f"going on from {found}, after step {checkpoint.step}"
+                if found
+                else f"no checkpoint in {arguments.out}: starting anew"
+            )
 
     losses = []
     progress = tqdm(total=last_step, initial=checkpoint.step, unit="step", disable=not is_writer)
+
+    def step(images, labels):
+        parts = strategy.run(training.train_step, args=(images, labels))
+        losses.append(float(strategy.reduce("SUM", parts, axis=None)))
+        checkpoint.step += 1
+        progress.update()
+
     while checkpoint.step < last_step:
         epoch, done = divmod(checkpoint.step, steps_per_epoch)
         # The order of an epoch depends on the seed and the epoch only, so that a resumed run deals the same batches.
@@ -178,10 +208,10 @@ def train(strategy, arguments, is_writer):
         start = time.perf_counter()
         first_step = checkpoint.step
         for images, labels in strategy.experimental_distribute_dataset(batches):
-            parts = strategy.run(training.train_step, args=(images, labels))
-            losses.append(float(strategy.reduce("SUM", parts, axis=None)))
-            checkpoint.step += 1
-            progress.update()
+            if handler is None:
+                step(images, labels)
+            else:
+                handler.run(step, images, labels)
         seconds = time.perf_counter() - start
 
         for images, labels in test_batches:
@@ -198,7 +228,8 @@ def train(strategy, arguments, is_writer):
             training.train_accuracy.reset_state()
         history = [entry for entry in json.loads(checkpoint.history) if entry["epoch"] != epoch + 1]
         checkpoint.history = json.dumps([*history, results])
-        save(strategy, arguments, checkpoint, is_writer)
+        if manager is not None:
+            manager.save()
         if is_writer:
             seen = min((checkpoint.step - first_step + done) * arguments.batch_size, len(train_data[1]))
             images_per_second = (seen - done * arguments.batch_size) / seconds
@@ -209,14 +240,10 @@ def train(strategy, arguments, is_writer):
                 file=sys.stdout,
             )
     progress.close()
+    if handler is not None:
+        handler.close()
     if is_writer:
         report(arguments, training, losses)
-
-
-def save(strategy, arguments, checkpoint, is_writer):
-    """Save on all ranks together where they train together; otherwise rank 0 saves what it has trained alone."""
-    if strategy.extended.experimental_between_graph or is_writer:
-        checkpoint.save(arguments.out / "ckpt")
 
 
 def report(arguments, training, losses):

@@ -12,8 +12,8 @@ install_excepthook()
 warn_about_unknown()
 
 # MPI reads its environment when it starts, so the lines above come before everything that could start it.
-from mpidist import cluster_resolver, experimental, metrics, optimizers, v1  # noqa: E402
-from mpidist.checkpoint import Checkpoint, latest_checkpoint  # noqa: E402
+from mpidist import cluster_resolver, elastic, experimental, metrics, optimizers, v1  # noqa: E402
+from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint  # noqa: E402
 from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
 from mpidist.collectives import Communicator  # noqa: E402
 from mpidist.collectives.tuning import tune  # noqa: E402
@@ -42,6 +42,7 @@ from mpidist.cross_device_ops import (  # noqa: E402
     ReductionToOneDevice,
 )
 from mpidist.input import (  # noqa: E402
+    SHARD_HINT,
     ArraySpec,
     AutoShardPolicy,
     Dataset,
@@ -70,9 +71,11 @@ from mpidist.training import (  # noqa: E402
 from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
 
 __all__ = [
+    "SHARD_HINT",
     "ArraySpec",
     "AutoShardPolicy",
     "Checkpoint",
+    "CheckpointManager",
     "ClusterSpec",
     "CollectiveTimeoutError",
     "Communicator",
@@ -107,6 +110,7 @@ __all__ = [
     "cluster_resolver",
     "common_rng",
     "compute_average_loss",
+    "elastic",
     "experimental",
     "experimental_set_strategy",
     "get_loss_reduction",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli import COMMANDS
-from mpidist.topology.launcher import read_launcher
+from mpidist.topology.environments import LauncherVariableError, read_launcher
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -17,12 +17,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
-    launcher = read_launcher()
-    if launcher is None or launcher.rank == 0:
+    if _is_first():
         return parser.parse_args(arguments)
     # What is wrong with the arguments is said once, by rank 0.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         return parser.parse_args(arguments)
+
+
+def _is_first() -> bool:
+    try:
+        launcher = read_launcher()
+    except LauncherVariableError:  # the commands say so; a process that has no rank speaks for itself
+        return True
+    return launcher is None or launcher.rank == 0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,7 @@
 """The names of ``tf.distribute.experimental``."""
 
+from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
+from mpidist.checkpoint.termination import TerminationConfig
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CollectiveHints, CommunicationOptions
 from mpidist.input import ValueContext
@@ -13,5 +15,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
 ]

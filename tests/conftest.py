@@ -10,7 +10,9 @@ from typing import Any
 import hypothesis
 import pytest
 
-import mpidist  # noqa: F401 - it sets what the MPI of this machine needs, before MPI starts
+import mpidist  # it sets what the MPI of this machine needs, before MPI starts
+from tests.support.fake_cupy.fixture import fake_gpus  # noqa: F401 - pytest finds fixtures by their names here
+from tests.support.gpu_strategies import gpu_strategy  # noqa: F401 - as above
 from tests.support.layouts import layouts
 from tests.support.leaks import Inventory
 from tests.support.sessions import LastResort, OneOutcome
@@ -56,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     last_resort = LastResort()
     config.pluginmanager.register(last_resort, "mpidist-last-resort")
     if world.size > 1:
+        # What communicators of all ranks share is made once, and no test seems to leave it behind.
+        config.add_cleanup(mpidist.Communicator().close)
         # Ranks must not clear away one another's old temporary folders.
         temporary = tempfile.TemporaryDirectory(prefix=f"mpidist-rank-{world.rank}-")
         config.add_cleanup(temporary.cleanup)

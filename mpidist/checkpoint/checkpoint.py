@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import chief_does
-from mpidist.checkpoint.leaves import Leaves, collect, restore_variable
-from mpidist.checkpoint.naming import checkpoints_in, numbered
+from mpidist.checkpoint.agreement import chief_does, every_rank_does, extended_of
+from mpidist.checkpoint.containers import give_shape
+from mpidist.checkpoint.leaves import Leaves, collect
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.naming import Found, checkpoints_in, numbered
+from mpidist.checkpoint.restoring import Read, check_fit, fill, read_newest, restore_iterators
+from mpidist.checkpoint.save_steps import Save, SaveOptions, Unsettled
 from mpidist.checkpoint.status import LoadStatus
-from mpidist.checkpoint.storage import Manifest
 from mpidist.core.context import (
     get_replica_context,
     get_strategy,
@@ -30,13 +32,14 @@ from mpidist.core.protocols import StrategyLike
 class Checkpoint:
     """Named objects that are saved and restored together (tf.train.Checkpoint).
 
-    Objects are variables, optimizers, metrics, NumPy arrays (filled in place), numbers, strings and None, and dicts,
-    lists and tuples of them. They are attributes of the checkpoint: ``checkpoint.epoch += 1`` changes the number
-    that is saved next, and after ``restore`` it is the one that was saved.
+    Objects are variables, optimizers, metrics, arrays (filled in place), numbers, strings and None, iterators, and
+    dicts, lists and tuples of them. They are attributes of the checkpoint: ``checkpoint.epoch += 1`` changes the
+    number that is saved next, and after ``restore`` it is the one that was saved. Of an iterator the state is saved,
+    which ``state()`` returns and ``restore(state)`` takes; any object with these two methods will do.
 
-    A checkpoint is a directory with ``data.safetensors`` and ``manifest.json``. It holds one value per variable,
+    A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable,
     so it can be restored on another number of ranks and replicas: ON_READ variables are saved as the aggregate over
-    all replicas, and the restored sum is shared out. Needs ``pip install "mpidist[checkpoint]"``.
+    all replicas, and the restored sum is shared out. Of what is no variable, the first rank's is saved.
 
     Args:
         objects: What to save, by name.
@@ -71,7 +74,8 @@ class Checkpoint:
         object.__setattr__(self, "_objects", objects)
         object.__setattr__(self, "_save_counter", 0)
         object.__setattr__(self, "_sequences", {})
-        collect(objects)
+        object.__setattr__(self, "_unsettled", None)
+        object.__setattr__(self, "_last_leaves", collect(objects))
 
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
@@ -94,7 +98,9 @@ class Checkpoint:
         counter: int = self.__dict__["_save_counter"]
         return counter
 
-    def save(self, prefix: str | os.PathLike[str]) -> str:
+    # Saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, prefix: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
         """Write a numbered checkpoint: ``save("out/ckpt")`` gives ``out/ckpt-1``, then ``out/ckpt-2``.
 
         Collective over the ranks of the strategy whose variables are saved: call it on every rank, in the same
@@ -102,42 +108,99 @@ class Checkpoint:
         checkpoint is on the disk. It is written under another name and renamed, so a crash leaves no half
         checkpoint under its name; one of the same name is replaced. Under the default strategy, OneDeviceStrategy
         and MirroredStrategy of one process each process is for itself: in a job of several ranks call it on one
-        of them, or with a prefix of each one's own.
+        of them, or with a prefix of each one's own. Two processes that save to one name is an error, where it shows.
 
         Args:
             prefix: Directory and name; the directory is made where it is missing.
+            sharded: Every rank writes a part, all at the same time, for models that take long to write. The directory
+                must be one that all ranks share. Extension.
+            async_save: Return as soon as the values are copied; a thread writes. The next ``save``, ``restore`` or
+                ``wait`` waits for it and raises what went wrong, on all ranks; so does the end of the program, by
+                itself. Extension.
 
         Returns:
             The path, on every rank.
 
         Raises:
-            ImportError: safetensors is not installed.
-            OSError: It could not be written; on the first rank. The others raise PeerError.
+            OSError: It could not be written; on the rank where that was. The others raise PeerError. Nothing of it is
+                left, and the checkpoints that were there are.
             RuntimeError: Called inside ``strategy.run``.
+            TypeError: An iterator whose state JSON cannot hold.
             ValueError: Variables of several strategies, or a prefix without a name.
         """
-        leaves = collect(self._objects)
-        strategy = _strategy_of(leaves, "save()")
+        numbered(prefix, 0)  # an argument error comes before any communication
+        self.wait()
         number = self.save_counter + 1
-        path = numbered(prefix, number)
-        with _entered(strategy):
-            # Reading an ON_READ variable takes all ranks, keeping what was read only the chief.
-            arrays = {key: variable.value() for key, variable in leaves.variables.items()}
-            arrays.update(leaves.arrays)
+        return self._write(numbered(prefix, number), number, SaveOptions(sharded, async_save))
 
-            def write() -> str:
-                storage.write(path, self._manifest(leaves, arrays, path, number), arrays)
-                return str(path)
+    def write(self, path: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
+        """Write a checkpoint under the very name ``path``; ``save_counter`` stays. Otherwise as :meth:`save`."""
+        numbered(path, 0)
+        self.wait()
+        return self._write(Path(path), self.save_counter, SaveOptions(sharded, async_save))
 
-            written: str = chief_does(strategy, f"saving checkpoint {path}", write)
+    def wait(self) -> None:
+        """Return once what ``save(..., async_save=True)`` began is on the disk; collective as ``save``. Extension.
+
+        Raises:
+            OSError: It could not be written; on the rank where that was. The others raise PeerError.
+        """
+        unsettled: Unsettled | None = self.__dict__["_unsettled"]
+        if unsettled is None:
+            return
+        _check_context("wait()")
+        object.__setattr__(self, "_unsettled", None)
+        try:
+            unsettled.settle()
+        except BaseException:
+            object.__setattr__(self, "_save_counter", unsettled.counter_before)
+            raise
+
+    def sync(self) -> None:
+        """Do what :meth:`wait` does (tf.train.Checkpoint.sync)."""
+        self.wait()
+
+    def _write(self, path: Path, number: int, options: SaveOptions) -> str:
+        leaves = self._collect("saving")
+        strategy = _strategy_of(leaves, "save()")
+        before = self.save_counter
+        with entered(strategy):
+            save = Save(strategy, leaves, path, number, options)
+            unsettled = save.start(lambda: self._next_sequence(path.parent), before)
+            if options.is_async:
+                object.__setattr__(self, "_unsettled", unsettled)
+            else:
+                unsettled.settle()
         object.__setattr__(self, "_save_counter", number)
-        return written
+        return unsettled.path
+
+    def _collect(self, doing: str) -> Leaves:
+        try:
+            leaves = collect(self._objects)
+        except (TypeError, ValueError) as error:
+            # Lists and dicts may have changed on this rank alone; the others are those of the last time.
+            before: Leaves = self.__dict__["_last_leaves"]
+            extended_of(_strategy_of(before, f"{doing} a checkpoint"))._announce(error, doing)
+            raise
+        object.__setattr__(self, "_last_leaves", leaves)
+        return leaves
+
+    def _next_sequence(self, directory: Path) -> int:
+        sequences: dict[Path, int] = self.__dict__["_sequences"]
+        if directory not in sequences:
+            found = checkpoints_in(directory).checkpoints
+            sequences[directory] = found[-1][1].sequence if found else 0
+        sequences[directory] += 1
+        return sequences[directory]
+
+    # Restoring ----------------------------------------------------------------------------------------------------
 
     def restore(self, path: str | os.PathLike[str]) -> LoadStatus:
         """Give the objects the values of a checkpoint.
 
         Collective over the ranks of the strategy whose variables are restored: call it on every rank. The first
-        rank reads and broadcasts, so only it has to see the file, and a file is read once, not once per rank.
+        rank reads and broadcasts, so only it has to see the files, and they are read once, not once per rank.
+        Everything is checked before anything is changed.
         Slots of an optimizer that has not made them yet are kept for when it does.
 
         Args:
@@ -149,7 +212,8 @@ class Checkpoint:
         Raises:
             FileNotFoundError: No checkpoint is there; on the first rank. The others raise PeerError for this and
                 whatever else goes wrong there.
-            ValueError: A damaged checkpoint, shapes or dtypes that differ, or a checkpoint that has nothing of
+            DamagedCheckpointError: Something was altered or is missing; a ValueError.
+            ValueError: Shapes or dtypes that differ, read-only arrays, or a checkpoint that has nothing of
                 what is asked for. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
@@ -158,67 +222,83 @@ class Checkpoint:
                 "path is None, as latest_checkpoint() returns where there is no checkpoint; expected the path of one: "
                 "start from scratch, or use restore_latest(directory), which returns None then"
             )
-        status = self._restore(lambda: Path(path), f"restoring checkpoint {os.fspath(path)}")
+
+        def read() -> Read:
+            manifest = storage.read_manifest(Path(path))
+            return Read(Path(path), manifest, storage.read_arrays(Path(path), manifest))
+
+        status, _ = self._restore(read, f"restoring checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
     def restore_latest(self, directory: str | os.PathLike[str]) -> LoadStatus | None:
         """Restore the checkpoint of ``directory`` that was saved last; None where there is none. Extension.
 
-        Collective as ``restore``; the first rank looks for all, so ranks cannot find different ones.
+        Collective as ``restore``; the first rank looks for all, so ranks cannot find different ones. Instead of a
+        damaged checkpoint the one before it is restored, on all ranks; the first rank warns of that, and says why.
+
+        Raises:
+            DamagedCheckpointError: There are checkpoints, and all are damaged.
         """
+        status, unusable = self._restore_newest(
+            lambda: checkpoints_in(Path(directory)), f"restoring the latest checkpoint of {os.fspath(directory)}"
+        )
+        if unusable and status is not None and self._is_chief():
+            warn_of_unusable(unusable, status.path)
+        return status
 
-        def find() -> Path | None:
-            found = checkpoints_in(Path(directory))
-            return found[-1][1] if found else None
+    def _restore_newest(self, find: Callable[[], Found], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
+        return self._restore(lambda: read_newest(find), doing)
 
-        return self._restore(find, f"restoring the latest checkpoint of {os.fspath(directory)}")
-
-    def _restore(self, find: Callable[[], Path | None], doing: str) -> LoadStatus | None:
-        leaves = collect(self._objects)
+    def _restore(self, read: Callable[[], Read | None], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
+        """Return the status, None where there is no checkpoint, and what could not be used."""
+        self.wait()
+        leaves = self._collect("restoring")
         strategy = _strategy_of(leaves, "restore()")
         arrays: dict[str, Array] = {}
 
-        def read() -> Any:
-            path = find()
-            if path is None:
-                return None
-            manifest = storage.read_manifest(path)
-            arrays.update(storage.read_arrays(path, manifest))
-            return str(path), manifest.to_json()
-
-        with _entered(strategy):
-            answer = chief_does(strategy, doing, read)
+        def read_on_chief() -> Any:
+            answer = read()
             if answer is None:
                 return None
-            path, content = answer
+            arrays.update(answer.arrays)
+            return str(answer.path), answer.manifest.to_json(), answer.unusable
+
+        with entered(strategy):
+            answer = chief_does(strategy, doing, read_on_chief)
+            if answer is None:
+                return None, {}
+            path, content, unusable = answer
             manifest = Manifest.from_json(content, path)
-            _check_fit(leaves, manifest, path)
-            status = _fill(strategy, leaves, manifest, path, arrays)
+            every_rank_does(strategy, doing, lambda: check_fit(leaves, manifest, path))
+            restore_iterators(strategy, leaves, manifest, doing)
+            if give_shape(leaves, manifest):
+                leaves = collect(self._objects)
+            status = fill(strategy, leaves, manifest, path, arrays)
         object.__setattr__(self, "_save_counter", manifest.number)
-        return status
+        return status, unusable
 
-    def _manifest(self, leaves: Leaves, arrays: dict[str, Array], path: Path, number: int) -> Manifest:
-        tensors = {}
-        for key, array in arrays.items():
-            variable = leaves.variables.get(key)
-            how = (None, None) if variable is None else (variable.synchronization.name, variable.aggregation.name)
-            tensors[key] = storage.describe(array, *how)
-        return Manifest(self._next_sequence(path.parent), number, tensors, leaves.plain_values())
+    def _is_chief(self) -> bool:
+        return self._strategy("restore()").extended.should_checkpoint
 
-    def _next_sequence(self, directory: Path) -> int:
-        sequences: dict[Path, int] = self.__dict__["_sequences"]
-        if directory not in sequences:
-            found = checkpoints_in(directory)
-            sequences[directory] = found[-1][0] if found else 0
-        sequences[directory] += 1
-        return sequences[directory]
+    def _strategy(self, method: str) -> StrategyLike:
+        return _strategy_of(self._collect("using"), method)
+
+
+def warn_of_unusable(unusable: dict[str, str], used: str) -> None:
+    """Say which checkpoints were passed over, and why, at the line that called the method which calls this."""
+    reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
+    warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
+
+
+def _check_context(method: str) -> None:
+    if has_strategy() and get_replica_context() is not None:
+        raise RuntimeError(f"Checkpoint.{method} was called inside strategy.run(); call it outside, on every rank")
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
     """Return the strategy that the checkpoint is saved or restored under, after checking the context."""
-    if has_strategy() and get_replica_context() is not None:
-        raise RuntimeError(f"Checkpoint.{method} was called inside strategy.run(); call it outside, on every rank")
+    _check_context(method)
     with outside():
         default = get_strategy()
     strategies = {v.distribute_strategy for v in leaves.variables.values()} - {default}
@@ -233,66 +313,7 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
     return strategies.pop() if strategies else default
 
 
-def _entered(strategy: StrategyLike) -> AbstractContextManager[Any]:
+def entered(strategy: StrategyLike) -> AbstractContextManager[Any]:
+    """Return the block in which ``strategy`` is in scope."""
     is_inside = in_cross_replica_context() and get_strategy() is strategy
     return nullcontext() if is_inside else strategy.scope()
-
-
-def _check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
-    """Raise unless the checkpoint can fill the objects; every rank comes to the same conclusion."""
-    problems = []
-    targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
-    for key, target in targets.items():
-        tensor = manifest.tensors.get(key)
-        if tensor is None and key in manifest.values:
-            problems.append(f"{key!r} is {manifest.values[key]!r} in the checkpoint and an array here")
-        elif tensor is not None and (tensor.shape, tensor.dtype) != (target.shape, target.dtype.name):
-            problems.append(
-                f"{key!r} has shape {tensor.shape} and dtype {tensor.dtype} in the checkpoint, and shape "
-                f"{target.shape} and dtype {target.dtype.name} here"
-            )
-    for key in sorted(leaves.places.keys() & manifest.tensors.keys()):
-        problems.append(f"{key!r} is an array in the checkpoint and a value here")
-    if problems:
-        raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
-    here = {*leaves, *leaves.deferring}
-    if here and not any(_belongs(key, here) for key in (*manifest.tensors, *manifest.values)):
-        raise ValueError(
-            f"checkpoint {path} has nothing of what is asked for: it holds {sorted(manifest.tensors)} and "
-            f"{sorted(manifest.values)}, the objects are {sorted(here)}; expected the names that it was saved under"
-        )
-
-
-def _belongs(key: str, names: set[str]) -> bool:
-    return key in names or any(key.startswith(f"{name}/") for name in names)
-
-
-def _fill(
-    strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, arrays: dict[str, Array]
-) -> LoadStatus:
-    """Broadcast what the first rank has read, and put it where it belongs (collective)."""
-    deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
-    unused = []
-    for key, tensor in sorted(manifest.tensors.items()):
-        owner = next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
-        if key not in leaves.variables and key not in leaves.arrays and owner is None:
-            unused.append(key)
-            continue
-        mine = arrays[key] if key in arrays else np.empty(tensor.shape, storage.dtype_of(tensor))
-        value = np.asarray(strategy.extended._broadcast_from_first(mine))
-        if key in leaves.variables:
-            restore_variable(leaves.variables[key], value)
-        elif key in leaves.arrays:
-            np.copyto(leaves.arrays[key], value)
-        elif owner is not None:
-            deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
-    for name, owner_object in leaves.deferring.items():
-        owner_object._checkpoint_defer(deferred[name])
-    for key, value in manifest.values.items():
-        if key in leaves.places:
-            container, place = leaves.places[key]
-            container[place] = value
-        else:
-            unused.append(key)
-    missing = [key for key in leaves if key not in manifest.tensors and key not in manifest.values]
-    return LoadStatus(path, missing, unused, deferred)

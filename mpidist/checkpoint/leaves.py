@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
@@ -22,25 +24,53 @@ class Leaves:
 
     Attributes:
         variables: Variables of any synchronization and aggregation.
-        arrays: NumPy arrays, filled in place when they are restored.
+        arrays: NumPy or CuPy arrays, filled in place when they are restored.
         places: Where numbers, strings and None stand: the dict or list, and the key in it.
+        iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
         deferring: Objects that take values of parts that they do not have yet, by key.
+        containers: Dicts, lists and tuples.
     """
 
     variables: dict[str, Variable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     places: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    iterators: dict[str, Any] = field(default_factory=dict)
     deferring: dict[str, Any] = field(default_factory=dict)
+    containers: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.variables
         yield from self.arrays
         yield from self.places
+        yield from self.iterators
 
-    def plain_values(self) -> dict[str, Any]:
-        """Return the numbers, strings and None as they are now, in types that JSON has."""
+    def values(self) -> dict[str, Any]:
+        """Return the numbers, strings and None, and the states of iterators, as they are now, in types that JSON has.
+
+        Raises:
+            TypeError: The state of an iterator has something else.
+        """
         values = {key: container[name] for key, (container, name) in self.places.items()}
-        return {key: v.item() if isinstance(v, np.generic) else v for key, v in values.items()}
+        values = {key: v.item() if isinstance(v, np.generic) else v for key, v in values.items()}
+        for key, iterator in self.iterators.items():
+            values[key] = _checked_state(key, iterator)
+        return values
+
+    def _add(self, kind: str, key: str, value: Any) -> None:
+        if any(key in those for those in (self.variables, self.arrays, self.places, self.iterators)):
+            raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
+        getattr(self, kind)[key] = value
+
+
+def _checked_state(key: str, iterator: Any) -> Any:
+    state = iterator.state()
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"state() of checkpoint object {key!r}, a {type(iterator).__name__}, returned what JSON cannot hold "
+            f"({error}); expected numbers, strings, None, and lists and dicts of them"
+        ) from error
 
 
 def collect(objects: dict[str, Any]) -> Leaves:
@@ -48,56 +78,65 @@ def collect(objects: dict[str, Any]) -> Leaves:
 
     An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
     ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
-    it has no part for yet, and takes out of it what it comes to use.
+    it has no part for yet, and takes out of it what it comes to use. An iterator takes part by ``state()``, which
+    returns something that JSON has, and ``restore(state)``.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
-        ValueError: A variable that has no value across replicas.
+        ValueError: A variable that has no value across replicas, or two objects of one name.
     """
     leaves = Leaves()
     for name, value in objects.items():
-        _collect(leaves, value, _escaped(name), (objects, name))
+        _collect(leaves, value, escaped(name), (objects, name))
     return leaves
 
 
 def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None) -> None:
     if isinstance(value, Variable):
         _check_readable(value, key)
-        leaves.variables[key] = value
-    elif isinstance(value, np.ndarray):
+        leaves._add("variables", key, value)
+    elif isinstance(value, np.ndarray) or is_device_array(value):
         check_transportable(value.dtype, f"checkpoint object {key!r}")
-        leaves.arrays[key] = value
+        leaves._add("arrays", key, value)
     elif hasattr(value, "_checkpoint_children"):
         if hasattr(value, "_checkpoint_defer"):
             leaves.deferring[key] = value
         for name, child in value._checkpoint_children().items():
             _collect(leaves, child, f"{key}/{name}", None)
-    elif isinstance(value, Mapping):
-        for name, child in value.items():
-            if not isinstance(name, (str, int)):
-                raise TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
-            place_in = (value, name) if isinstance(value, dict) else None
-            _collect(leaves, child, f"{key}/{_escaped(str(name))}", place_in)
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            _collect(leaves, child, f"{key}/{index}", (value, index) if isinstance(value, list) else None)
+    elif isinstance(value, (Mapping, list, tuple)):
+        _collect_container(leaves, value, key)
     elif isinstance(value, (*_PLAIN, np.bool_, np.integer, np.floating)):
         if place is None:
             raise TypeError(
                 f"checkpoint object {key!r} is {value!r}, which cannot be replaced where it stands when the "
                 "checkpoint is restored; put it in a dict or a list, or give it to Checkpoint(name=value) itself"
             )
-        leaves.places[key] = place
+        leaves._add("places", key, place)
+    elif callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None)):
+        leaves._add("iterators", key, value)
     else:
         raise TypeError(
             f"checkpoint object {key!r} is a {type(value).__name__}; expected a variable, an optimizer, a metric, "
-            "a NumPy array, a number, a string, or a dict, list or tuple of them"
+            "a NumPy or CuPy array, a number, a string, an iterator with state() and restore(), or a dict, list or "
+            "tuple of them"
         )
+
+
+def _collect_container(leaves: Leaves, value: Any, key: str) -> None:
+    leaves.containers[key] = value
+    if isinstance(value, Mapping):
+        for name, child in value.items():
+            if not isinstance(name, (str, int)):
+                raise TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
+            _collect(leaves, child, child_key(key, name), (value, name) if isinstance(value, dict) else None)
+    else:
+        for index, child in enumerate(value):
+            _collect(leaves, child, child_key(key, index), (value, index) if isinstance(value, list) else None)
 
 
 def _check_readable(variable: Variable, key: str) -> None:
     if (
-        variable.synchronization == VariableSynchronization.ON_READ
+        is_on_read(variable)
         and variable.aggregation == VariableAggregation.NONE
         and variable.distribute_strategy.num_replicas_in_sync > 1
     ):
@@ -108,8 +147,19 @@ def _check_readable(variable: Variable, key: str) -> None:
         )
 
 
-def _escaped(name: str) -> str:
+def is_on_read(variable: Variable) -> bool:
+    """Whether reading the variable takes all ranks."""
+    return variable.synchronization == VariableSynchronization.ON_READ
+
+
+def escaped(name: str) -> str:
+    """Return a name as it stands in a key."""
     return name.replace("%", "%25").replace("/", "%2F")
+
+
+def child_key(key: str, name: str | int) -> str:
+    """Return the key of an entry of the container ``key``."""
+    return f"{key}/{escaped(str(name))}"
 
 
 def restore_variable(variable: Variable, array: Array) -> None:
@@ -120,10 +170,7 @@ def restore_variable(variable: Variable, array: Array) -> None:
     """
     variable.assign(array)
     count = variable.distribute_strategy.num_replicas_in_sync
-    is_sum = (variable.synchronization, variable.aggregation) == (
-        VariableSynchronization.ON_READ,
-        VariableAggregation.SUM,
-    )
+    is_sum = is_on_read(variable) and variable.aggregation == VariableAggregation.SUM
     if is_sum and array.dtype.kind in "iu" and count > 1:
         share = array // array.dtype.type(count)
         for replica_id, copy in zip(

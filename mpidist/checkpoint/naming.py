@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpidist.checkpoint.storage import MANIFEST, read_manifest
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.storage import MANIFEST, check_sizes, read_manifest
+
+
+@dataclass
+class Found:
+    """What a directory holds.
+
+    Attributes:
+        checkpoints: Paths and manifests, those saved last at the end.
+        unusable: What cannot be read, and why, by path.
+    """
+
+    checkpoints: list[tuple[Path, Manifest]] = field(default_factory=list)
+    unusable: dict[str, str] = field(default_factory=dict)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Return the path of the checkpoint of ``directory`` that was saved last (tf.train.latest_checkpoint).
 
     Only this process looks: on several ranks use ``Checkpoint.restore_latest(directory)``, where one rank looks for
-    all. Which is the last one stands in the checkpoints; times and names do not count.
+    all. Which is the last one stands in the checkpoints; times and names do not count. Their data are not read, but
+    for their sizes: ``restore_latest`` also finds out what was altered, and takes the one before.
 
     Args:
         directory: Where ``Checkpoint.save("directory/name")`` wrote.
@@ -22,29 +39,35 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         The path, None where there is no checkpoint.
 
     Warns:
-        UserWarning: A checkpoint whose manifest is damaged was left out.
+        UserWarning: A damaged checkpoint was left out.
 
     >>> latest_checkpoint("no/such/directory") is None
     True
     """
     found = checkpoints_in(Path(directory))
-    return str(found[-1][1]) if found else None
+    for path, reason in found.unusable.items():
+        warnings.warn(f"checkpoint {path} is left out: {reason}", stacklevel=2)
+    return str(found.checkpoints[-1][0]) if found.checkpoints else None
 
 
-def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
-    """Return (sequence, path) of each checkpoint of ``directory``, those saved last at the end."""
-    found = []
+def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> Found:
+    """Return the checkpoints of ``directory`` whose names ``accepts`` accepts."""
+    found = Found()
     # Names that begin with a dot are checkpoints that were not finished.
-    for path in directory.glob("[!.]*/") if directory.is_dir() else ():
-        if not (path / MANIFEST).is_file():
+    for path in sorted(directory.glob("[!.]*/")) if directory.is_dir() else ():
+        if not (path / MANIFEST).is_file() or not accepts(path.name):
             continue
         try:
             manifest = read_manifest(path)
-        except ValueError as error:
-            warnings.warn(f"checkpoint {path} is left out: {error}", stacklevel=3)
-            continue
-        found.append((manifest.sequence, path))
-    return sorted(found)
+            check_sizes(path, manifest)
+        except (FileNotFoundError, ValueError) as error:
+            # One that another process has removed in the meantime is none.
+            if path.exists():
+                found.unusable[str(path)] = str(error)
+        else:
+            found.checkpoints.append((path, manifest))
+    found.checkpoints.sort(key=lambda entry: (entry[1].sequence, entry[1].saved_at, str(entry[0])))
+    return found
 
 
 def numbered(prefix: str | os.PathLike[str], number: int) -> Path:

@@ -1,151 +1,185 @@
-"""The checkpoint format: a directory of data.safetensors and manifest.json, written whole or not at all."""
+"""The checkpoint format on the disk: a directory of safetensors files and manifest.json, whole or not at all."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
 import os
 import shutil
+import socket
+import time
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.core.version import __version__
+from mpidist.checkpoint import safetensors_file
+from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.manifest import Manifest, Part, Tensor, dtype_of
+from mpidist.checkpoint.safetensors_file import FileRecord
+from mpidist.checkpoint.writer_lock import WriterLock
 
-FORMAT = "mpidist checkpoint"
-VERSION = 1
 MANIFEST = "manifest.json"
-DATA = "data.safetensors"
-
-# What safetensors and NumPy both have; everything else is stored as bytes.
-_DIRECT = {
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """What the manifest says of one tensor.
-
-    Attributes:
-        shape: Of the tensor, whatever it is stored as.
-        dtype: Name of its dtype, such as ``bfloat16``.
-        stored_as: ``tensor``, or ``bytes``: a uint8 vector of its elements in C order, little-endian.
-        file: The file of the directory that holds it, under the key of the tensor.
-        synchronization: Of the variable, None for an array.
-        aggregation: Of the variable, None for an array.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored_as: str
-    file: str = DATA
-    synchronization: str | None = None
-    aggregation: str | None = None
+def _program_start() -> float:
+    """Return when this process began, in seconds of the epoch, and rather a little too late than too early."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What stands in manifest.json beside the format and its version.
-
-    Attributes:
-        sequence: Later checkpoints of one directory have greater numbers, whatever they are called.
-        number: Of the save, as in its name.
-        tensors: By key.
-        values: Numbers, strings and None, by key.
-    """
-
-    sequence: int
-    number: int
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
-        return {"format": FORMAT, "version": VERSION, "mpidist": __version__, **asdict(self)}
-
-    @staticmethod
-    def from_json(content: Any, source: str) -> Manifest:
-        """Return the manifest that :meth:`to_json` gave.
-
-        Raises:
-            ValueError: It is no manifest of a version that this mpidist reads.
-        """
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"{source} is no manifest of an mpidist checkpoint; expected format {FORMAT!r}")
-        if content.get("version") != VERSION:
-            raise ValueError(
-                f"{source} has format version {content.get('version')!r}, and mpidist {__version__} reads {VERSION}; "
-                f"use the mpidist that wrote it, {content.get('mpidist')}, or a later one"
-            )
-        tensors = {
-            key: Tensor(**{**entry, "shape": tuple(entry["shape"])}) for key, entry in content["tensors"].items()
-        }
-        return Manifest(content["sequence"], content["number"], tensors, content["values"])
+def this_writer() -> tuple[str, int]:
+    """Return what tells this process from others."""
+    return socket.gethostname(), os.getpid()
 
 
-def describe(array: Array, synchronization: str | None = None, aggregation: str | None = None) -> Tensor:
-    """Return the manifest's entry for ``array``."""
-    stored_as = "tensor" if array.dtype.name in _DIRECT else "bytes"
-    return Tensor(array.shape, array.dtype.name, stored_as, DATA, synchronization, aggregation)
+class Writing:
+    """A checkpoint that is being written, in a hidden directory beside its place.
 
-
-def dtype_of(tensor: Tensor) -> np.dtype[Any]:
-    """Return the dtype of a tensor.
-
-    Raises:
-        ImportError: It is one of ml_dtypes, which is not installed.
-    """
-    try:
-        return np.dtype(tensor.dtype)
-    except TypeError:
-        pass
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            f'the checkpoint holds {tensor.dtype}, which needs ml_dtypes; type: pip install "mpidist[half]"'
-        ) from error
-    extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, tensor.dtype))
-    return extra
-
-
-def write(path: Path, manifest: Manifest, arrays: dict[str, Array]) -> None:
-    """Write a checkpoint; afterwards it is there completely, or (also after a crash) not at all.
+    Only ``publish`` gives it its name, so that a crash leaves either all of it or nothing under that name.
 
     Args:
         path: The directory to be; a checkpoint that is there already is replaced.
-        manifest: With an entry for each of ``arrays``.
-        arrays: By key.
+        is_shared: Whether the ranks of a strategy save together.
 
     Raises:
-        FileExistsError: There is something else under ``path``.
-        ImportError: safetensors is not installed.
+        FileExistsError: There is something else under ``path``, or another process saves there at the same time.
         OSError: It cannot be written.
     """
-    numpy_files = _safetensors()
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-    temporary.mkdir()
-    try:
-        encoded = {key: _encode(array, manifest.tensors[key]) for key, array in arrays.items()}
-        numpy_files.save_file(encoded, temporary / DATA)
-        _sync(temporary / DATA)
-        with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest.to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(temporary)
-        _put(temporary, path)
-    finally:
-        # Only there after an error, which matters more than what cannot be removed.
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    def __init__(self, path: Path, is_shared: bool) -> None:
+        self.path = path
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
+        _make_directory(path.parent)
+        try:
+            self._lock = WriterLock(path)
+        except BlockingIOError as error:
+            raise FileExistsError(_two_writers(path, "another process")) from error
+        try:
+            if not is_shared:
+                _check_sole_writer(path)
+            # Opened now: once the checkpoint has its name, nothing may go wrong any more.
+            self._parent = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            self.directory = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+            try:
+                self.directory.mkdir()
+            except BaseException:
+                os.close(self._parent)
+                raise
+        except BaseException:
+            self._lock.release()
+            raise
+        self._is_open = True
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest and give the checkpoint, whose files are all on the disk, its name.
+
+        Raises:
+            OSError: It could not be done; call ``discard``.
+        """
+        for name, record in manifest.files.items():
+            _check_is_there(self.directory / name, record)
+        file = self.directory / MANIFEST
+        with safetensors_file.named(file), open(file, "xb") as stream:
+            stream.write(manifest.to_text().encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(self.directory)
+        self._put()
+        self._close()
+
+    def _put(self) -> None:
+        if not self.path.exists():
+            self.directory.rename(self.path)
+            _sync_names(self._parent)
+            return
+        # A directory cannot be renamed over one that is not empty.
+        old = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex}.old"
+        self.path.rename(old)
+        try:
+            self.directory.rename(self.path)
+        except BaseException:
+            old.rename(self.path)
+            raise
+        # The new name must be on the disk before the old data go.
+        _sync_names(self._parent)
+        # What cannot be removed does not make the new one worse; the next manager removes it.
+        with contextlib.suppress(OSError):
+            # From now on it is no longer what is to be put back after a crash.
+            doomed = old.with_suffix(".del")
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._parent)
+            self._lock.release()
+
+    def discard(self, names: Mapping[str, object] | tuple[str, ...]) -> None:
+        """Remove what has been written so far; ``names`` are those of the files.
+
+        What cannot be removed matters less than the error that led here; the next manager removes it.
+        """
+        if not self._is_open:
+            return
+        # By name: a process without file descriptors left could not list the directory.
+        with contextlib.suppress(OSError):
+            for name in (*names, MANIFEST):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.directory / name).unlink()
+            self.directory.rmdir()
+        with contextlib.suppress(OSError):
+            self._close()
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and those above it, for good: their names are on the disk, too."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
     _sync(path.parent)
+
+
+def _check_sole_writer(path: Path) -> None:
+    """Raise where another process, which no strategy joins to this one, has saved under ``path`` in the meantime."""
+    try:
+        manifest = read_manifest(path)
+    except (FileNotFoundError, ValueError):
+        return
+    is_own = manifest.writer is None or manifest.writer == this_writer()
+    if not is_own and not manifest.is_shared and manifest.saved_at > _program_start():
+        assert manifest.writer is not None
+        host, process = manifest.writer
+        raise FileExistsError(_two_writers(path, f"process {process} on host {host}"))
+
+
+def _two_writers(path: Path, other: str) -> str:
+    return (
+        f"{other} saves checkpoint {path}, too; expected one writer: in a job of several ranks save in the scope of a "
+        "strategy of all ranks (with strategy.scope(): checkpoint.save(...)), or on one rank only, or under a name for "
+        "each rank"
+    )
+
+
+def _check_is_there(file: Path, record: FileRecord) -> None:
+    """Raise unless this rank sees a file that another one may have written."""
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        size = -1
+    if size != record.bytes:
+        seen = "is not there" if size < 0 else f"has {size} bytes"
+        raise OSError(
+            f"{file}, which a rank has written with {record.bytes} bytes, {seen} where the first rank looks; expected "
+            "a directory that all ranks share: save to one, or without sharded=True"
+        )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -153,7 +187,8 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        ValueError: The manifest is damaged, or of another version.
+        DamagedCheckpointError: The manifest is damaged.
+        ValueError: It is of another version.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -161,81 +196,99 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} is no checkpoint: it has no {MANIFEST}; expected a directory that Checkpoint.save() returned. "
             f"mpidist.checkpoint.latest_checkpoint(DIRECTORY) finds the newest one of a directory"
         )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}; restore another checkpoint") from error
-    return Manifest.from_json(content, str(file))
+    return Manifest.from_text(file.read_bytes(), str(file))
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise DamagedCheckpointError where a file of a checkpoint is missing or has another size; reads none."""
+    for name in sorted({part.file for tensor in manifest.tensors.values() for part in tensor.parts}):
+        record = manifest.files.get(name)
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{path / name} is missing") from error
+        if record is not None and size != record.bytes:
+            raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes, expected {record.bytes}")
 
 
 def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
-    """Return all tensors of the checkpoint by key.
+    """Return all tensors of the checkpoint by key, after checking every byte of its files.
 
     Raises:
-        ImportError: safetensors, or ml_dtypes for a dtype of its, is not installed.
-        ValueError: The data are damaged, or do not fit the manifest.
+        ImportError: ml_dtypes, for a dtype of its, is not installed.
+        DamagedCheckpointError: The data are damaged, or do not fit the manifest.
         OSError: They cannot be read.
     """
-    numpy_files = _safetensors()
-    from safetensors import SafetensorError
+    dtypes = {key: dtype_of(tensor) for key, tensor in manifest.tensors.items()}
+    by_file: dict[str, list[tuple[str, Part]]] = {}
+    for key, tensor in manifest.tensors.items():
+        for part in tensor.parts:
+            by_file.setdefault(part.file, []).append((key, part))
+    arrays: dict[str, Array] = {}
+    filled = dict.fromkeys(manifest.tensors, 0)
+    for name, parts in sorted(by_file.items()):
+        stored = safetensors_file.read(path / name, manifest.files.get(name))
+        for key, part in parts:
+            filled[key] += part.stop - part.start
+            _place(arrays, key, manifest.tensors[key], dtypes[key], part, stored.pop(key, None), path)
+    for key, tensor in manifest.tensors.items():
+        if filled[key] != tensor.size:
+            raise DamagedCheckpointError(f"{path} is damaged: {key!r} has {filled[key]} of {tensor.size} elements")
+        if key not in arrays:
+            arrays[key] = np.empty(tensor.shape, dtypes[key])
+    return arrays
 
-    stored: dict[str, dict[str, Array]] = {}
-    for name in sorted({tensor.file for tensor in manifest.tensors.values()}):
-        try:
-            stored[name] = numpy_files.load_file(path / name)
-        except SafetensorError as error:
-            raise ValueError(f"{path / name} is damaged: {error}; restore another checkpoint") from error
-    return {key: _decode(path, key, stored[tensor.file], tensor) for key, tensor in manifest.tensors.items()}
 
-
-def _encode(array: Array, tensor: Tensor) -> Array:
-    # safetensors writes the memory as it lies, so it must be contiguous; ascontiguousarray would add an axis to 0-d.
-    array = np.array(array, order="C", copy=not array.flags.c_contiguous)
-    return array if tensor.stored_as == "tensor" else np.frombuffer(array.tobytes(), np.uint8)
-
-
-def _decode(path: Path, key: str, stored: dict[str, Array], tensor: Tensor) -> Array:
-    dtype = dtype_of(tensor)
-    array = stored.get(key)
-    if array is not None and tensor.stored_as == "bytes":
-        size = dtype.itemsize * int(np.prod(tensor.shape))
-        array = np.frombuffer(array.tobytes(), dtype).reshape(tensor.shape) if array.size == size else None
-    if array is None or (array.shape, array.dtype) != (tensor.shape, dtype):
-        raise ValueError(
-            f"{path / tensor.file} does not fit {MANIFEST}: expected {key!r} of shape {tensor.shape} and dtype "
-            f"{tensor.dtype}; restore another checkpoint"
+def _place(
+    arrays: dict[str, Array],
+    key: str,
+    tensor: Tensor,
+    dtype: np.dtype[np.generic],
+    part: Part,
+    elements: Array | None,
+    path: Path,
+) -> None:
+    """Put a part of a tensor where it belongs in ``arrays``."""
+    count = part.stop - part.start
+    if elements is not None:
+        elements = elements.reshape(-1)
+        if tensor.stored_as == "bytes" and elements.nbytes == count * dtype.itemsize:
+            elements = elements.view(dtype)
+    if elements is None or (elements.size, elements.dtype) != (count, dtype) or part.stop > tensor.size:
+        raise DamagedCheckpointError(
+            f"{path / part.file} does not fit {MANIFEST}: expected {count} elements of {key!r}, of shape "
+            f"{tensor.shape} and dtype {tensor.dtype}; restore another checkpoint"
         )
-    return array
-
-
-def _put(temporary: Path, path: Path) -> None:
-    """Give the finished directory its name."""
-    if not path.exists():
-        temporary.rename(path)
+    if count == tensor.size:
+        arrays[key] = elements.reshape(tensor.shape)
         return
-    # A directory cannot be renamed over one that is not empty.
-    old = path.parent / f".{path.name}.{uuid.uuid4().hex}.old"
-    path.rename(old)
-    temporary.rename(path)
-    # The new name must be on the disk before the old data go.
-    _sync(path.parent)
-    shutil.rmtree(old)
+    if key not in arrays:
+        arrays[key] = np.empty(tensor.shape, dtype)
+    arrays[key].reshape(-1)[part.start : part.stop] = elements
+
+
+def encode(array: Array, tensor: Tensor, part: Part) -> Array:
+    """Return what the file holds of a tensor: its elements in C order, a copy only where they lie otherwise."""
+    flat = array.reshape(-1)
+    flat = flat if flat.flags.c_contiguous else flat.copy()
+    if tensor.stored_as == "bytes":
+        return flat.view(np.uint8)
+    return flat.reshape(tensor.shape) if part.stop - part.start == tensor.size else flat
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until the names in a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync_names(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _safetensors() -> Any:
+def _sync_names(descriptor: int) -> None:
     try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            'checkpoints need safetensors, which is not installed; type: pip install "mpidist[checkpoint]"'
-        ) from error
-    return safetensors.numpy
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems write names at once, and know no such call for a directory.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise

@@ -4,7 +4,7 @@ Each file has ``HELP``, a line on what the command does, ``add_arguments(parser)
 the exit status. A command of several ranks prints on rank 0.
 """
 
-from mpidist.cli import trace, tune
+from mpidist.cli import doctor, flight, launch, trace, tune
 
-COMMANDS = {"trace": trace, "tune": tune}
+COMMANDS = {"doctor": doctor, "flight": flight, "launch": launch, "trace": trace, "tune": tune}
 """By the name that is typed."""

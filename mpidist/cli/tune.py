@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from mpidist.collectives.table import size_text, table_text
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
-from mpidist.core.settings import TUNING_FILE
+from mpidist.core.errors import LaunchError
+from mpidist.core.settings import SETTINGS, TUNING_FILE
 from mpidist.topology import world_topology
 
 HELP = "measure which algorithm is fastest at which size on this cluster; start it under mpirun or srun"
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=_seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
     )
 
 
@@ -38,7 +42,14 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure on all ranks (collective); rank 0 prints what came of it."""
-    world = world_topology()
+    try:
+        for setting in SETTINGS.values():
+            setting.read()
+        world = world_topology()
+    except (LaunchError, ValueError) as error:
+        # Each rank for itself: what is wrong with its environment need not be wrong with that of rank 0.
+        print(f"python -m mpidist tune: {error}", file=sys.stderr)
+        return _USAGE_ERROR
     is_first = world.rank == 0
     if world.size == 1:
         print(
@@ -48,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return _USAGE_ERROR
     try:
-        tuned = measure(arguments.out, arguments.seconds, _print_progress)
+        tuned = measure(arguments.out, arguments.seconds, _print_progress, device=arguments.device)
     except ValueError as error:
         if is_first:
             print(f"python -m mpidist tune: {error}", file=sys.stderr)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from mpidist.cluster_resolver.accelerators import visible_devices
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.topology.gpus import visible_devices
 
 
 class ClusterResolver(ABC):
@@ -38,7 +38,9 @@ class ClusterResolver(ABC):
         """Return the address of a task, with ``rpc_layer`` as its scheme where there is one."""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return ``{"GPU": k}`` for the k CUDA devices of this process, ``{}`` for none; imports CuPy.
+        """Return ``{"GPU": k}`` for the k CUDA devices of this process, ``{}`` for none.
+
+        Imports CuPy where the machine has an NVIDIA driver.
 
         Args:
             task_type: Only count if this process is of this type.

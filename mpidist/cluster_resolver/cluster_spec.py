@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from mpidist.core.numbers import whole_number
 
 Tasks = Sequence[str] | Mapping[int, str]
 
@@ -17,7 +20,7 @@ class ClusterSpec:
 
     Raises:
         TypeError: Not of that form.
-        ValueError: A task index below 0.
+        ValueError: A task index below 0 or given twice, or an empty address.
 
     >>> spec = ClusterSpec({"chief": ["a:1"], "worker": {1: "b:1"}})
     >>> spec
@@ -128,12 +131,19 @@ def _tasks_by_index(job: str, tasks: Any) -> dict[int, str]:
             f"the tasks of job {job!r} are {tasks!r} of type {type(tasks).__name__}; expected a list of "
             "addresses or a dict from task index to address"
         )
-    return {_task_index(job, index): _address(job, address) for index, address in by_index.items()}
+    found: dict[int, str] = {}
+    for given, address in by_index.items():
+        index = _task_index(job, given)
+        if index in found:
+            raise ValueError(f"job {job!r} has task {index} twice, in {tasks!r}; expected every index once")
+        found[index] = _address(job, address)
+    return found
 
 
 def _task_index(job: str, index: Any) -> int:
     try:
-        number = int(index)  # JSON, as in TF_CONFIG, has only strings as keys.
+        # JSON, as in TF_CONFIG, has only strings as keys.
+        number = whole_number(index) if isinstance(index, str) else operator.index(index)
     except (TypeError, ValueError):
         raise TypeError(f"a task index of job {job!r} is {index!r}; expected a whole number") from None
     if number < 0:
@@ -146,6 +156,8 @@ def _address(job: str, address: Any) -> str:
         raise TypeError(
             f"an address of job {job!r} is {address!r} of type {type(address).__name__}; expected 'host:port'"
         )
+    if not address.strip():
+        raise ValueError(f"an address of job {job!r} is {address!r}; expected 'host:port'")
     return address
 
 

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidist.cluster_resolver.accelerators import share_of_each, visible_devices
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.core import settings
+from mpidist.cluster_resolver.roles import deal_tasks
+from mpidist.topology.gpus import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.patience import duplicate
 from mpidist.topology.topology import Topology, world_topology
@@ -43,7 +43,8 @@ class MPIClusterResolver(ClusterResolver):
 
     Raises:
         TypeError: An argument of another type.
-        ValueError: A count below 1, or counts that do not add up to the size of ``comm``.
+        ValueError: A count below 1, a task type that does not exist, or counts that do not add up to the size of
+            ``comm``.
         LaunchError: There is no MPI library, or the launcher started more ranks than the world has.
 
     Source: an extension; TensorFlow's resolver for Slurm has the same order of ranks and jobs.
@@ -71,7 +72,7 @@ class MPIClusterResolver(ClusterResolver):
         shown = world if comm is None else comm
         self.rank = shown.Get_rank()
         self.size = shown.Get_size()
-        self._tasks = _deal_tasks(jobs, self.size)
+        self._tasks = deal_tasks(jobs, self.size)
         self._survey: _Survey | None = None
         self._shares: list[int] | None = None
 
@@ -144,7 +145,7 @@ class MPIClusterResolver(ClusterResolver):
         """Return ``{"GPU": k}`` for the k CUDA devices that are a task's share, ``{}`` for none.
 
         Collective the first time: call it on every rank, in the same order. Ranks of one node that see the
-        same devices share them out. Imports CuPy, if it is installed.
+        same devices share them out. Imports CuPy where the machine has an NVIDIA driver.
 
         Args:
             task_type: The job; that of this rank by default.
@@ -212,28 +213,3 @@ class MPIClusterResolver(ClusterResolver):
 
 def _first(*numbers: int | None) -> int:
     return next(number for number in numbers if number is not None)
-
-
-def _deal_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
-    """Return the task of every rank, in rank order."""
-    if jobs is None:
-        jobs, source = settings.JOBS.read(), settings.JOBS.name
-    else:
-        source = "jobs"
-    if jobs is None:
-        return [("worker", rank) for rank in range(size)]
-    if not isinstance(jobs, Mapping):
-        raise TypeError(f"jobs is {jobs!r}; expected a dict such as {{'ps': 1, 'worker': 3}}")
-    for job, count in jobs.items():
-        if not isinstance(job, str) or isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{source} has {job!r}: {count!r}; expected the name of a job and a whole number")
-        if count < 1:
-            raise ValueError(f"{source} has {count} tasks of {job!r}; expected at least 1")
-    tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
-    if len(tasks) != size:
-        raise ValueError(
-            f"{source} has {' + '.join(f'{count} {job}' for job, count in jobs.items())} = {len(tasks)} "
-            f"tasks, and there are {size} ranks. Expected: one task for each rank; type: mpirun -n "
-            f"{len(tasks)} ..., or change {source}"
-        )
-    return tasks

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import check_transportable
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import check_options
+from mpidist.collectives.device_call import DeviceCall
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.plan import ReductionPlan, signature_of, signature_text
+from mpidist.collectives.host_copies import on_host
+from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
 from mpidist.collectives.table import Table, check_table
 from mpidist.collectives.tuning_file import agreed_table
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
+from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+P = TypeVar("P", GatherPlan, BroadcastPlan)
 # What a collective does, and what it is.
 Call = tuple[Steps[T], str]
 
@@ -43,9 +47,11 @@ class ArrayCollectives:
         options: Defaults for every call.
         table: Which algorithm is taken at which size; that of rank 0 counts. By default the one that
             ``MPIDIST_TUNING_FILE`` has for these ranks, else the shipped one.
+        owner: What it is made for, for messages; the same on every rank.
 
     Raises:
         ValueError: The tuning file cannot be read or is wrong; on all ranks.
+        MismatchError: Other ranks are about to make something else, or do something else.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class ArrayCollectives:
         *,
         options: CommunicationOptions | None = None,
         table: Table | None = None,
+        owner: str = "Communicator",
     ) -> None:
         check_communication_options(options)
         check_table(table)
@@ -61,11 +68,12 @@ class ArrayCollectives:
         check_options(self._options)
         if comm is not None and not isinstance(comm, import_mpi().Intracomm):
             raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
+        self._uses_world_channel = world_channel.agree_to_make(owner, comm)
         base = world_topology().world if comm is None else comm
-        self._channel = Channel(base, self._options.timeout_seconds)
+        self._channel = Channel(base, self._options.timeout_seconds, owner)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
-        self._plans: dict[Any, ReductionPlan] = {}
+        self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
 
     @property
@@ -77,7 +85,7 @@ class ArrayCollectives:
         channel = self._channel
         table = channel.run(agreed_table(channel.comm, channel.node, given), "agreeing on the tuning table")
         if isinstance(table, ValueError):
-            channel.close(lambda: None)
+            self._close(lambda: None)
             raise table
         return table
 
@@ -99,6 +107,13 @@ class ArrayCollectives:
             except ValueError as error:
                 self.announce(error, "checking out")
                 raise
+        if plan.on_device:
+            call = self._device_call(plan, arrays, out, options)
+            try:
+                results = self._run(self._engine.all_reduce(plan, arrays, out, None, call), plan.text, options)
+            finally:
+                call.leave()
+            return call.join(results)
         return self._run(self._engine.all_reduce(plan, arrays, out, None), plan.text, options)
 
     def reduce_arrays_async(
@@ -113,45 +128,45 @@ class ArrayCollectives:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         call_site = user_call_site()
-        return self._submit(self._engine.all_reduce(plan, arrays, None, call_site), plan.text, call_site, options)
+        call = self._device_call(plan, arrays, None, options) if plan.on_device else None
+        work = self._submit(self._engine.all_reduce(plan, arrays, None, call_site, call), plan.text, call_site, options)
+        return work if call is None else work.then(call.join).before_return(call.wait_here)
+
+    def _device_call(
+        self,
+        plan: ReductionPlan,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        options: CommunicationOptions | None,
+    ) -> DeviceCall:
+        with self.shared_errors("all_reduce"):
+            return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
-        return self._run(*self._gather_call(arrays, axis, note), options)
+        copies, bring_back = on_host(arrays)
+        return bring_back(self._run(*self._gather_call(copies, axis, note), options))
 
     def _gather_call(
         self, arrays: Sequence[Array], axis: int, note: str = "", call_site: str | None = None
     ) -> Call[list[Array]]:
-        moved = []
-        parts = []
-        with self.shared_errors("all_gather"):
-            for array in arrays:
-                check_transportable(array.dtype, "all_gather")
-                position = check_has_axis(array, axis, "all_gather")
-                moved.append(np.ascontiguousarray(np.moveaxis(array, position, 0)))
-                shape = ", ".join("*" if i == position else str(n) for i, n in enumerate(array.shape))
-                parts.append(f"{array.dtype.name}({shape})")
-        text = f"all_gather along axis {axis} of {', '.join(parts)}{f' as {note}' if note else ''}"
-        return self._engine.all_gather(moved, axis, text, call_site), text
+        plan = self._kept(GatherPlan, "all_gather", axis, signature_of(arrays), note)
+        return self._engine.all_gather(plan, arrays, call_site), plan.text
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
-        return self._run(*self._broadcast_call(arrays, root, note), options)
+        copies, bring_back = on_host(arrays)
+        return bring_back(self._run(*self._broadcast_call(copies, root, note), options))
 
     def _broadcast_call(
         self, arrays: Sequence[Array], root: int, note: str = "", call_site: str | None = None
     ) -> Call[list[Array]]:
-        root = self._check_root(root)
-        with self.shared_errors("broadcast"):
-            for array in arrays:
-                check_transportable(array.dtype, "broadcast")
-        of_what = f" for {note}" if note else ""
-        text = f"broadcast from rank {root} of {signature_text(signature_of(arrays))}{of_what}"
-        return self._engine.broadcast(arrays, root, text, call_site), text
+        plan = self._kept(BroadcastPlan, "broadcast", self._check_root(root), signature_of(arrays), note)
+        return self._engine.broadcast(plan, arrays, call_site), plan.text
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block for rank-local work before a collective, so that an error in it reaches every rank.
@@ -169,7 +184,11 @@ class ArrayCollectives:
 
     def close(self) -> None:
         """Finish what is on its way and free the communicator (collective). Closing again does nothing."""
-        self._channel.close(self._engine.choice.close)
+        self._close(self._engine.close)
+
+    def _close(self, free_first: Callable[[], None]) -> None:
+        if self._channel.close(free_first) and self._uses_world_channel:
+            world_channel.release()
 
     def _plan(
         self,
@@ -180,51 +199,60 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         note: str,
     ) -> ReductionPlan:
-        check_communication_options(options)
-        signature = signature_of(arrays)
-        key = (kind, op, divisor, signature, options, note)
-        plan = self._plans.get(key)
+        self._check_options(options)
+        signature, on_device = signature_of(arrays), which_on_device(arrays)
+        key = (kind, op, divisor, signature, on_device, options, note)
+        plan: ReductionPlan | None = self._plans.get(key)
         if plan is None:
             with self.shared_errors(kind):
                 merged = self._options.merge(options)
                 check_options(merged)
-                if len(self._plans) == _MOST_PLANS:
-                    self._plans.clear()
                 most_inline = self._channel.handshake.most_numbers
-                plan = self._plans[key] = ReductionPlan(kind, op, signature, merged, divisor, most_inline, note)
-                if self._channel.trace is not None:
-                    self._channel.trace.planned(plan.text, sum(array.nbytes for array in arrays))
+                plan = ReductionPlan(kind, op, signature, merged, divisor, most_inline, on_device, note)
+                self._keep(key, plan)
+            if self._channel.trace is not None:
+                self._channel.trace.planned(plan.text, sum(array.nbytes for array in arrays))
         return plan
 
+    def _kept(
+        self, make: Callable[[int, Signature, str], P], kind: str, number: int, signature: Signature, note: str
+    ) -> P:
+        """Return the plan that ``make`` makes of the other arguments; ``kind`` is for reports."""
+        key = (kind, number, signature, note)
+        with self.shared_errors(kind):
+            plan: P | None = self._plans.get(key)
+            if plan is None:
+                plan = make(number, signature, note)
+                self._keep(key, plan)
+        return plan
+
+    def _keep(self, key: Any, plan: Any) -> None:
+        if len(self._plans) == _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+
     def _run(self, steps: Steps[T], text: str, options: CommunicationOptions | None) -> T:
-        return self._channel.run(steps, text, _timeout_of(options))
+        return self._channel.run(steps, text, self._timeout_of(options))
 
     def _submit(self, steps: Steps[Any], text: str, call_site: str, options: CommunicationOptions | None) -> Work:
-        return self._channel.submit(steps, text, call_site, _timeout_of(options))
+        return self._channel.submit(steps, text, call_site, self._timeout_of(options))
 
     def _check_root(self, root: int) -> int:
         if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:
-            raise ValueError(f"root is {root!r}; expected a rank from 0 to {self.size - 1}")
+            with self.shared_errors("checking its root"):
+                raise ValueError(f"root is {root!r}; expected a rank from 0 to {self.size - 1}")
         return int(root)
 
+    def _check_options(self, options: object) -> None:
+        if options is not None and not isinstance(options, CommunicationOptions):
+            with self.shared_errors("checking its options"):
+                check_communication_options(options)
 
-def _timeout_of(options: CommunicationOptions | None) -> float | None:
-    if options is None:
-        return None
-    check_communication_options(options)
-    return options.timeout_seconds
-
-
-def check_has_axis(array: Array, axis: int, method: str) -> int:
-    """Return ``axis`` counted from 0, after checking that ``array`` has it."""
-    if array.ndim == 0:
-        raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
-    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
-        raise ValueError(
-            f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
-            f"expected an axis from {-array.ndim} to {array.ndim - 1}"
-        )
-    return axis % array.ndim
+    def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
+        if options is None:
+            return None
+        self._check_options(options)
+        return options.timeout_seconds
 
 
 def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
@@ -233,5 +261,10 @@ def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
         raise ValueError(
             f"out has {signature_text(given)}; expected {signature_text(plan.result_signature)}, as the result has"
         )
-    if not all([array.flags.writeable for array in out]):
+    if which_on_device(out) != plan.on_device:
+        raise ValueError(
+            f"out has {signature_text(given, which_on_device(out))}; expected "
+            f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
+        )
+    if not plan.on_device and not all([array.flags.writeable for array in out]):
         raise ValueError("out is read-only; expected arrays that can be written")

@@ -1,33 +1,43 @@
 """Channel: one private MPI communicator, on which this rank carries out collectives one after the other.
 
-What is here is the same for every collective: order, deadlines, reports, errors that other ranks must learn of, and
-the end of the program. What a collective does is given as steps (see ``mpidist.collectives.waiting``).
+What is here is the same for every collective: order, deadlines, reports, and errors that other ranks must learn of.
+What a collective does is given as steps (see ``mpidist.collectives.waiting``).
 """
 
 from __future__ import annotations
 
-import atexit
-import math
-import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from mpidist.collectives.handshake import FAILED, LEFT, Handshake, plan_id
+from mpidist.collectives.announcing import COMMON_ERRORS, announce
+from mpidist.collectives.crossing import Lookout, note_thread
+from mpidist.collectives.guard import Guard, Standing
+from mpidist.collectives.handshake import LEFT, Handshake, plan_id
+from mpidist.collectives.leaving import (
+    EXIT_SECONDS,
+    abandoned_channels,
+    abort_job,
+    carry_through,
+    open_channels,
+    see_to_the_end,
+)
+from mpidist.collectives.naming import next_name, ranks_in_job
 from mpidist.collectives.node import Node
 from mpidist.collectives.progress import progress
+from mpidist.collectives.side_thread import side_thread
 from mpidist.collectives.trace import WatchedHandshake, watch
+from mpidist.collectives.turn import Turn
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.collectives.work import Work
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError
-from mpidist.topology import import_mpi
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError
+from mpidist.topology.faults import revoke, says_rank_is_lost
 from mpidist.topology.patience import duplicate
 
 if TYPE_CHECKING:
@@ -35,22 +45,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A rank that failed on its own tells the others, but does not keep its error back for longer than this.
-_FAILURE_SECONDS = 2.0
 # Works that were submitted and never waited for: beyond this many the oldest is finished first.
 _MOST_WORKS = 256
-# How long a rank that leaves after a timeout waits for the others to catch up, so that MPI can end in order.
-_EXIT_SECONDS = 5.0
-# Set on an error that the other ranks have been told of.
-_ANNOUNCED = "_mpidist_announced"
-_open: list[Channel] = []
-# A forked child has not left, and must not say so on its parent's communicators.
-os.register_at_fork(after_in_child=_open.clear)
-
-
-def open_channels() -> list[Channel]:
-    """Return the channels of this process that have not been closed."""
-    return list(_open)
+_CROSSED = "its ranks waited for one another in different communicators"
 
 
 class Channel:
@@ -59,20 +56,30 @@ class Channel:
     Args:
         comm: The communicator to duplicate.
         timeout: Seconds before a collective is given up; ``MPIDIST_TIMEOUT`` by default.
+        owner: What it is part of, for messages; the same on every rank.
+        name: By which all its ranks know it, and no other; made of their numbers by default. One that is given here is
+            of a channel of mpidist's own, whose collectives are not traced.
 
     Attributes:
         comm: The duplicate.
+        issued: How many collectives this rank has issued on it.
         node: Its node of this rank.
         handshake: With which every collective on it begins.
+        guard: What ranks tell one another of it; None for one rank, or where there can be no thread for that.
         trace: What watches its collectives; None where nothing is to be seen.
+        at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float | None) -> None:
-        self.comm: MPI.Intracomm = duplicate(comm, "making a Communicator or a strategy")
+    def __init__(
+        self, comm: MPI.Intracomm, timeout: float | None, owner: str = "Communicator", name: str | None = None
+    ) -> None:
+        self.owner = owner
+        self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
+        self.name = name or next_name(ranks_in_job(self.comm))
         self.node = Node(self.comm)
-        self.trace = watch(self.comm)
+        self.trace = watch(self.comm, self.name) if name is None else None
         self.handshake = (
             Handshake(self.comm, self.node.board)
             if self.trace is None
@@ -81,15 +88,30 @@ class Channel:
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self._warn_after: float = settings.WARN_AFTER.read()
         self._queue: deque[Work] = deque()
-        self._turn = _Turn()
-        self._calls = 0
+        self._turn = Turn()
+        # Collectives are counted as they are issued; the one that is carried out, or was last, and since when.
+        self.issued = 0
+        self._last = (0, "", 0.0)
+        self._waits = False
+        self._has_ended = False
+        self.at_exit: list[Callable[[], None]] = []
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
         self._interrupted: BaseException | None = None
-        _open.append(self)
+        self.guard: Guard | None = None
+        if self.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
+            self.guard = Guard(self.comm, self.name, self._standing, self._on_crossing)
+            side_thread.watch(self.guard)
+        open_channels.append(self)
+        see_to_the_end()
 
     def __repr__(self) -> str:
-        return f"<channel of a Communicator, rank {self.rank} of {self.size}>"
+        return f"<channel of a {self.owner}, rank {self.rank} of {self.size}>"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether collectives on it can still take place."""
+        return self.unusable is None and not self.handshake.left
 
     def run(self, steps: Steps[T], text: str, timeout: float | None = None) -> T:
         """Carry out a collective, after those that were submitted, and return its result.
@@ -108,9 +130,10 @@ class Channel:
             steps = self.trace.blocking(steps, text)
         with self._turn:
             self._check_usable()
+            self.issued = number = self.issued + 1
             while self._queue:
                 self._finish_oldest()
-            return self._drive(steps, text, timeout or self.timeout, None)
+            return self._drive(steps, text, number, timeout or self.timeout, None)
 
     def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
         """Start a collective, to be carried out in the order of submission, and return its handle."""
@@ -118,6 +141,7 @@ class Channel:
         work = make(self, steps, text, call_site, timeout or self.timeout)
         with self._turn:
             self._check_usable()
+            self.issued = work.number = self.issued + 1
             self._queue.append(work)
             while len(self._queue) > _MOST_WORKS:
                 self._finish_oldest()
@@ -162,7 +186,7 @@ class Channel:
                     lambda: Deadline(
                         timeout,
                         self._warn_after,
-                        lambda waited: self._report(work.text, waited, work.call_site),
+                        lambda waited: self._warn(work.text, work.number, waited, work.call_site),
                         lambda _: _raise_still_running(work, timeout),
                         self._move_others,
                     ),
@@ -192,33 +216,28 @@ class Channel:
             error: The error.
             doing: What was being done, for the report.
         """
-        is_common = isinstance(error, (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError))
-        nobody_listens = self.size == 1 or self.unusable is not None or self.handshake.left
-        if nobody_listens or is_common or hasattr(error, _ANNOUNCED):
-            return
-        setattr(error, _ANNOUNCED, True)
-        call_site = user_call_site()
-        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
-        work = self.submit(news, f"telling the other ranks of {type(error).__name__} in {doing}", call_site)
-        try:
-            self.complete(work, _FAILURE_SECONDS)
-        except TimeoutError:
-            # They are busy. The news waits in the queue for their next call, or for the end of this program.
-            return
+        announce(self, error, doing)
 
-    def close(self, free_first: Callable[[], None]) -> None:
-        """Finish what is on its way, call ``free_first`` and free the communicator (collective); once."""
-        if self not in _open or self.unusable is not None or self.handshake.left:
+    def close(self, free_first: Callable[[], None]) -> bool:
+        """Finish what is on its way, call ``free_first`` and free the communicator (collective).
+
+        Returns:
+            Whether it did; not the second time, nor where it was unusable already.
+        """
+        if self not in open_channels or self.unusable is not None or self.handshake.left:
             # What was given up is dealt with at the end of the program, where it is known whether the others came.
-            return
+            return False
         self.run(self.handshake.open(plan_id("close"), "close", None), "close")
-        _open.remove(self)
+        open_channels.remove(self)
         progress.forget(self)
+        if self.guard is not None:
+            side_thread.forget(self.guard)
         free_first()
         self.handshake.free()
         self.node.close()
         self.comm.Free()
         self.unusable = "it has been closed"
+        return True
 
     # Inside, while it is this thread's turn ---------------------------------------------------------------------
 
@@ -230,13 +249,16 @@ class Channel:
             if work.step():
                 self._queue.popleft()
         except BaseException as error:
+            if says_rank_is_lost(error):
+                self._lose(error, work.text)
             self._interrupt(error, work.text)
             raise
 
     def _finish_oldest(self) -> None:
         self._check_usable()
         work = self._queue[0]
-        self._drive(self._stepping(work), work.text, max(work.timeout - work.waited, 0.0), work.call_site)
+        timeout = max(work.timeout - work.waited, 0.0)
+        self._drive(self._stepping(work), work.text, work.number, timeout, work.call_site)
         self._queue.popleft()
 
     def _stepping(self, work: Work) -> Steps[None]:
@@ -256,39 +278,82 @@ class Channel:
             yield
         yield from steps
 
-    def _drive(self, steps: Steps[T], text: str, timeout: float, call_site: str | None) -> T:
-        self._calls += 1
+    def _drive(self, steps: Steps[T], text: str, number: int, timeout: float, call_site: str | None) -> T:
+        self._last = (number, text, time.monotonic())
+        self._waits = True
         try:
             # What small collectives need no more than.
             next(steps)
-            return drive(steps, partial(self._deadline, steps, text, timeout, call_site))
+            return drive(steps, partial(self._deadline, steps, text, number, timeout, call_site))
         except StopIteration as stop:
             value: T = stop.value
             return value
-        except (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError):
+        except COMMON_ERRORS:
             # All ranks raise these together, or the channel has been given up already.
             raise
         except ProcessLookupError as error:
             self._interrupt(error, text)
             raise PeerError(f"{self.unusable}: {error}") from error
         except BaseException as error:
+            if says_rank_is_lost(error):
+                self._lose(error, text)
             self._interrupt(error, text)
             raise
+        finally:
+            self._waits = False
 
-    def _deadline(self, steps: Steps[Any], text: str, timeout: float, call_site: str | None) -> Deadline:
+    def _deadline(self, steps: Steps[Any], text: str, number: int, timeout: float, call_site: str | None) -> Deadline:
+        note_thread()
+        lookout = None if self.guard is None else Lookout(self.guard, number, self.name)
+
+        def meanwhile() -> None:
+            self._move_others()
+            crossing = None if lookout is None else lookout.check()
+            if crossing is not None:
+                self._give_up(steps, _CROSSED)
+                error = MismatchError(crossing)
+                self._settle_all(error)
+                raise error
+
         return Deadline(
             timeout,
             self._warn_after,
-            lambda waited: self._report(text, waited, call_site),
-            lambda waited: self._expire(steps, text, waited),
-            self._move_others,
+            lambda waited: self._warn(text, number, waited, call_site),
+            lambda waited: self._expire(steps, text, number, waited),
+            meanwhile,
         )
 
     def _move_others(self) -> None:
         """Move the works of other channels on: the ranks may wait for works of several in different orders."""
-        for channel in _open:
+        for channel in open_channels:
             if channel is not self and channel.oldest_work() is not None:
                 channel.move()
+
+    def _lose(self, error: BaseException, text: str) -> NoReturn:
+        """Give the communicator up, on all its ranks: one of them is lost."""
+        lost = RankLostError(f"a rank was lost while rank {self.rank} was in {text}: {error}")
+        self.unusable = str(lost)
+        # MPI may still write to what is on its way.
+        self._interrupted = error
+        self._settle_all(lost)
+        self._revoke()
+        raise lost from error
+
+    def _revoke(self) -> None:
+        for comm in (self.comm, self.node.comm):
+            revoke(comm)
+
+    def abandon(self) -> None:
+        """Give it up for good, without a word to the other ranks but that (local)."""
+        self._revoke()
+        self.unusable = self.unusable or "a rank was lost"
+        self._settle_all(RankLostError(self.unusable))
+        progress.forget(self)
+        if self.guard is not None:
+            side_thread.forget(self.guard)
+        open_channels.remove(self)
+        # Windows, requests and buffers stay: none of them can be freed without the rank that is lost.
+        abandoned_channels.append(self)
 
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
@@ -304,120 +369,70 @@ class Channel:
             work.settle(error)
         self._queue.clear()
 
-    def _report(self, text: str, waited: float, call_site: str | None) -> str:
-        return (
+    def _warn(self, text: str, number: int, waited: float, call_site: str | None) -> None:
+        """Say that a collective takes long: one rank for all, or, where nobody can ask the others, each for itself."""
+        if self.guard is not None:
+            self.guard.print_report(number)
+            return
+        print(
             f"mpidist: rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in {text}, "
-            f"its collective number {self._calls}, at {call_site or user_call_site()}"
+            f"its collective number {number}, at {call_site or user_call_site()}",
+            file=sys.stderr,
+            flush=True,
         )
 
-    def _expire(self, steps: Steps[Any], text: str, waited: float) -> None:
+    def _give_up(self, steps: Steps[Any], reason: str) -> None:
         # Requests are still open, and MPI may write to their buffers: the communicator is never used again,
         # and the buffers are kept.
         self._given_up = steps
-        self.unusable = f"an earlier collective, {text}, did not finish within its deadline"
-        error = CollectiveTimeoutError(text, self._calls, waited, self.rank)
+        self.unusable = reason
+
+    def _expire(self, steps: Steps[Any], text: str, number: int, waited: float) -> None:
+        self._give_up(steps, f"an earlier collective, {text}, did not finish within its deadline")
+        report = None if self.guard is None else self.guard.report(number)
+        error = CollectiveTimeoutError(text, number, waited, self.rank, report)
         self._settle_all(error)
         raise error
 
+    def _on_crossing(self) -> None:
+        # A rank that is about to wait in it finds out there.
+        if not self._waits:
+            self.unusable = _CROSSED
+
+    def waiting(self) -> list[tuple[int, str]]:
+        """Return number and text of the collective that the program waits in, if it does; called in another thread."""
+        number, text, _ = self._last
+        return [(number, text)] if self._waits else []
+
+    def _standing(self) -> Standing:
+        """Return what this rank is doing; called in another thread."""
+        number, text, began = self._last
+        seconds = time.monotonic() - began
+        waits = self._waits
+        work = self.oldest_work()
+        if not waits and work is not None:
+            number, text, waits = work.number, work.text, progress.moves(self)
+            seconds = time.monotonic() - work.began
+        return Standing(self.issued, number, text, waits, seconds, self._has_ended)
+
     def _check_usable(self) -> None:
         if self.unusable is not None:
-            raise RuntimeError(f"this Communicator can no longer be used: {self.unusable}")
+            raise RuntimeError(f"this {self.owner} can no longer be used: {self.unusable}")
         if self.handshake.left:
-            raise PeerError(f"this Communicator can no longer be used: ranks {self.handshake.left} left the program")
+            raise PeerError(f"this {self.owner} can no longer be used: ranks {self.handshake.left} left the program")
 
-    # The end of the program -------------------------------------------------------------------------------------
-
-    def _leave(self) -> Steps[None]:
+    def leave(self) -> Steps[None]:
         """Finish what is on its way and tell the others that this rank's program has ended."""
-        if not self._turn.take_for_good(_EXIT_SECONDS):
-            self.unusable = "a thread was still in one of its collectives when the program ended"
-            self._abort_job()
+        self._has_ended = True
+        if not self._turn.take_for_good(EXIT_SECONDS):
+            abort_job(self.rank, "a thread was still in one of its collectives when the program ended")
         if self._interrupted is not None:
-            self._abort_job()
+            abort_job(self.rank, self.unusable)
         if self._given_up is not None:
-            yield from _at_most(self._given_up, _EXIT_SECONDS, self._abort_job)
+            yield from carry_through(self._given_up, lambda: abort_job(self.rank, self.unusable))
         if not self.handshake.left:
             yield from self._after_queue(self.handshake.signal(LEFT, "has left the program", "its end"))
-
-    def _abort_job(self) -> None:
-        # MPI_Finalize would wait for ever for the collective that was given up.
-        print(f"mpidist: rank {self.rank} ends the job: {self.unusable}", file=sys.stderr, flush=True)
-        import_mpi().COMM_WORLD.Abort(1)
-
-    def _say_that_it_waits(self, _: float) -> str:
-        return f"mpidist: rank {self.rank} has ended its program, and waits for the other ranks to end theirs"
-
-
-class _Turn:
-    """Whose turn it is to carry out works: one thread of the program, or the thread that moves them on."""
-
-    def __init__(self) -> None:
-        self._program = threading.Lock()
-        self._anyone = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._program.acquire(blocking=False):
-            raise RuntimeError(
-                "two threads used one Communicator at the same time; collectives of one communicator are issued by one "
-                "thread, in the same order on every rank"
-            )
-        try:
-            self._anyone.acquire()
-        except BaseException:  # a signal handler that raises while the other thread takes its step
-            self._program.release()
-            raise
-
-    def take_for_good(self, seconds: float) -> bool:
-        """Take the turn from all other threads; whether that worked within some seconds."""
-        return self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
-
-    def __exit__(self, *_: object) -> None:
-        self._anyone.release()
-        self._program.release()
-
-    def take_if_free(self) -> bool:
-        return self._anyone.acquire(blocking=False)
-
-    def give_back(self) -> None:
-        self._anyone.release()
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:
     raise TimeoutError(f"{work.text} is not done after {timeout} s; it goes on, and may be waited for again")
-
-
-def _at_most(steps: Steps[Any], seconds: float, otherwise: Callable[[], None]) -> Steps[None]:
-    give_up = time.monotonic() + seconds
-    try:
-        for _ in steps:
-            if time.monotonic() > give_up:
-                otherwise()
-            yield
-    except (MismatchError, PeerError):
-        # The caller had its CollectiveTimeoutError; all ranks have now taken part, which is what matters here.
-        return
-
-
-def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
-    going = list(all_steps)
-    while going:
-        going = [steps for steps in going if next(steps, going) is not going]
-        yield
-
-
-@atexit.register
-def _leave_all() -> None:
-    """Tell the other ranks that this program has ended, before MPI_Finalize waits for theirs in silence.
-
-    A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
-    How long the other programs still run is their own affair, so this wait has no deadline, only a report.
-    """
-    progress.stop()
-    several = [channel for channel in _open if channel.size > 1]
-    if several and not import_mpi().Is_finalized():
-        first = several[0]
-        drive(
-            _together([channel._leave() for channel in several]),
-            lambda: Deadline(math.inf, first._warn_after, first._say_that_it_waits, lambda _: None),
-        )
-    _open.clear()

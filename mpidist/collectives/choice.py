@@ -33,8 +33,10 @@ def check_options(options: CommunicationOptions) -> None:
         raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
 
 
-def place_of(node: Node) -> str:
-    """Return the row of a table that counts for the ranks around ``node``."""
+def place_of(node: Node, kind: str = "cpu") -> str:
+    """Return the row of a table that counts for the ranks around ``node``, and arrays on devices of a kind."""
+    if kind == "gpu":
+        return "one_node_gpu" if node.is_alone else "several_nodes_gpu"
     if not node.is_alone:
         return "several_nodes"
     return "one_node_readable" if node.reads_neighbours else "one_node"

@@ -11,10 +11,13 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.collectives import objects, packing
-from mpidist.collectives.array_collectives import ArrayCollectives, Call, check_has_axis
+from mpidist.collectives.array_collectives import ArrayCollectives, Call
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.handshake import plan_id
+from mpidist.collectives.host_copies import on_host
+from mpidist.collectives.movement_plan import check_has_axis
 from mpidist.collectives.plan import signature_of, signature_text
+from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
 from mpidist.core.callsite import user_call_site
@@ -36,7 +39,9 @@ class Communicator(ArrayCollectives):
     deadline of the call (30 minutes, ``MPIDIST_TIMEOUT``) CollectiveTimeoutError is raised.
 
     ``value`` is an array, a number, or a flat list or tuple of them that travels together. Arrays of other
-    libraries (PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind that went in.
+    libraries (CuPy, PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind that went in.
+    Arrays on a GPU stay there: a rank keeps to one device, and what a call returns is ready in the order of the
+    stream that is current where it returns, which need not have come so far yet.
 
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
@@ -52,6 +57,19 @@ class Communicator(ArrayCollectives):
     """
 
     _has_warned = False
+
+    def step_agreement(self) -> StepAgreement:
+        """Return what lets the ranks agree on a step of their programs without a message in each (collective).
+
+        >>> comm = Communicator()
+        >>> agreement = comm.step_agreement()
+        >>> agreement.ask_for("a save")
+        >>> agreement.step_done()
+        ['a save']
+        >>> agreement.close()
+        >>> comm.close()
+        """
+        return StepAgreement(self._channel.comm)
 
     # Reductions -------------------------------------------------------------------------------------------
 
@@ -80,8 +98,7 @@ class Communicator(ArrayCollectives):
         [np.float64(2.0), array([1., 2.])]
         >>> comm.close()
         """
-        op = ReduceOp.of(op)
-        arrays, rebuild = self._unwrap(value)
+        op, arrays, rebuild = self._read(op, value)
         outs = None if out is None else self._unwrap(out)[0]
         return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs))
 
@@ -96,8 +113,7 @@ class Communicator(ArrayCollectives):
         np.float64(3.0)
         >>> comm.close()
         """
-        op = ReduceOp.of(op)
-        arrays, rebuild = self._unwrap(value)
+        op, arrays, rebuild = self._read(op, value)
         return self.reduce_arrays_async(op, arrays, self.size, options=options).then(rebuild)
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
@@ -116,12 +132,14 @@ class Communicator(ArrayCollectives):
     def _reduce_call(
         self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None, call_site: str | None
     ) -> tuple[Call[list[Array]], Finish]:
-        op = ReduceOp.of(op)
+        op, arrays, rebuild = self._read(op, value)
         root = self._check_root(root)
-        arrays, rebuild = self._unwrap(value)
-        plan = self._plan(f"reduce to rank {root}", op, arrays, self.size, options, "")
-        steps = self._engine.reduce_to(plan, arrays, root, call_site)
-        return (steps, plan.text), rebuild if self.rank == root else _nothing
+        copies, bring_back = on_host(arrays)
+        plan = self._plan(f"reduce to rank {root}", op, copies, self.size, options, "")
+        steps = self._engine.reduce_to(plan, copies, root, call_site)
+        if self.rank != root:
+            return (steps, plan.text), _nothing
+        return (steps, plan.text), lambda results: rebuild(bring_back(results))
 
     def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
@@ -148,15 +166,16 @@ class Communicator(ArrayCollectives):
     def _reduce_scatter_call(
         self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, call_site: str | None
     ) -> tuple[Call[Array], Finish]:
-        op = ReduceOp.of(op)
         with self.shared_errors("reduce_scatter"):
-            array = to_array(value)
-            check_has_axis(array, 0, "reduce_scatter")
+            op = ReduceOp.of(op)
+            given = to_array(value)
+            check_has_axis(given.ndim, 0, "reduce_scatter")
+        (array,), bring_back = on_host([given])
         plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
         start, stop = slices(len(array), self.size)[self.rank]
         shape = (stop - start, *array.shape[1:])
         steps = self._engine.reduce_scatter(plan, array, call_site)
-        return (steps, plan.text), lambda flat: _restore(value, flat.reshape(shape))
+        return (steps, plan.text), lambda flat: _restore(value, bring_back([flat.reshape(shape)])[0])
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -184,8 +203,10 @@ class Communicator(ArrayCollectives):
     def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start an :meth:`all_gather` and return its handle (collective)."""
         arrays, rebuild = self._unwrap(value)
+        copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        return self._submit(*self._gather_call(arrays, axis, "", call_site), call_site, options).then(rebuild)
+        work = self._submit(*self._gather_call(copies, axis, "", call_site), call_site, options)
+        return work.then(bring_back).then(rebuild)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
@@ -201,8 +222,10 @@ class Communicator(ArrayCollectives):
     def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`broadcast` and return its handle (collective)."""
         arrays, rebuild = self._unwrap(value)
+        copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        return self._submit(*self._broadcast_call(arrays, root, "", call_site), call_site, options).then(rebuild)
+        work = self._submit(*self._broadcast_call(copies, root, "", call_site), call_site, options)
+        return work.then(bring_back).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
@@ -302,15 +325,22 @@ class Communicator(ArrayCollectives):
 
     def _unwrap(self, value: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
         """Return the arrays of a value, and the function that makes the result look like the value."""
+        return self._read(ReduceOp.SUM, value)[1:]
+
+    def _read(self, op: ReduceOp | str, value: Any) -> tuple[ReduceOp, list[Array], Callable[[list[Array]], Any]]:
+        """Return an operation, the arrays of a value, and the function that makes the result look like the value."""
         try:
+            op = ReduceOp.of(op)
             if isinstance(value, (list, tuple)):
                 kind = type(value)
-                return [to_array(v) for v in value], lambda results: kind(
-                    _restore(v, r) for v, r in zip(value, results, strict=True)
+                return (
+                    op,
+                    [to_array(v) for v in value],
+                    lambda results: kind(_restore(v, r) for v, r in zip(value, results, strict=True)),
                 )
-            return [to_array(value)], lambda results: _restore(value, results[0])
-        except TypeError as error:
-            self.announce(error, "reading its value")
+            return op, [to_array(value)], lambda results: _restore(value, results[0])
+        except (TypeError, ValueError) as error:
+            self.announce(error, "reading its arguments")
             raise
 
     def __enter__(self) -> Communicator:

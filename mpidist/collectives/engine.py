@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import algorithms, gathering
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import Choice
 from mpidist.collectives.chunks import slices
-from mpidist.collectives.handshake import plan_id
+from mpidist.collectives.device_call import DeviceCall, device_of_arrays
+from mpidist.collectives.device_choice import DeviceChoice
+from mpidist.collectives.device_packing import DeviceReduction
+from mpidist.collectives.device_queue import queue_of
+from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.movement import Movement
+from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.packing import copies_of_overlapping, divided
 from mpidist.collectives.plan import ReductionPlan
 from mpidist.collectives.table import Table
@@ -33,14 +41,48 @@ class Engine:
     def __init__(self, channel: Channel, table: Table) -> None:
         self.channel = channel
         self.choice = Choice(channel.comm, channel.node, table)
+        self._table = table
+        self._on_device: DeviceChoice | None = None
         self._movement = Movement(channel.node)
         self._pool = Pool()
         self.last_algorithm = "none"
 
+    def device_call(
+        self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
+    ) -> DeviceCall:
+        """Return what ``all_reduce`` needs to know of the arrays that lie on a GPU; from the thread that calls.
+
+        Raises:
+            ValueError: They lie on another device than those before.
+        """
+        channel = self.channel
+        kind, device = device_of_arrays(arrays if out is None else [*arrays, *out])
+        if self._on_device is None:
+            lane = Lane(ops_for(kind), device)
+            channel.at_exit.append(lane.abandon)
+            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, lane, self.choice, self._pool)
+        lane = self._on_device.lane
+        if lane.device != device:
+            raise ValueError(
+                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{lane.device}, "
+                "where its first arrays lay: a rank keeps to one device"
+            )
+        return DeviceCall(
+            plan, arrays, out, lane, self._on_device.rails, timeout or channel.timeout, lambda: not channel.is_usable
+        )
+
     def all_reduce(
-        self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, call_site: str | None
+        self,
+        plan: ReductionPlan,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        call_site: str | None,
+        call: DeviceCall | None = None,
     ) -> Steps[list[Array]]:
-        """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results."""
+        """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
+
+        Those on a GPU are there when ``call`` is done.
+        """
         handshake = self.channel.handshake
         if plan.inline:
             self.last_algorithm = "handshake"
@@ -48,10 +90,27 @@ class Engine:
             if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.id, plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count), out)
-        if out is not None:
+        if out is not None and plan.packs:
             # One pack may write what another has still to read.
-            arrays = copies_of_overlapping(arrays, out)
-        return (yield from self._reduce_packs(plan, arrays, out, call_site, may_share=out is None, is_wanted=True))
+            arrays = self._apart(plan, arrays, out)
+        try:
+            return (
+                yield from self._reduce_packs(plan, arrays, out, call_site, call, may_share=out is None, is_wanted=True)
+            )
+        finally:
+            if call is not None:
+                call.leave()
+
+    def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
+        """Return ``arrays``, with copies of those in host memory that may share it with one of ``out``."""
+        if not plan.on_device:
+            return copies_of_overlapping(arrays, out)
+        on_host = [index for index, is_on_device in enumerate(plan.on_device) if not is_on_device]
+        copies = copies_of_overlapping([arrays[index] for index in on_host], [out[index] for index in on_host])
+        apart = list(arrays)
+        for index, copy in zip(on_host, copies, strict=True):
+            apart[index] = copy
+        return apart
 
     def _reduce_packs(
         self,
@@ -59,15 +118,19 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call_site: str | None,
+        call: DeviceCall | None,
         *,
         may_share: bool,
         is_wanted: bool,
     ) -> Steps[list[Array]]:
         """Reduce one pack after the other by its algorithm; the results of a rank that does not want them are blank."""
         handshake, trace = self.channel.handshake, self.channel.trace
-        results = plan.blank_results(out)
-        if not plan.packs:
+        results = plan.blank_results(out, None if call is None else call.results)
+        if not plan.packs or call is not None:
             yield from handshake.open(plan.id, plan.text, call_site)
+        if call is not None:
+            # The device works on while those in host memory are reduced.
+            yield from self._reduce_on_device(plan, call, results)
         for number, pack in enumerate(plan.packs):
             algorithm = self.choice.made(pack.nbytes, plan.options)
             if algorithm is None:
@@ -77,7 +140,7 @@ class Engine:
             job = plan.reduction(pack, arrays, out, self._pool)
             job.trace, job.is_wanted = trace, is_wanted
             algorithm.prepare(job, may_share)
-            if number == 0:
+            if number == 0 and call is None:
                 if not handshake.begin(plan.id):
                     yield from handshake.finish(plan.id, plan.text, call_site)
             else:
@@ -95,6 +158,30 @@ class Engine:
                 pack.deliver(pieces, results, out)
         return results
 
+    def _reduce_on_device(self, plan: ReductionPlan, call: DeviceCall, results: list[Array]) -> Steps[None]:
+        choice, trace = self._on_device, self.channel.trace
+        assert choice is not None
+        yield from queue_of(call.lane.device).turn(call)
+        for number, pack in enumerate(plan.device_packs):
+            if trace is not None:
+                trace.phase(REDUCE)
+            algorithm = choice.made(pack, plan.options)
+            if algorithm is None:
+                algorithm = yield from choice.make(pack, plan.options)
+            job = DeviceReduction(pack, number, call, plan.op, plan.divisor, plan.options)
+            pieces = yield from algorithm.all_reduce(job)
+            self.last_algorithm = algorithm.name
+            if trace is not None:
+                trace.took(algorithm.name)
+            pack.deliver(pieces, results)
+        call.leave()
+
+    def close(self) -> None:
+        """Free what the algorithms hold (collective)."""
+        if self._on_device is not None:
+            self._on_device.close()
+        self.choice.close()
+
     def reduce_to(
         self, plan: ReductionPlan, arrays: Sequence[Array], root: int, call_site: str | None
     ) -> Steps[list[Array]]:
@@ -104,7 +191,9 @@ class Engine:
         """
         channel, is_root = self.channel, self.channel.rank == root
         if (channel.node.is_alone and channel.size > 1) or _asks_for_more(plan):
-            return (yield from self._reduce_packs(plan, arrays, None, call_site, may_share=False, is_wanted=is_root))
+            return (
+                yield from self._reduce_packs(plan, arrays, None, call_site, None, may_share=False, is_wanted=is_root)
+            )
         yield from channel.handshake.open(plan.id, plan.text, call_site)
         results = plan.blank_results(None)
         if channel.trace is not None:
@@ -121,28 +210,32 @@ class Engine:
     def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[Array]:
         """Return the flat elements of this rank's rows of the reduction."""
         channel, movement = self.channel, self._movement
-        row_size = int(np.prod(array.shape[1:]))
+        borders = slices(len(array), channel.size)
         if _asks_for_more(plan):
-            (whole,) = yield from self._reduce_packs(plan, [array], None, call_site, may_share=False, is_wanted=True)
-            first, last = slices(len(array), channel.size)[channel.rank]
+            (whole,) = yield from self._reduce_packs(
+                plan, [array], None, call_site, None, may_share=False, is_wanted=True
+            )
+            first, last = borders[channel.rank]
             mine: Array = whole[first:last].reshape(-1).copy()
             return mine
-        borders = [(a * row_size, b * row_size) for a, b in slices(len(array), channel.size)]
+        row_size = math.prod(array.shape[1:])
+        borders = tuple([(a * row_size, b * row_size) for a, b in borders])
         start, stop = borders[channel.rank]
         wire, result_dtype = plan.formed[0]
         send = np.ascontiguousarray(array, wire).reshape(-1)
-        told = channel.node.is_alone
-        if told:
-            channel.node.board.tell([movement.place_of(send)])
+        in_node = movement.can_tell(1)
+        if in_node:
+            channel.node.board.tell(movement.show([send]))
         yield from channel.handshake.open(plan.id, plan.text, call_site)
         if channel.trace is not None:
             channel.trace.phase(REDUCE)
-        places = [place for (place,) in channel.node.board.told(1)] if told else []
+        places = [place for (place,) in channel.node.board.told(1)] if in_node else []
         flat = self._pool.take(stop - start, wire)
-        if told and (channel.node.reads_neighbours or all(place < 0 for place in places)):
+        can_copy = in_node and (yield from movement.met())
+        if in_node and (channel.node.reads_neighbours or all(place < 0 for place in places)):
             movement.reduce_rows(send, places, start, flat, plan.op)
-            yield from channel.node.board.meet()
-        elif told and (yield from movement.works()):
+            yield from movement.finish(places)
+        elif can_copy:
             yield from movement.reduce_rows_through_slots(send, borders, flat, plan.op)
         else:
             yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
@@ -153,53 +246,51 @@ class Engine:
         yield from self.channel.handshake.open(plan.id, plan.text, call_site)
         return (yield from self.choice.make(nbytes, plan.options))
 
-    def all_gather(self, moved: list[Array], axis: int, text: str, call_site: str | None) -> Steps[list[Array]]:
-        """Gather arrays along their first axis, which comes to be ``axis``."""
-        channel, movement, k = self.channel, self._movement, len(moved)
+    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], call_site: str | None) -> Steps[list[Array]]:
+        """Concatenate arrays over the ranks."""
+        channel, movement, k = self.channel, self._movement, len(arrays)
+        moved = plan.moved(arrays)
+        lengths = [len(array) for array in moved]
         told = movement.can_tell(2 * k)
-        mine = [len(array) for array in moved]
         if told:
-            channel.node.board.tell([*mine, *map(movement.place_of, moved)])
-        yield from channel.handshake.open(plan_id(text), text, call_site)
+            channel.node.board.tell(lengths + movement.show(moved))
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
         if channel.trace is not None:
-            channel.trace.moves(sum(array.nbytes for array in moved))
+            channel.trace.moves(plan.nbytes)
         if told:
-            words = np.array(channel.node.board.told(2 * k)).reshape(self.channel.size, 2 * k)
-            lengths, places = words[:, :k], words[:, k:]
+            rows = channel.node.board.told(2 * k)
         else:
-            lengths = yield from gathering.gather_lengths(channel.comm, mine)
-        in_node = told and (yield from movement.works())
+            rows = yield from gathering.gather_lengths(channel.comm, lengths)
+        in_node = told and (yield from movement.met())
         results = []
         for index, array in enumerate(moved):
-            row = int(np.prod(array.shape[1:]))
-            counts = [n * row for n in lengths[:, index].tolist()]
-            flat = self._pool.take(sum(counts), array.dtype)
+            counts = [row[index] * plan.row_sizes[index] for row in rows]
+            borders = list(accumulate(counts, initial=0))
+            flat = self._pool.take(borders[-1], array.dtype)
             if in_node:
-                wanted = list(enumerate(np.split(flat, np.cumsum(counts[:-1]))))
+                wanted = [(rank, flat[start:stop]) for rank, (start, stop) in enumerate(pairwise(borders))]
                 longest = max(counts) * array.itemsize
-                yield from movement.copy(array, places[:, index].tolist(), wanted, longest)
+                yield from movement.copy(array, [row[k + index] for row in rows], wanted, longest)
             else:
                 yield from gathering.all_gather_flat(channel.comm, array.reshape(-1), flat, counts)
-            whole = flat.reshape(int(lengths[:, index].sum()), *array.shape[1:])
-            results.append(np.moveaxis(whole, 0, axis if axis >= 0 else axis + array.ndim))
+            results.append(plan.result(index, flat, sum([row[index] for row in rows])))
         if in_node:
-            # The others may still be reading.
-            yield from channel.node.board.meet()
+            yield from movement.finish([place for row in rows for place in row[k:]])
         return results
 
-    def broadcast(self, arrays: Sequence[Array], root: int, text: str, call_site: str | None) -> Steps[list[Array]]:
-        """Return the arrays of rank ``root``; those of others tell shapes and dtypes."""
-        channel, movement = self.channel, self._movement
-        told = movement.can_tell(len(arrays))
-        is_root = self.channel.rank == root
+    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array], call_site: str | None) -> Steps[list[Array]]:
+        """Return the arrays of the root; those of others tell shapes and dtypes."""
+        channel, movement, k = self.channel, self._movement, len(arrays)
+        told = movement.can_tell(k)
+        is_root = channel.rank == plan.root
         sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays] if is_root else []
-        if told:
-            channel.node.board.tell([movement.place_of(source) for source in sources])
-        yield from channel.handshake.open(plan_id(text), text, call_site)
+        if told and is_root:
+            channel.node.board.tell(movement.show(sources))
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
         if channel.trace is not None:
-            channel.trace.moves(sum(array.nbytes for array in arrays))
-        places = channel.node.board.told(len(arrays))[root] if told else []
-        in_node = told and (yield from movement.works())
+            channel.trace.moves(plan.nbytes)
+        places = channel.node.board.told(k)[plan.root] if told else []
+        in_node = told and (yield from movement.met())
         results = []
         for index, array in enumerate(arrays):
             flat = self._pool.take(array.size, array.dtype)
@@ -207,14 +298,13 @@ class Engine:
                 flat[:] = sources[index]
             if in_node:
                 source = sources[index] if is_root else None
-                wanted = [] if is_root else [(root, flat)]
-                yield from movement.copy(source, [places[index]] * self.channel.size, wanted, flat.nbytes)
+                wanted = [] if is_root else [(plan.root, flat)]
+                yield from movement.copy(source, [places[index]] * channel.size, wanted, flat.nbytes)
             else:
-                yield from gathering.broadcast_flat(channel.comm, flat, root)
+                yield from gathering.broadcast_flat(channel.comm, flat, plan.root)
             results.append(flat.reshape(array.shape))
         if in_node:
-            # The others may still be reading.
-            yield from channel.node.board.meet()
+            yield from movement.finish(places)
         return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +26,14 @@ def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
     return int(least[0])
 
 
-def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[Array]:
-    """Return the ``lengths`` of every rank: int64 of shape (ranks, len(lengths)) (MPI_Iallgather)."""
+def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[list[list[int]]]:
+    """Return the ``lengths`` of every rank (MPI_Iallgather)."""
     mpi = import_mpi()
     mine = np.array(lengths, np.int64)
     everyone = np.empty((comm.Get_size(), mine.size), np.int64)
     yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
-    return everyone
+    rows: list[list[int]] = everyone.tolist()
+    return rows
 
 
 def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
@@ -75,7 +77,7 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
 
 
 def reduce_scatter_rows(
-    comm: MPI.Intracomm, send: Array, result: Array, borders: list[tuple[int, int]], op: ReduceOp
+    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
 ) -> Steps[None]:
     """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
 

@@ -1,12 +1,13 @@
 """Copies between the arrays of the ranks of one node, for all-gather, broadcast and reduce-scatter.
 
-What a rank wants of another's array it reads out of shared memory, or out of the other's own memory where the kernel
-allows that; otherwise the array passes through a slot in shared memory, chunk by chunk.
+Small arrays are shown in the slots of the node. What a rank wants of a larger one of another's it reads out of shared
+memory, or out of the other's own memory where the kernel allows that; otherwise the array passes through the slots,
+chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from mpidist.collectives.node import Node
 from mpidist.collectives.waiting import Steps
 from mpidist.core.enums import ReduceOp
 
+# What stays in cache while it is summed.
 _CHUNK_BYTES = 512 << 10
+_BYTE = np.dtype(np.uint8)
 
 
 class Movement:
@@ -31,23 +34,47 @@ class Movement:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._slots: list[Array] | None = None
-        self._turn = 0
 
     def can_tell(self, numbers: int) -> bool:
         """Whether the board has room for so many numbers of each rank."""
         return self._node.is_alone and numbers <= WORDS
 
-    def place_of(self, array: Array) -> int:
-        """Return where a contiguous array of this rank lies: its address, or a shared location down from -1."""
+    def show(self, arrays: Sequence[Array]) -> list[int]:
+        """Return the places of contiguous arrays of this rank, from where the others read after the ranks have met.
+
+        A place is an address in this rank's memory, or a shared location down from -1. All arrays of a rank are in
+        its slot or none: those that pass through it later would overwrite what is there.
+        """
+        slots = self._node.slots
+        if slots is None or sum([array.nbytes for array in arrays]) > slots.nbytes:
+            return [self._place_of(array) for array in arrays]
+        places, start = [], 0
+        for array in arrays:
+            slots.mine(slots.nbytes, _BYTE)[start : start + array.nbytes] = as_bytes(array)
+            places.append(-1 - slots.location(start))
+            start += array.nbytes
+        return places
+
+    def _place_of(self, array: Array) -> int:
         location = self._node.shared.locate(array) if self._node.shared.has_arrays else None
         return address_of(array) if location is None else -1 - location
 
-    def works(self) -> Steps[bool]:
-        """Return whether private arrays can be copied at all (collective, the first time)."""
-        if not self._node.reads_neighbours and self._slots is None:
-            self._slots = yield from self._node.shared.segments(2 * _CHUNK_BYTES)
-        return self._node.reads_neighbours or self._slots is not None
+    def met(self) -> Steps[bool]:
+        """Turn to what was shown, after the ranks have met; returns whether larger arrays can be copied at all."""
+        node = self._node
+        if node.slots is not None:
+            node.slots.turn()
+        yield from node.make_slots()
+        return node.reads_neighbours or node.slots is not None
+
+    def finish(self, places: Iterable[int]) -> Steps[None]:
+        """Return once the arrays at these places, told by any of the ranks, may be written again."""
+        slots = self._node.slots
+        for place in places:
+            if place >= 0 or slots is None or not slots.hold(-1 - place):
+                # The others may still be reading.
+                yield from self._node.board.meet()
+                return
 
     def copy(
         self, mine: Array | None, places: Sequence[int], wanted: Sequence[tuple[int, Array]], longest: int
@@ -60,6 +87,7 @@ class Movement:
             wanted: Ranks, and contiguous arrays that receive theirs.
             longest: Bytes of the longest array, the same on every rank.
         """
+        reads = self._node.reads_neighbours
         through_slots = []
         for rank, target in wanted:
             if not target.nbytes:
@@ -67,12 +95,12 @@ class Movement:
             if rank == self._node.rank:
                 assert mine is not None
                 np.copyto(target, mine.reshape(target.shape))
-            elif places[rank] < 0 or self._node.reads_neighbours:
+            elif places[rank] < 0 or reads:
                 self._read(rank, places[rank], as_bytes(target))
             else:
                 through_slots.append((rank, as_bytes(target)))
-        if not self._node.reads_neighbours and any(place >= 0 for place in places):
-            source = None if mine is None else as_bytes(mine)
+        if not reads and any(place >= 0 for place in places):
+            source = None if mine is None or places[self._node.rank] < 0 else as_bytes(mine)
             yield from self._through_slots(source, through_slots, longest)
 
     def _read(self, rank: int, place: int, target: Array) -> None:
@@ -83,18 +111,18 @@ class Movement:
             node.memory.read(node.pids[rank], place, address_of(target), target.nbytes)
 
     def _through_slots(self, source: Array | None, wanted: list[tuple[int, Array]], longest: int) -> Steps[None]:
-        slots = self._slots
+        slots = self._node.slots
         assert slots is not None
-        for start in range(0, longest, _CHUNK_BYTES):
-            self._turn = 1 - self._turn
-            first = self._turn * _CHUNK_BYTES
+        for start in range(0, longest, slots.nbytes):
+            stop = start + slots.nbytes
             if source is not None:
-                part = source[start : start + _CHUNK_BYTES]
-                slots[self._node.rank][first : first + part.size] = part
+                part = source[start:stop]
+                slots.mine(part.size, _BYTE)[:] = part
             yield from self._node.board.meet()
+            slots.turn()
             for rank, target in wanted:
-                part = target[start : start + _CHUNK_BYTES]
-                part[:] = slots[rank][first : first + part.size]
+                part = target[start:stop]
+                part[:] = slots.shown(part.size, _BYTE)[rank]
 
     def reduce_rows(self, mine: Array, places: Sequence[int], start: int, result: Array, op: ReduceOp) -> None:
         """Reduce elements ``start`` onwards of all ranks' flat arrays into ``result``, in rank order.
@@ -132,18 +160,18 @@ class Movement:
             result: This rank's elements of the reduction.
             op: The operation.
         """
-        slots, rank, combine = self._slots, self._node.rank, numpy_op(op)
+        slots, rank, combine = self._node.slots, self._node.rank, numpy_op(op)
         assert slots is not None
-        per_turn = _CHUNK_BYTES // mine.itemsize // self._node.size
+        per_turn = slots.nbytes // mine.itemsize // self._node.size
         longest = max(stop - start for start, stop in borders)
         for offset in range(0, longest, per_turn):
-            self._turn = 1 - self._turn
-            first = self._turn * _CHUNK_BYTES
-            rooms = [slot[first : first + _CHUNK_BYTES].view(mine.dtype) for slot in slots]
+            room = slots.mine(per_turn * self._node.size, mine.dtype)
             for other, (start, stop) in enumerate(borders):
                 part = mine[start + offset : min(start + offset + per_turn, stop)]
-                rooms[rank][other * per_turn : other * per_turn + part.size] = part
+                room[other * per_turn : other * per_turn + part.size] = part
             yield from self._node.board.meet()
+            slots.turn()
+            rooms = slots.shown(room.size, mine.dtype)
             target = result[offset : offset + per_turn]
             total, *others = [room[rank * per_turn : rank * per_turn + target.size] for room in rooms]
             for value in others:

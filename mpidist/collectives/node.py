@@ -12,6 +12,8 @@ from mpidist.collectives.board import Board, bytes_needed
 from mpidist.collectives.neighbours_memory import NeighboursMemory, address_of
 from mpidist.collectives.shared_memory import SharedMemory, has_room
 from mpidist.collectives.shared_results import SharedResults
+from mpidist.collectives.slots import Slots
+from mpidist.collectives.waiting import Steps
 from mpidist.core import settings
 from mpidist.topology import Topology, import_mpi
 
@@ -39,6 +41,7 @@ class Node:
         pids: Process of every rank of the node.
         shared: Shared memory of the node.
         results: Results that the ranks of the node share.
+        slots: Where its ranks show small arrays; None before ``make_slots``, and where there is no room.
         reads_neighbours: Whether every rank of every node may read the memory of its neighbours.
     """
 
@@ -53,6 +56,8 @@ class Node:
         self.memory = NeighboursMemory()
         self.shared = SharedMemory(self.board)
         self.results = SharedResults(self.shared)
+        self.slots: Slots | None = None
+        self._slots_are_made = False
         self.pids: list[int] = self.comm.allgather(os.getpid())
         may_read = self._can_read() and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
@@ -62,9 +67,16 @@ class Node:
         """Whether it holds all ranks of the communicator."""
         return self.topology.num_nodes == 1
 
+    def make_slots(self) -> Steps[None]:
+        """Make the slots, unless that was tried before (collective over the node)."""
+        if not self._slots_are_made:
+            self.slots = yield from Slots.made(self.shared, self.rank)
+            self._slots_are_made = True
+
     def close(self) -> None:
         """Let go of shared memory, and free the communicator of the node (collective)."""
         self.results.close()
+        self.slots = None
         self.shared.close()
         self.board.close()
         self.topology.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.memory import Pool
 from mpidist.core.enums import ReduceOp
@@ -81,9 +82,17 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list
     return result
 
 
+def overlapping(array: Array, others: Sequence[Array]) -> bool:
+    """Whether ``array`` may share memory with one of ``others``, of the same device."""
+    if not array.size:
+        return False
+    low, high = _bounds(array)
+    return any(low < end and start < high for start, end in [_bounds(other) for other in others if other.size])
+
+
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses of the first byte of an array and behind its last."""
-    low: int = array.__array_interface__["data"][0]
+    low = ops_of(array).pointer(array)
     high = low + array.itemsize
     for count, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:

@@ -6,12 +6,14 @@ same on all ranks that passed the same. It is never negotiated: the handshake co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.collectives.device_packing import DevicePack
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.packing import Pack, Reduction, group_by_size
@@ -19,6 +21,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
+_HOST_ARRAYS = {np.ndarray}
 Signature = tuple[tuple[tuple[int, ...], DType], ...]
 
 
@@ -27,15 +30,23 @@ def signature_of(arrays: Sequence[Array]) -> Signature:
     return tuple([(array.shape, array.dtype) for array in arrays])
 
 
-def signature_text(signature: Signature) -> str:
+def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
+    """Return for each array whether it lies on a GPU; nothing at all where none does."""
+    if {*map(type, arrays)} <= _HOST_ARRAYS:
+        return ()
+    found = tuple(map(is_device_array, arrays))
+    return found if any(found) else ()
+
+
+def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
     """Return shapes and dtypes as text, runs of equal ones once.
 
     >>> signature_text((((2, 3), np.dtype("f4")), ((2, 3), np.dtype("f4"))))
     '2 x float32(2, 3)'
     """
     parts: list[tuple[str, int]] = []
-    for shape, dtype in signature:
-        text = f"{dtype.name}{shape}"
+    for (shape, dtype), is_on_device in zip(signature, on_device or [False] * len(signature), strict=True):
+        text = f"{dtype.name}{shape}{' on a GPU' if is_on_device else ''}"
         if parts and parts[-1][0] == text:
             parts[-1] = (text, parts[-1][1] + 1)
         else:
@@ -62,6 +73,7 @@ class ReductionPlan:
         options: Packing and algorithm.
         divisor: What a mean divides the sum by.
         most_inline: How many numbers may travel in the handshake.
+        on_device: See :func:`which_on_device`.
         note: What else all ranks must agree on, such as the structure that the arrays came from.
 
     Raises:
@@ -76,14 +88,18 @@ class ReductionPlan:
         options: CommunicationOptions,
         divisor: int,
         most_inline: int,
+        on_device: tuple[bool, ...] = (),
         note: str = "",
     ) -> None:
         self.op = op
+        self.on_device = on_device
         self.divisor = divisor if op is ReduceOp.MEAN else None
         self.options = options
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
         structure = f" as {note}" if note else ""
-        self.text = f"{kind} {op.name}{over} of {signature_text(signature)}{structure}{_options_text(options)}"
+        self.text = (
+            f"{kind} {op.name}{over} of {signature_text(signature, on_device)}{structure}{_options_text(options)}"
+        )
         self.id = plan_id(self.text)
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
@@ -96,39 +112,55 @@ class ReductionPlan:
             and not options.deterministic
             and op in (ReduceOp.SUM, ReduceOp.MEAN)
             and self.count <= most_inline
+            and not on_device
             and all(
                 dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
                 for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
             )
         )
-        self.packs = self._make_packs(signature, formed, options.bytes_per_pack)
+        self.packs: list[Pack] = []
+        self.device_packs: list[DevicePack] = []
+        self._make_packs(signature, formed, options.bytes_per_pack)
 
-    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> list[Pack]:
-        by_dtype: dict[tuple[DType, DType, DType], list[int]] = {}
+    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> None:
+        alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}
+        on_device = self.on_device or (False,) * len(signature)
         # Last arrays first: in a list of gradients they are ready first.
         for index in reversed(range(len(signature))):
             if self._counts[index]:
-                by_dtype.setdefault((formed[index][0], signature[index][1], formed[index][1]), []).append(index)
-        packs = []
-        for dtypes, indices in by_dtype.items():
-            sizes = [self._counts[i] * dtypes[0].itemsize for i in indices]
+                kind = (formed[index][0], signature[index][1], formed[index][1], on_device[index])
+                alike.setdefault(kind, []).append(index)
+        for (dtype, source_dtype, result_dtype, is_on_device), indices in alike.items():
+            sizes = [self._counts[i] * dtype.itemsize for i in indices]
             for group in group_by_size(sizes, bytes_per_pack):
-                packs.append(Pack([indices[k] for k in group], self.shapes, *dtypes))
-        return packs
+                members = [indices[k] for k in group]
+                if is_on_device:
+                    pack = DevicePack(members, self.shapes, dtype, source_dtype, result_dtype, self.op)
+                    self.device_packs.append(pack)
+                else:
+                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype))
 
     def reduction(self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool) -> Reduction:
         """Return what an algorithm has to do for ``pack``."""
         targets = None if out is None else pack.targets(out, pool)
         return Reduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
 
-    def blank_results(self, out: Sequence[Array] | None) -> list[Array]:
-        """Return a list of results in which those without elements are there already."""
+    def blank_results(self, out: Sequence[Array] | None, on_device: Mapping[int, Array] | None = None) -> list[Array]:
+        """Return a list of results in which those without elements are there already.
+
+        Args:
+            out: The results, where the caller gave arrays for them.
+            on_device: Those that lie on a GPU, by index.
+        """
         if out is not None:
             return list(out)
-        return [
+        results = [
             np.empty(shape, dtype) if count == 0 else _TO_COME
             for shape, dtype, count in zip(self.shapes, self.result_dtypes, self._counts, strict=True)
         ]
+        for index, result in (on_device or {}).items():
+            results[index] = result
+        return results
 
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
         """Put all elements into the payload of the handshake."""

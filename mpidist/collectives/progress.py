@@ -65,6 +65,10 @@ class Progress:
         if thread is not threading.current_thread():
             thread.join()
 
+    def moves(self, movable: Movable) -> bool:
+        """Whether works of ``movable`` are moved on."""
+        return movable in self._watched
+
     def stop(self) -> None:
         """End the thread."""
         for movable in list(self._watched):

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from mpidist.collectives import trace_merge
+from mpidist.collectives.flight_file import FlightFile
 from mpidist.collectives.report import Tallies, Tally, report_text
 from mpidist.collectives.trace_file import Span, TraceFile
 from mpidist.core import settings
+from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
@@ -40,11 +42,11 @@ class Watched(Protocol):
 
 def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
     """Return the recorder of this process, None where nothing is to be recorded (collective)."""
-    folder, reports = settings.TRACE.read(), settings.REPORT.read()
-    if folder is None and not reports:
+    folder, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
+    if folder is None and not reports and flights is None:
         return None
     if not _recorders:
-        _recorders.append(Recorder(folder, reports))
+        _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
         sys.excepthook = _Hook(sys.excepthook)
     _recorders[0].see(comm)
@@ -57,14 +59,16 @@ class Recorder:
     Args:
         folder: Where trace files go; None for no trace.
         reports: Whether a report is printed at the end.
+        flights: Where flight records go; None for none.
 
     Attributes:
         lock: To be held while a tally is changed.
         tallies: By operation.
         watched: What watches channels that are still there.
+        flight: The flight record, None where there is none.
     """
 
-    def __init__(self, folder: str | None, reports: bool) -> None:
+    def __init__(self, folder: str | None, reports: bool, flights: str | None = None) -> None:
         world = import_mpi().COMM_WORLD
         self.rank, self.ranks = world.Get_rank(), world.Get_size()
         self.reports = reports
@@ -72,8 +76,8 @@ class Recorder:
         self.tallies: Tallies = {}
         self.watched: WeakSet[Watched] = WeakSet()
         self.file = None if folder is None else TraceFile(folder, self.rank, self.ranks)
+        self.flight = None if flights is None else FlightFile(flights, self.rank, self.ranks)
         self._world: MPI.Intracomm | None = None
-        self._names: dict[tuple[int, ...], int] = {}
         self._tracks: dict[Hashable, int] = {}
         self._spans: list[Span] = []
         self._start = self._written = time.monotonic()
@@ -83,15 +87,6 @@ class Recorder:
         if self._world is None and comm.Get_size() == self.ranks:
             # All ranks are here. What is told at the end takes a communicator of mpidist's own.
             self._world = world_topology().world
-
-    def name_of(self, comm: MPI.Intracomm) -> str:
-        """Return a name that all ranks of ``comm`` find without talking: its ranks, and which one of them it is."""
-        group, world = comm.Get_group(), import_mpi().COMM_WORLD.Get_group()
-        ranks = tuple(group.Translate_ranks(None, world))
-        group.Free()
-        world.Free()
-        number = self._names[ranks] = self._names.get(ranks, 0) + 1
-        return f"communicator {number} of ranks {ranks_text(ranks)}"
 
     def track_of_thread(self) -> int:
         """Return the track of the current thread."""
@@ -121,8 +116,8 @@ class Recorder:
         return self.tallies.setdefault(operation, Tally())
 
     def forget(self) -> None:
-        """Record nothing from now on: this is a forked child, and the file is its parent's."""
-        self.file = None
+        """Record nothing from now on: this is a forked child, and the files are its parent's."""
+        self.file = self.flight = None
 
     def settle(self, at_once: bool) -> None:
         """Write the spans out if that is due; called after each collective."""
@@ -192,21 +187,6 @@ class Recorder:
         print(f"mpidist: the traces are not merged: {reason}; {trace_merge.how(folder)}", file=sys.stderr, flush=True)
 
 
-def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
-    """Return ranks as text, consecutive ones as a range.
-
-    >>> ranks_text([0, 1, 2, 5, 4])
-    '0-2,5,4'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 class _Hook:
     """A ``sys.excepthook`` that writes out what was seen before ``previous``, which may end the job."""
 
@@ -233,9 +213,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-@atexit.register
-def _finish() -> None:
-    """Runs after the ranks have taken leave of one another, because this module is imported before that."""
+def finish_recording() -> None:
+    """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
     for recorder in _recorders:
         recorder.finish()
     _recorders.clear()

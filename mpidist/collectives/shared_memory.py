@@ -2,18 +2,21 @@
 
 MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So what is
 needed once work is under way is made here: files in /dev/shm whose pages are reserved before anybody relies on them,
-and which lose their names as soon as all ranks have mapped them, so that nothing is left behind by a job that is killed
-(but for one that is killed in that very moment).
+and which lose their names as soon as all ranks have mapped them, so that a job that is killed leaves nothing behind.
+What one that is killed in that very moment leaves is removed by the next that makes one: makers hold locks on theirs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +106,11 @@ class SharedMemory:
             self._places.append(_Place([whole], address_of(whole), is_heap=False))
         return whole
 
+    def register(self, segments: list[Array]) -> int:
+        """Return the location of the first byte of segments that were made here, for ``at``."""
+        self._places.append(_Place(segments, address_of(segments[self._rank]), is_heap=False))
+        return (len(self._places) - 1) << _SEGMENT_SHIFT
+
     def locate(self, array: Array) -> int | None:
         """Return a number that tells every rank of the node where ``array`` lies; None if it is not shared."""
         address = address_of(array)
@@ -146,33 +154,62 @@ def _name(pid: int, number: int) -> str:
 def _temporary_file(nbytes: int) -> Iterator[int]:
     """Make a file that exists while the block runs; gives its number, 0 where there is no room or none is wanted."""
     room = free_bytes()
-    number, path = 0, None
+    number, descriptor = 0, -1
     if nbytes and (room is None or nbytes + _RESERVE_BYTES <= room):
-        number, path = _create(nbytes)
+        number, descriptor = _create(nbytes)
     try:
         yield number
     finally:
-        if path is not None:
-            path.unlink()
+        if number:
+            os.unlink(_name(os.getpid(), number))
+            os.close(descriptor)
 
 
-def _create(nbytes: int) -> tuple[int, Path | None]:
+def _create(nbytes: int) -> tuple[int, int]:
+    """Make a file; returns its number and its descriptor, by which it is locked, or 0 and nothing where that fails."""
+    remove_leftovers()
     for number in _numbers:
-        path = Path(_name(os.getpid(), number))
+        path = _name(os.getpid(), number)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             continue  # left over from a process that had this number
         except OSError:
             break
-        os.close(descriptor)
         try:
-            os.truncate(path, nbytes)
+            if not _lock(descriptor) or not os.fstat(descriptor).st_nlink:
+                os.close(descriptor)
+                continue  # another process took it for something left over, and removes it
+            os.truncate(descriptor, nbytes)
         except OSError:
-            path.unlink()
+            os.unlink(path)
+            os.close(descriptor)
             break
-        return number, path
-    return 0, None
+        return number, descriptor
+    return 0, -1
+
+
+@cache
+def remove_leftovers() -> None:
+    """Remove the files of this user whose makers have been killed while they made them; once."""
+    for path in Path(_DIRECTORY).glob("mpidist-*-*"):
+        # Of another user, or removed by its maker meanwhile.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                if _lock(descriptor):
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock of a file, which ends with its process; whether nobody else has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:

@@ -28,6 +28,10 @@ class Table(NamedTuple):
     """Ranks on several nodes."""
     between_nodes: Row
     """What ``hierarchical`` does between nodes, by the bytes of one slice."""
+    one_node_gpu: Row
+    """Arrays on GPUs, all ranks on one node."""
+    several_nodes_gpu: Row
+    """Arrays on GPUs, ranks on several nodes."""
 
 
 SHIPPED = Table(
@@ -35,6 +39,8 @@ SHIPPED = Table(
     one_node=((256 * KiB, "gather_reduce"), (None, "window")),
     several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
+    one_node_gpu=((None, "nccl"),),
+    several_nodes_gpu=((None, "hierarchical"),),
 )
 # What works at each place.
 ALGORITHMS = {
@@ -42,6 +48,8 @@ ALGORITHMS = {
     "one_node": ("gather_reduce", "hierarchical", "mpi", "reduce_broadcast", "window"),
     "several_nodes": ("hierarchical", "mpi", "reduce_broadcast", "window"),
     "between_nodes": ("halving_doubling", "pairwise", "ring"),
+    "one_node_gpu": ("nccl", "staged"),
+    "several_nodes_gpu": ("hierarchical", "nccl", "staged"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Trace: watches the collectives of this process, where MPIDIST_TRACE or MPIDIST_REPORT asks for it.
+"""Trace: watches the collectives of this process, where MPIDIST_TRACE, MPIDIST_REPORT or MPIDIST_FLIGHT_RECORD asks.
 
 A channel that is watched has a :class:`ChannelTrace`, any other has None. What is watched is wrapped (the steps of a
 collective, the handshake, works, wires), so that what is not watched takes no notice.
@@ -18,6 +18,7 @@ from mpidist.collectives.report import Tally
 from mpidist.collectives.trace_file import Span
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
+from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ _MOST_SIZES = 4096
 clock = time.perf_counter_ns
 
 
-def watch(comm: MPI.Intracomm) -> ChannelTrace | None:
-    """Return what watches the collectives on ``comm``, None if nothing is to be seen (collective)."""
+def watch(comm: MPI.Intracomm, name: str) -> ChannelTrace | None:
+    """Return what watches the collectives on ``comm``, called ``name``; None if nothing is to be seen (collective)."""
     recorder = recorder_for(comm)
     if recorder is None:
         return None
-    trace = ChannelTrace(recorder, recorder.name_of(comm))
+    trace = ChannelTrace(recorder, name)
     recorder.watched.add(trace)
     return trace
 
@@ -109,17 +110,18 @@ class ChannelTrace:
 
     def blocking(self, steps: Steps[T], text: str) -> Steps[T]:
         """Return ``steps`` of a blocking call so that they are seen."""
-        return self._watched(steps, text, clock(), self._works, is_work=False)
+        call_site = "" if self._recorder.flight is None else user_call_site()
+        return self._watched(steps, text, call_site, clock(), self._works, is_work=False)
 
     def work(self, *args: Any) -> Work:
         """Return a Work, made from the same arguments, that is seen."""
         return WatchedWork(self, *args)
 
-    def submitted(self, steps: Steps[T], text: str) -> Steps[T]:
+    def submitted(self, steps: Steps[T], text: str, call_site: str) -> Steps[T]:
         """Return ``steps`` of a work so that they are seen."""
-        return self._watched(steps, text, clock(), self._works, is_work=True)
+        return self._watched(steps, text, call_site, clock(), self._works, is_work=True)
 
-    def _watched(self, steps: Steps[T], text: str, asked: int, works: int, is_work: bool) -> Steps[T]:
+    def _watched(self, steps: Steps[T], text: str, call_site: str, asked: int, works: int, is_work: bool) -> Steps[T]:
         now = clock()
         # The number counts in the order in which collectives are carried out, which is the same on every rank.
         self._numbers += 1
@@ -135,12 +137,19 @@ class ChannelTrace:
         if is_work:
             args = self._args(call)
             self._span(f"queue {call.name}", "queue", track, asked, now, args, f"{self._name} {call.number}")
+        flight = self._recorder.flight
+        serial = 0 if flight is None else flight.begin(self._name, call.number, text, call_site)
         try:
             return (yield from steps)
+        except GeneratorExit:  # the program ends while it is on its way, and the flight record shall say so
+            serial = 0
+            raise
         except BaseException as error:
             call.error = type(error).__name__
             raise
         finally:
+            if flight is not None and serial:
+                flight.end(serial, failed=call.error is not None)
             self._end(call, now, is_work)
 
     def _end(self, call: _Call, began: int, is_work: bool) -> None:
@@ -294,8 +303,10 @@ class WatchedWork(Work):
         channel, steps, text, call_site, timeout: See ``Work``.
     """
 
-    def __init__(self, trace: ChannelTrace, channel: Any, steps: Steps[Any], text: str, *args: Any) -> None:
-        super().__init__(channel, trace.submitted(steps, text), text, *args)
+    def __init__(
+        self, trace: ChannelTrace, channel: Any, steps: Steps[Any], text: str, call_site: str, *args: Any
+    ) -> None:
+        super().__init__(channel, trace.submitted(steps, text, call_site), text, call_site, *args)
         self._trace = trace
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -16,14 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.collectives import tuning_file
 from mpidist.collectives.algorithms import two_level, wires
 from mpidist.collectives.choice import place_of
 from mpidist.collectives.communicator import Communicator
-from mpidist.collectives.table import SHIPPED, KiB, Row, Table, look_up, size_text
+from mpidist.collectives.table import ALGORITHMS, SHIPPED, KiB, Row, Table, look_up, size_text
 from mpidist.collectives.tuning_file import Setup
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
-from mpidist.core.errors import AlgorithmError
+from mpidist.core.errors import AlgorithmError, DeviceError
 from mpidist.core.options import CommunicationOptions
 from mpidist.core.settings import TUNING_FILE
 
@@ -37,6 +40,8 @@ CANDIDATES = {
     "one_node_readable": ("mpi", "gather_reduce", "neighbours", "window"),
     "one_node": ("mpi", "gather_reduce", "window"),
     "several_nodes": ("mpi", *wires.NAMES),
+    "one_node_gpu": ALGORITHMS["one_node_gpu"],
+    "several_nodes_gpu": ALGORITHMS["several_nodes_gpu"],
 }
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 101
@@ -81,7 +86,7 @@ def _ignore(_: str) -> None:
     """Report to nobody."""
 
 
-def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0) -> Table:
+def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, device: str = "cpu") -> Table:
     """Measure which algorithm is fastest at which size on these ranks, and keep it in a file.
 
     Collective: call it on every rank, in the same order. It compares the algorithms of an all-reduce on all ranks of
@@ -95,43 +100,61 @@ def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0) -
         path: The file. By default the one that ``MPIDIST_TUNING_FILE`` names; where that is not set either, the table
             is only returned. What rank 0 passes counts.
         seconds: About how long it may take; what rank 0 passes counts.
+        device: ``"cpu"`` for arrays in host memory, ``"gpu"`` for arrays on this rank's GPU or ``"gpu:1"`` for those on
+            another; of the same kind on every rank.
 
     Returns:
         The table. One rank alone has nothing to compare: it gets the shipped one, and no file is written.
 
     Raises:
         ValueError: The file is there and is not a tuning file, or it cannot be written; on all ranks.
+        DeviceError: There is no GPU on some rank; on all ranks.
 
     >>> table = tune()
     >>> table.several_nodes[-1]
     (None, 'hierarchical')
     """
-    return run(path, seconds).table
+    return run(path, seconds, device=device).table
 
 
-def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _ignore) -> Tuned:
+def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _ignore, *, device: str = "cpu") -> Tuned:
     """Do what :func:`tune` does, and return all that came of it (collective)."""
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}; expected more than 0")
+    kind, number, _, _ = parse_device(device)
     with Communicator(table=SHIPPED) as comm:
-        outcome = _run(comm, path, seconds, report)
+        outcome = _unusable(comm, kind) or _run(comm, path, seconds, _Memory(ops_for(kind), number), report)
     # Every rank has the same error, and the communicator is closed.
-    if isinstance(outcome, ValueError):
+    if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def _run(comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, report: Report) -> Tuned | ValueError:
+def _unusable(comm: Communicator, kind: str) -> DeviceError | None:
+    """Return on all ranks why one of them cannot use devices of a kind, None if all can (collective)."""
+    try:
+        ops_for(kind)
+        problem = None
+    except DeviceError as error:
+        problem = f"rank {comm.rank}: {error}"
+    problems = comm.all_gather_object(problem)
+    return next((DeviceError(text) for text in problems if text is not None), None)
+
+
+def _run(
+    comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, memory: _Memory, report: Report
+) -> Tuned | ValueError:
     goal = comm.broadcast_object(_goal(comm, path, seconds) if comm.rank == 0 else None)
     if isinstance(goal, ValueError):
         return goal
     timings: list[Timing] = []
     if comm.size > 1:
         told = report if comm.rank == 0 else _ignore
-        timings = _Measuring(comm, CANDIDATES[place_of(comm._channel.node)], goal.seconds, told).timings()
+        place = place_of(comm._channel.node, memory.ops.kind)
+        timings = _Measuring(comm, CANDIDATES[place], goal.seconds, memory, told).timings()
     outcome: Tuned | ValueError
     # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
-    outcome = comm.broadcast_object(_kept(comm, goal, timings) if comm.rank == 0 else None)
+    outcome = comm.broadcast_object(_kept(comm, goal, memory.ops.kind, timings) if comm.rank == 0 else None)
     return outcome
 
 
@@ -165,10 +188,10 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
     return _Goal(tables.get(setup, SHIPPED), str(Path(target).resolve()), seconds)
 
 
-def _kept(comm: Communicator, goal: _Goal, timings: Sequence[Timing]) -> Tuned | ValueError:
+def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing]) -> Tuned | ValueError:
     """Decide, on one rank, and write the file."""
     node = comm._channel.node
-    setup, place = tuning_file.setup_of(node), place_of(node)
+    setup, place = tuning_file.setup_of(node), place_of(node, kind)
     rails = min(len(ranks) for ranks in node.ranks)
     table = decide(goal.before, place, rails, timings)
     if goal.path is not None:
@@ -177,6 +200,27 @@ def _kept(comm: Communicator, goal: _Goal, timings: Sequence[Timing]) -> Tuned |
         except ValueError as error:
             return error
     return Tuned(setup, place, table, list(timings), goal.path)
+
+
+class _Memory:
+    """Where the arrays that are reduced lie.
+
+    Args:
+        ops: What handles arrays there.
+        device: Its number.
+    """
+
+    def __init__(self, ops: DeviceOps, device: int) -> None:
+        self.ops = ops
+        self._device = device
+
+    def ones(self, count: int) -> Array:
+        """Return a new array."""
+        return self.ops.from_host(np.ones(count, np.float32), self._device)
+
+    def wait(self) -> None:
+        """Wait until what was begun has been done."""
+        self.ops.current_stream(self._device).synchronize()
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -215,17 +259,20 @@ class _Measuring:
         comm: The ranks.
         candidates: Names of algorithms.
         seconds: About how long it may take.
+        memory: Where the arrays lie.
         report: Is told how far it is.
     """
 
-    def __init__(self, comm: Communicator, candidates: Sequence[str], seconds: float, report: Report) -> None:
+    def __init__(
+        self, comm: Communicator, candidates: Sequence[str], seconds: float, memory: _Memory, report: Report
+    ) -> None:
         self._comm = comm
         self._candidates = list(candidates)
         self._seconds = seconds
         self._report = report
         self._draw = random.Random(0)
-        self._value = np.ones(SIZES[-1] // 4, np.float32)
-        self._result = np.empty_like(self._value)
+        self._memory = memory
+        self._value, self._result = memory.ones(SIZES[-1] // 4), memory.ones(SIZES[-1] // 4)
         self._start = time.perf_counter()
 
     def timings(self) -> list[Timing]:
@@ -282,6 +329,7 @@ class _Measuring:
         start = time.perf_counter()
         for _ in range(calls):
             self._comm.reduce_arrays(ReduceOp.SUM, value, 1, options=options, out=result)
+        self._memory.wait()
         return (time.perf_counter() - start) / calls
 
     def _elapsed(self) -> float:

@@ -6,7 +6,6 @@ A generator is driven by polling, so that a deadline, a warning or another piece
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Generator
 from functools import cache
@@ -16,6 +15,8 @@ from mpidist.topology import cores_are_short, import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpidist.arrays.device_ops import Event
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -64,13 +65,23 @@ def until_all_done(requests: list[MPI.Request]) -> Steps[None]:
         yield
 
 
+def until_event(event: Event, relaxes: bool = True) -> Steps[None]:
+    """Yield until a device has come to ``event``; the caller may relax itself, as above."""
+    looks = 0
+    while not event.is_done:
+        looks += 1
+        if relaxes:
+            relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+        yield
+
+
 class Deadline:
     """When a wait says that it takes long, and when it gives up.
 
     Args:
         limit_seconds: After this long ``on_expiry`` is called, which must raise.
-        warn_seconds: After this long ``report`` is called, once, and its text written to stderr.
-        report: Returns a text on what is waited for, given the seconds waited.
+        warn_seconds: After this long ``on_warning`` is called, once.
+        on_warning: Says what is waited for, given the seconds waited.
         on_expiry: Raises, given the seconds waited.
         meanwhile: Called now and then.
     """
@@ -79,13 +90,13 @@ class Deadline:
         self,
         limit_seconds: float,
         warn_seconds: float,
-        report: Callable[[float], str],
+        on_warning: Callable[[float], object],
         on_expiry: Callable[[float], None],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit = limit_seconds
         self._warn = warn_seconds
-        self._report = report
+        self._on_warning = on_warning
         self._on_expiry = on_expiry
         self._meanwhile = meanwhile
         self._start: float | None = None
@@ -99,7 +110,7 @@ class Deadline:
         waited = now - self._start
         if waited > self._warn and not self._warned:
             self._warned = True
-            print(self._report(waited), file=sys.stderr, flush=True)
+            self._on_warning(waited)
         if waited > self._limit:
             self._on_expiry(waited)
         self._meanwhile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,16 @@ class Work:
         self._channel = channel
         self._steps = steps
         self._finish: list[Callable[[Any], Any]] = []
+        self._before_return: Callable[[], None] | None = None
         self.is_done = False
         self._result: Any = None
         self._error: BaseException | None = None
         self.text = text
         self.call_site = call_site
         self.timeout = timeout
+        # Among the collectives of the channel, in the order in which they are issued.
+        self.number = 0
+        self.began = time.monotonic()
         # Seconds that callers have waited with a limit of their own.
         self.waited = 0.0
         self._was_told = False
@@ -38,8 +43,16 @@ class Work:
         self._finish.append(finish)
         return self
 
+    def before_return(self, act: Callable[[], None]) -> Work:
+        """Have ``act`` called in each thread that waits, each time, when the result is there; returns the handle."""
+        self._before_return = act
+        return self
+
     def done(self) -> bool:
-        """Whether the result is there; moves the collective forward, and does not block."""
+        """Whether the result is there; moves the collective forward, and does not block.
+
+        Arrays on a GPU are there in the order of streams: the stream that is current where ``wait`` returns waits.
+        """
         if not self.is_done:
             self._channel.advance()
         return self.is_done
@@ -61,6 +74,8 @@ class Work:
             raise self._error
         while self._finish:
             self._result = self._finish.pop(0)(self._result)
+        if self._before_return is not None:
+            self._before_return()
         return self._result
 
     def step(self) -> bool:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 from types import FrameType
 
 _CONTEXTLIB = contextlib.__file__
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (
+    _PACKAGE,
+    "<frozen ",
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 
 
 def user_call_site(frame: FrameType | None = None) -> str:
@@ -30,3 +36,18 @@ def user_call_site(frame: FrameType | None = None) -> str:
             return str(frame.f_locals["works_for_call_site"])
         frame = frame.f_back
     return "unknown"
+
+
+def program_line(frame: FrameType) -> str:
+    """Return ``file:line (function)`` of the innermost frame that is neither of this package nor of a library.
+
+    Args:
+        frame: Where to start; that of another thread, too.
+    """
+    found: FrameType | None = frame
+    while found is not None:
+        code = found.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            return f"{code.co_filename}:{found.f_lineno} ({code.co_name})"
+        found = found.f_back
+    return user_call_site(frame)

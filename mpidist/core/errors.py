@@ -28,23 +28,32 @@ class CollectiveTimeoutError(TimeoutError):
         sequence: How many collectives this rank had issued on the communicator, this one included.
         waited_seconds: How long this rank waited.
         rank: The rank that gave up.
+        report: What the ranks were doing, where one of them could find out.
     """
 
-    def __init__(self, operation: str, sequence: int, waited_seconds: float, rank: int) -> None:
+    def __init__(
+        self, operation: str, sequence: int, waited_seconds: float, rank: int, report: str | None = None
+    ) -> None:
         self.operation = operation
         self.sequence = sequence
         self.waited_seconds = waited_seconds
         self.rank = rank
-        super().__init__(
+        self.report = report
+        text = (
             f"rank {rank} waited {waited_seconds:.1f} s in collective number {sequence}, {operation}, and the "
             "other ranks did not complete it. Expected: every rank makes the same calls in the same order. "
             "Look for a rank that stopped, or that skips this call; to allow more time set "
             "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)."
         )
+        super().__init__(text if report is None else f"{text}\n{report}")
 
 
 class PeerError(RuntimeError):
     """Another rank reported an error of its own while this rank was in a collective."""
+
+
+class RankLostError(PeerError):
+    """The process of another rank is gone, and MPI has said so; ``mpidist.elastic.run`` goes on without it."""
 
 
 class LaunchError(RuntimeError):
@@ -57,3 +66,20 @@ class OutOfRangeError(Exception):
 
 class AlgorithmError(ValueError):
     """An algorithm was asked for by name that does not work where the ranks are; raised on all of them together."""
+
+
+class DeviceError(RuntimeError):
+    """A GPU was asked for, and this process has none that it can use; the text says why and what to type."""
+
+
+class NcclFailure(RuntimeError):
+    """NCCL reported an error on this rank; whatever else its communicator was to do is lost.
+
+    Args:
+        message: What was being done, and NCCL's own words.
+        status: NCCL's ncclResult_t.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status

@@ -52,6 +52,10 @@ class ExtendedLike(Protocol):
         """Devices of the replicas of this rank."""
 
     @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each replica of this rank."""
+
+    @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Devices that variables are put on."""
 
@@ -67,6 +71,9 @@ class ExtendedLike(Protocol):
 
     def _batch_reduce_to(self, op: Any, pairs: Any, options: Any, structure: str = "") -> list[Any]:
         """Reduce many values; ``structure`` says what they belong to, which all ranks must agree on."""
+
+    def _step_agreement(self) -> Any:
+        """Return what lets the ranks agree on a step (collective)."""
 
     def _announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that is about to be raised in place of a collective."""

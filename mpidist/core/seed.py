@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -14,7 +16,7 @@ _PIPELINES = 2
 
 class _State:
     seed: int | None = None
-    numbers: Iterator[int] = itertools.count()
+    numbers: itertools.count[int] = itertools.count()
 
 
 def set_seed(seed: int) -> None:
@@ -49,3 +51,13 @@ def next_seed() -> int | None:
         return None
     sequence = np.random.SeedSequence([_State.seed, _PIPELINES, next(_State.numbers)])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let what draws seeds in the block not change those that are drawn after it."""
+    kept = copy.copy(_State.numbers)
+    try:
+        yield
+    finally:
+        _State.numbers = kept

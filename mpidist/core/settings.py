@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpidist.core.numbers import decimal_number, whole_number
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -35,15 +37,22 @@ class Setting:
 
 
 def _positive_int(text: str) -> int:
-    number = int(text)
+    number = whole_number(text)
     if number < 1:
         raise ValueError
     return number
 
 
+def _power_of_two(text: str) -> int:
+    number = whole_number(text)
+    if not 1 << 16 <= number <= 1 << 30 or number & (number - 1):
+        raise ValueError
+    return number
+
+
 def _positive_float(text: str) -> float:
-    number = float(text)
-    if not number > 0:
+    number = decimal_number(text)
+    if number == 0:
         raise ValueError
     return number
 
@@ -76,7 +85,7 @@ JOBS = Setting(
     None,
     _jobs,
     "jobs with their numbers of tasks, such as ps:1,worker:3",
-    "which ranks are which tasks, in rank order, for MPIClusterResolver; all are workers by default",
+    "which ranks are which tasks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
 )
 PROGRESS_THREAD = Setting(
     "MPIDIST_PROGRESS_THREAD",
@@ -84,6 +93,34 @@ PROGRESS_THREAD = Setting(
     _flag,
     "0 or 1",
     "1: a thread moves collectives on that were started and not yet waited for",
+)
+FLIGHT_RECORD = Setting(
+    "MPIDIST_FLIGHT_RECORD",
+    None,
+    str,
+    "a folder",
+    "every rank keeps its last 1,000 collectives there, whatever ends it; python -m mpidist flight shows them",
+)
+GUARD = Setting(
+    "MPIDIST_GUARD",
+    True,
+    _flag,
+    "0 or 1",
+    "1: a thread answers ranks that wait for this one, so that they can say what keeps them (docs/hangs.md)",
+)
+GPU_AWARE_MPI = Setting(
+    "MPIDIST_GPU_AWARE_MPI",
+    None,
+    _flag,
+    "0 or 1",
+    "whether MPI is given pointers to GPU memory (docs/gpu.md); found out by default, and no in doubt",
+)
+STAGING_BYTES = Setting(
+    "MPIDIST_STAGING_BYTES",
+    4 << 20,
+    _power_of_two,
+    "a power of two from 65536 to 1073741824",
+    "how much of an array on a GPU passes through host memory at a time on its way to other nodes",
 )
 RANKS_PER_NODE = Setting(
     "MPIDIST_RANKS_PER_NODE",
@@ -139,11 +176,15 @@ SETTINGS = {
     s.name: s
     for s in (
         ABORT_ON_EXCEPTION,
+        FLIGHT_RECORD,
+        GPU_AWARE_MPI,
+        GUARD,
         JOBS,
         PROGRESS_THREAD,
         RANKS_PER_NODE,
         READ_NEIGHBOURS,
         REPORT,
+        STAGING_BYTES,
         TIMEOUT,
         TRACE,
         TUNING_FILE,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.collectives import Communicator
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.destinations import destination_devices, put
+from mpidist.cross_device_ops.local_nccl import LocalAllReduce
+from mpidist.cross_device_ops.local_reduction import check_alike
+from mpidist.values import DistributedValues, Mirrored
+from mpidist.values.placement import place_of
 
 _ONE_PACK_EACH = CommunicationOptions(bytes_per_pack=1)
 
@@ -54,11 +62,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         if self.num_packs == 0:
             return super()._between_ranks(op, arrays, divisor, each, structure)
         results: list[Array] = [arrays[0]] * len(arrays)
-        for dtype in dict.fromkeys(array.dtype for array in arrays):
-            indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-            flat = np.concatenate([arrays[i].reshape(-1) for i in indices])
+        kinds = [(array.dtype, place_of(array)) for array in arrays]
+        for kind in dict.fromkeys(kinds):
+            indices = [i for i, own in enumerate(kinds) if own == kind]
+            with kind[1].current():
+                flat = np.concatenate([arrays[i].reshape(-1) for i in indices])
             pieces = super()._between_ranks(op, split_flat(flat, self.num_packs), divisor, each, structure)
-            total = np.concatenate(pieces)
+            with kind[1].current():
+                total = np.concatenate(pieces)
             start = 0
             for i in indices:
                 results[i] = total[start : start + arrays[i].size].reshape(arrays[i].shape)
@@ -85,13 +96,13 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         comm: See ``CrossDeviceOps``.
     """
 
-    algorithm = "hierarchical"
+    algorithm = device_algorithm = "hierarchical"
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduce by NCCL between GPUs (tf.distribute.NcclAllReduce); arrays in host memory go by MPI.
 
-    A warning, once, says so when an array in host memory is reduced.
+    A warning, once, says so when an array in host memory is reduced by a strategy of CPUs.
 
     Args:
         num_packs: See ``AllReduceCrossDeviceOps``.
@@ -101,11 +112,44 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     def __init__(self, num_packs: int = 1, comm: Communicator | None = None) -> None:
         super().__init__(num_packs, comm)
         self._has_warned = False
+        self._local: LocalAllReduce | None = None
+
+    def close(self) -> None:
+        """Free the NCCL communicator of this process's GPUs."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def _among_devices(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+    ) -> list[Any] | None:
+        columns = [[to_array(part) for part in value.values] for value, _ in pairs]
+        if not columns or len(columns[0]) < 2 or not all(is_device_array(a) for column in columns for a in column):
+            return None
+        if options is not None and options.deterministic:
+            return None  # the copies to one device are added in a fixed order
+        for column in columns:
+            check_alike(column)
+        devices = [place_of(array).number for array in columns[0]]
+        if len(set(devices)) < len(devices):
+            return None
+        if self._local is None or self._local.devices != devices:
+            self.close()
+            self._local = LocalAllReduce(devices, self.num_packs)
+        if not self._local.suits(columns, op):
+            return None
+        reduced = self._local.all_reduce(columns, op, divisor)
+        return [_delivered(arrays, pair) for arrays, pair in zip(reduced, pairs, strict=True)]
 
     @property
     def leaves_all_to_engine(self) -> bool:
         """See ``CrossDeviceOps``."""
-        return False
+        # What is in host memory under a strategy of CPUs must pass by the warning.
+        return self._on_gpus and super().leaves_all_to_engine
 
     def _between_ranks(
         self,
@@ -115,7 +159,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         options: CommunicationOptions | None,
         structure: str = "",
     ) -> list[Array]:
-        if not self._has_warned:
+        if not self._on_gpus and not self._has_warned and not any(is_device_array(array) for array in arrays):
             self._has_warned = True
             warnings.warn(
                 "NcclAllReduce was given arrays in host memory, which NCCL cannot reduce: they go by MPI. "
@@ -123,3 +167,16 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
                 stacklevel=2,
             )
         return super()._between_ranks(op, arrays, divisor, options, structure)
+
+
+def _delivered(arrays: Sequence[Array], pair: tuple[DistributedValues, Any]) -> Any:
+    """Return one result on its destinations; where that is an array's own device nothing is copied."""
+    value, destinations = pair
+    restore = restorer(value.values[0])
+    by_device = {place_of(array).device: array for array in arrays}
+    results = []
+    for device in destination_devices(destinations):
+        array = by_device.pop(device, None)
+        own = put(arrays[0], device, copies=True) if array is None else array
+        results.append(own if restore is None else restore(own))
+    return results[0] if len(results) == 1 else Mirrored(results)

@@ -56,6 +56,8 @@ class CollectiveAllReduce(CrossDeviceOps):
             )
         return super().reduce_pairs(op, pairs, divisor, options, structure)
 
-    def with_algorithm(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+    def with_algorithm(
+        self, options: CommunicationOptions | None, on_device: bool = False
+    ) -> CommunicationOptions | None:
         """Return ``options`` laid over those of the object."""
         return self._options if options is None else self._options.merge(options)

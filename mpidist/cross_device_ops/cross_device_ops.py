@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops.destinations import destination_devices
-from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, formed
-from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+from mpidist.cross_device_ops.destinations import destination_devices, device_of, place
+from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, divided, formed
+from mpidist.values import DistributedValues, IndexedSlices, PerReplica
 from mpidist.values.indexed_slices import concatenate
+from mpidist.values.placement import place_at, place_of
 
 _FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
 
@@ -36,20 +39,24 @@ class CrossDeviceOps:
 
     algorithm: str | None = None
     """Algorithm of the engine between ranks; None leaves the choice to the engine."""
+    device_algorithm: str | None = None
+    """The same for arrays on devices."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
         self._num_replicas: int | None = None
         self._is_bound = False
+        self._on_gpus = False
 
-    def bind(self, comm: Communicator | None, num_replicas: int) -> None:
-        """Attach to the ranks of a strategy, unless the object came with ranks of its own.
+    def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
+        """Attach to the ranks of a strategy with ``devices``, unless the object came with ranks of its own.
 
         Raises:
             ValueError: It is attached to another strategy already.
         """
         if self._is_bound and self._comm is not comm:
             raise ValueError(f"this {type(self).__name__} belongs to another strategy; make one for each strategy")
+        self._on_gpus = bool(devices) and all(parse_device(device).kind == "gpu" for device in devices)
         if self._comm is None:
             self._comm = comm
             self._num_replicas = num_replicas
@@ -118,10 +125,10 @@ class CrossDeviceOps:
         Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
         """
         del options
-        arrays = per_replica_value.values
+        arrays = self._gathered(per_replica_value, destinations)
         total = accumulate(arrays, reduce_op)
         if reduce_op is ReduceOp.MEAN:
-            total = np.asarray(total / len(arrays))
+            total = divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
     def batch_reduce_implementation(
@@ -135,7 +142,12 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Return a copy of ``tensor`` for each destination of this rank."""
-        return _place(tensor, destination_devices(destinations))
+        return place(tensor, destination_devices(destinations))
+
+    def _gathered(self, value: DistributedValues, destinations: Any) -> list[Array]:
+        """Return the arrays of this rank's replicas where they are to be combined: at the first destination."""
+        where = place_at(destination_devices(destinations)[0])
+        return [where.brings(to_array(array)) for array in value.values]
 
     def _between_ranks(
         self,
@@ -146,8 +158,23 @@ class CrossDeviceOps:
         structure: str = "",
     ) -> list[Array]:
         """Combine this rank's results with those of the other ranks."""
+        if self.device_algorithm == self.algorithm:
+            return self._by_engine(op, arrays, divisor, self.with_algorithm(options), structure)
+        results = list(arrays)
+        for on_device in (False, True):
+            indices = [i for i, array in enumerate(arrays) if is_device_array(array) is on_device]
+            if indices:
+                own = self.with_algorithm(options, on_device)
+                totals = self._by_engine(op, [arrays[i] for i in indices], divisor, own, structure)
+                for i, total in zip(indices, totals, strict=True):
+                    results[i] = total
+        return results
+
+    def _by_engine(
+        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None, structure: str
+    ) -> list[Array]:
         assert self._comm is not None
-        return self._comm.reduce_arrays(op, arrays, divisor, options=self.with_algorithm(options), note=structure)
+        return self._comm.reduce_arrays(op, arrays, divisor, options=options, note=structure)
 
     # For the strategies -------------------------------------------------------------------------------------
 
@@ -183,7 +210,7 @@ class CrossDeviceOps:
         for i in sparse:
             value, destinations = pairs[i]
             total = self._sparse(op, value, divisor, options)
-            results[i] = _place(total, destination_devices(destinations))
+            results[i] = place(total, destination_devices(destinations))
         return results
 
     def reduce_pairs_async(
@@ -212,12 +239,26 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
         structure: str,
     ) -> list[Any]:
+        found = None if self.crosses_ranks else self._among_devices(op, pairs, divisor, options)
+        if found is not None:
+            return found
         totals, dtypes = self._of_this_rank(op, pairs, options)
         if self.crosses_ranks:
             totals = self._between_ranks(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
-            totals = [np.asarray(total / divisor) for total in totals]
+            totals = [divided(total, divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)
+
+    def _among_devices(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[DistributedValues, Any]],
+        divisor: int,
+        options: CommunicationOptions | None,
+    ) -> list[Any] | None:
+        """Return the results on all devices of this process where a class has a way from all to all; None elsewhere."""
+        del op, pairs, divisor, options
+        return None
 
     def _of_this_rank(
         self, op: ReduceOp, pairs: Sequence[tuple[DistributedValues, Any]], options: CommunicationOptions | None
@@ -241,10 +282,11 @@ class CrossDeviceOps:
         results = []
         for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
             # The caller gets an array of its own, never one of the inputs.
-            is_input = any(np.may_share_memory(total, to_array(component)) for component in value.values)
-            own = total.astype(dtype, copy=is_input)
+            is_input = any(_share_memory(total, to_array(component)) for component in value.values)
+            here = place_of(total)
+            own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)
             restore = restorer(value.values[0])
-            results.append(_place(own if restore is None else restore(own), destination_devices(destinations)))
+            results.append(place(own if restore is None else restore(own), destination_devices(destinations)))
         return results
 
     def _on_this_rank(
@@ -252,8 +294,9 @@ class CrossDeviceOps:
     ) -> list[Array]:
         if len(values[0].values) == 1:
             return [value.values[0] for value in values]
-        reduced = self.batch_reduce_implementation(op, [(value, "cpu:0") for value in values], options)
-        return [np.asarray(r.values[0] if isinstance(r, DistributedValues) else r) for r in reduced]
+        to_first = [(value, device_of(value.values[0])) for value in values]
+        reduced = self.batch_reduce_implementation(op, to_first, options)
+        return [to_array(r.values[0] if isinstance(r, DistributedValues) else r) for r in reduced]
 
     def _sparse(
         self, op: ReduceOp, value: DistributedValues, divisor: int, options: CommunicationOptions | None
@@ -265,13 +308,13 @@ class CrossDeviceOps:
         if self.crosses_ranks:
             assert self._comm is not None
             note = f"IndexedSlices of {slices.dense_shape}"
-            values, indices = self._comm.gather_arrays(
-                [slices.values, slices.indices.astype(np.int64)], 0, options=options, note=note
-            )
+            wide = place_of(slices.indices).casts(slices.indices, np.dtype(np.int64))
+            values, indices = self._comm.gather_arrays([slices.values, wide], 0, options=options, note=note)
             slices = IndexedSlices(values, indices, slices.dense_shape)
         if op is ReduceOp.MEAN:
             result = reduction_dtypes(slices.dtype, op)[1]
-            slices = IndexedSlices((slices.values / divisor).astype(result), slices.indices, slices.dense_shape)
+            mean = place_of(slices.values).casts(divided(slices.values, divisor), result)
+            slices = IndexedSlices(mean, slices.indices, slices.dense_shape)
         return slices
 
     def _total_replicas(self, local: int) -> int:
@@ -282,14 +325,20 @@ class CrossDeviceOps:
             self._num_replicas = int(self._comm.all_reduce(ReduceOp.SUM, local))
         return self._num_replicas
 
-    def with_algorithm(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+    def with_algorithm(
+        self, options: CommunicationOptions | None, on_device: bool = False
+    ) -> CommunicationOptions | None:
         """Return ``options`` with this class's algorithm, unless the caller forces one."""
-        if self.algorithm is None or (options is not None and options.algorithm is not None):
+        algorithm = self.device_algorithm if on_device else self.algorithm
+        if algorithm is None or (options is not None and options.algorithm is not None):
             return options
-        key = (self.algorithm, options)
+        key = (algorithm, options)
         if key not in _FORCED_OPTIONS:
-            _FORCED_OPTIONS[key] = CommunicationOptions(algorithm=self.algorithm).merge(options)
+            _FORCED_OPTIONS[key] = CommunicationOptions(algorithm=algorithm).merge(options)
         return _FORCED_OPTIONS[key]
+
+    def close(self) -> None:
+        """Free what the object holds of devices; a strategy closes the object that it was given."""
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         if not self.crosses_ranks:
@@ -317,16 +366,5 @@ def _check_pairs(pairs: Any) -> list[tuple[DistributedValues, Any]]:
     return checked
 
 
-def _place(value: Any, devices: tuple[str, ...]) -> Any:
-    """Return ``value`` itself for one device, a Mirrored with a copy for each of several."""
-    if len(devices) == 1:
-        return value
-    return Mirrored((value, *(_copy(value) for _ in devices[1:])))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, IndexedSlices):
-        return IndexedSlices(value.values.copy(), value.indices.copy(), value.dense_shape)
-    restore = restorer(value)
-    copied = to_array(value).copy()
-    return copied if restore is None else restore(copied)
+def _share_memory(one: Array, other: Array) -> bool:
+    return place_of(one) == place_of(other) and np.may_share_memory(one, other)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import reduction_dtypes
 from mpidist.core.enums import ReduceOp
+from mpidist.values.placement import place_of
 
 AccumulationFn = Callable[[Sequence[Array]], Array]
 
@@ -34,11 +35,11 @@ def check_alike(arrays: Sequence[Array]) -> None:
 
 def formed(array: Array, op: ReduceOp) -> Array:
     """Return ``array`` in the dtype in which ``op`` is formed."""
-    return array.astype(reduction_dtypes(array.dtype, op)[0], copy=False)
+    return place_of(array).casts(array, reduction_dtypes(array.dtype, op)[0])
 
 
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine arrays of one shape and dtype, first to last; the sum where ``op`` is MEAN.
+    """Combine arrays of one shape and dtype where the first is, first to last; the sum where ``op`` is MEAN.
 
     >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
     array([11, 22])
@@ -46,7 +47,15 @@ def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
     combine = _BINARY[op]
     if len(arrays) == 1:
         return arrays[0]
-    total: Array = np.asarray(combine(arrays[0], arrays[1]))
-    for array in arrays[2:]:
-        combine(total, array, out=total)
+    place = place_of(arrays[0])
+    with place.current():
+        total = to_array(combine(arrays[0], place.brings(arrays[1])))
+        for array in arrays[2:]:
+            combine(total, place.brings(array), out=total)
     return total
+
+
+def divided(total: Array, divisor: int) -> Array:
+    """Return ``total / divisor``, where ``total`` is."""
+    with place_of(total).current():
+        return to_array(total / divisor)

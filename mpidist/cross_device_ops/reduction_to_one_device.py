@@ -6,20 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.collectives import Communicator
 from mpidist.core.devices import canonical_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.cross_device_ops.local_reduction import AccumulationFn
-from mpidist.values import PerReplica
+from mpidist.cross_device_ops.local_reduction import AccumulationFn, divided
+from mpidist.values import DistributedValues, PerReplica
+from mpidist.values.placement import place_of
 
 
 class ReductionToOneDevice(CrossDeviceOps):
     """Reduces on one device and on one rank, then copies (tf.distribute.ReductionToOneDevice).
 
-    Between ranks: MPI_Reduce to rank 0, then MPI_Bcast.
+    Between ranks: MPI_Reduce to rank 0, then MPI_Bcast; arrays on devices pass through host memory.
 
     Args:
         reduce_to_device: Where to add; the first destination by default.
@@ -32,6 +33,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     """
 
     algorithm = "reduce_broadcast"
+    device_algorithm = "staged"
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     @property
     def leaves_all_to_engine(self) -> bool:
         """See ``CrossDeviceOps``."""
-        return self.accumulation_fn is None
+        return self.accumulation_fn is None and not self._on_gpus
 
     def reduce_implementation(
         self,
@@ -58,10 +60,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         """See ``CrossDeviceOps``."""
         if self.accumulation_fn is None or reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
-        arrays = list(per_replica_value.values)
-        total = np.asarray(self.accumulation_fn(arrays))
+        arrays = self._gathered(per_replica_value, destinations)
+        with place_of(arrays[0]).current():
+            total = to_array(self.accumulation_fn(arrays))
         if reduce_op is ReduceOp.MEAN:
-            total = np.asarray(total / len(arrays))
+            total = divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
     def _between_ranks(
@@ -76,5 +79,11 @@ class ReductionToOneDevice(CrossDeviceOps):
             return super()._between_ranks(op, arrays, divisor, options, structure)
         assert self._comm is not None
         stacks = self._comm.gather_arrays([array[np.newaxis] for array in arrays], 0, options=options, note=structure)
-        totals = [np.asarray(self.accumulation_fn(list(stack))) for stack in stacks]
-        return [np.asarray(t / divisor) for t in totals] if op is ReduceOp.MEAN else totals
+        totals = []
+        for stack in stacks:
+            with place_of(stack).current():
+                totals.append(to_array(self.accumulation_fn(list(stack))))
+        return [divided(total, divisor) for total in totals] if op is ReduceOp.MEAN else totals
+
+    def _gathered(self, value: DistributedValues, destinations: Any) -> list[Array]:
+        return super()._gathered(value, self.reduce_to_device or destinations)

@@ -2,15 +2,18 @@
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values
-from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
+from mpidist.input.distributed_dataset import DistributedDataset
+from mpidist.input.distributed_iterator import DistributedIterator
 from mpidist.input.element_spec import ArraySpec, PerReplicaSpec
 from mpidist.input.input_context import InputContext, ValueContext
-from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+from mpidist.input.input_iterator import InputIterator
+from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.iteration import DatasetIterator
 from mpidist.input.optional import Optional
 
 __all__ = [
+    "SHARD_HINT",
     "ArraySpec",
     "AutoShardPolicy",
     "Dataset",
@@ -18,6 +21,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
+    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "InputWorkers",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpidist.core.errors import MismatchError
 from mpidist.input.element_spec import with_rows
+from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import LocalBatches, longest
-from mpidist.input.reordering import Shuffle
+from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of
+from mpidist.input.position import Position
+from mpidist.input.reordering import UNKNOWN
 
 
 @dataclass
@@ -17,33 +20,37 @@ class Agreement:
 
     Args:
         steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data.
-        seeds: What stands in for the seeds of shuffles that were given none.
+        beginning: Where the first pass begins.
         spec: What a local batch looks like, None until one has been seen.
     """
 
     steps: int
-    seeds: dict[Shuffle, tuple[int, ...]] = field(default_factory=dict)
+    beginning: Position
     spec: Any = None
 
 
-def agree(batches: LocalBatches, same_everywhere: bool) -> Agreement:
+def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, own_orders: bool = False) -> Agreement:
     """Return what all workers agree on (collective where there are several: one small exchange, or two).
 
     Args:
         batches: What this worker reads.
+        workers: Who shares the input.
         same_everywhere: The pipelines must be the same on all workers.
+        own_orders: Where they are the same, each worker goes through all of it, in an order of its own.
 
     Raises:
         MismatchError: They had to be the same and are not; on all workers.
     """
-    communicator = batches.workers.communicator
-    if communicator is None:
-        return Agreement(batches.steps)
+    mine = pipelines_of(batches)
+    if workers.communicator is None:
+        return Agreement(batches.steps, first_position(batches, mine))
     text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
-    drawn = _drawn_seeds(batches)
-    told: list[tuple[str, int, list[int]]] = communicator.all_gather_object((text, batches.steps, list(drawn.values())))
-    if same_everywhere and len({text for text, _, _ in told}) > 1:
-        plans = {rank: text for rank, (text, _, _) in enumerate(told)}
+    told: list[tuple[str, int, list[Pipeline], int | None]] = workers.communicator.all_gather_object(
+        (text, batches.steps, mine, last_batch_size(batches))
+    )
+    same = len({text for text, *_ in told}) == 1
+    if same_everywhere and not same:
+        plans = {rank: text for rank, (text, *_) in enumerate(told)}
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
         raise MismatchError(
             "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
@@ -51,28 +58,30 @@ def agree(batches: LocalBatches, same_everywhere: bool) -> Agreement:
             f"distribute_datasets_from_function(dataset_fn):{lines}",
             plans,
         )
-    steps = [count for _, count, _ in told]
-    # All shuffle as the first worker does, which is also what a single process would do.
-    seeds: dict[Shuffle, tuple[int, ...]] = {shuffle: (seed,) for shuffle, seed in zip(drawn, told[0][2], strict=False)}
-    result = Agreement(longest(steps), seeds)
-    if result.steps > 0 and 0 in steps:
-        result.spec = gather_spec(batches, _first_spec(batches) if batches.steps else None)
+    steps = [count for _, count, *_ in told]
+    # Workers that all go through the same elements would do the same work in every step; different pipelines may each
+    # take a part of one order.
+    every = [pipeline for _, _, pipelines, _ in told for pipeline in pipelines]
+    beginning = first_position(batches, every, own_orders and same)
+    result = Agreement(longest(steps), replace(beginning, batch_size=told[0][3]))
+    if result.steps not in (0, UNKNOWN) and 0 in steps:
+        learn_spec(result, batches, workers)
     return result
 
 
-def _drawn_seeds(batches: LocalBatches) -> dict[Shuffle, int]:
-    """Return the seeds of the shuffles that were given none by the user."""
-    return {shuffle: shuffle.seed for node in batches.nodes for shuffle in node.shuffles() if not shuffle.given}
+def learn_spec(agreement: Agreement, batches: LocalBatches, workers: InputWorkers) -> None:
+    """Let every worker know what a local batch looks like, from the first one that can tell (collective)."""
+    agreement.spec = gather_spec(workers, _first_spec(batches, workers) if batches.steps else None)
 
 
-def _first_spec(batches: LocalBatches) -> Any:
-    with batches.workers.shared_errors("reading an element to tell what the elements look like"):
+def _first_spec(batches: LocalBatches, workers: InputWorkers) -> Any:
+    with workers.shared_errors("reading an element to tell what the elements look like"):
         specs = batches.local_specs()
         return None if specs is None else with_rows(specs[0], None)
 
 
-def gather_spec(batches: LocalBatches, own: Any) -> Any:
+def gather_spec(workers: InputWorkers, own: Any) -> Any:
     """Return ``own``, or the spec of the first worker that knows one (collective)."""
-    assert batches.workers.communicator is not None
-    told = batches.workers.communicator.all_gather_object(own)
+    assert workers.communicator is not None
+    told = workers.communicator.all_gather_object(own)
     return own if own is not None else next((spec for spec in told if spec is not None), None)

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import operator
-import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
-import numpy as np
-
-from mpidist.core.seed import next_seed
 from mpidist.input import dealing, sources
 from mpidist.input.elements import map_leaves
+from mpidist.input.file_dealing import names_node
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
-from mpidist.input.iteration import Elements
-from mpidist.input.pipeline import (
-    Batches,
-    Filtered,
-    Items,
-    Mapped,
-    MappedRows,
-    Node,
-    PrefetchedItems,
-    PrefetchedRows,
-    ReorderedItems,
-    ReorderedRows,
-    Rows,
-    TableRows,
-    Zipped,
-)
-from mpidist.input.reordering import INFINITE, UNKNOWN, Reordering, Repeat, Shard, Shuffle, Skip, Take
-from mpidist.input.streams import Stream
+from mpidist.input.interleaved import Interleaved
+from mpidist.input.item_steps import Batches, Enumerated, Filtered, Mapped, PrefetchedItems, Zipped
+from mpidist.input.ordering import OrderedElements, seed_or_drawn
+from mpidist.input.parallel_calls import checked_calls
+from mpidist.input.pipeline import Items, Node, Rows
+from mpidist.input.reordering import Shuffle
+from mpidist.input.row_steps import MappedRows, PrefetchedRows, TableRows
 from mpidist.input.tables import RangeTable, ZippedTable, array_table
 
 
-class Dataset(Elements):
+class Dataset(OrderedElements):
     """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
 
-    Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator` or :meth:`range`
-    and chain transforms; each returns a new dataset. Sources whose rows can be read by number are read by the
-    batch, and on several ranks each rank reads only its own rows. Elements and batches are new arrays that the
-    caller may change, and that no generator, source or function goes on to write into.
+    Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
+    :meth:`list_files` or :meth:`range` and chain transforms; each returns a new dataset. Sources whose rows can be read
+    by number are read by the batch, and on several ranks each rank reads only its own rows. Elements and batches are
+    new arrays that the caller may change, and that no generator, source or function goes on to write into.
 
     >>> dataset = Dataset.range(10).shuffle(seed=1).batch(4)
     >>> [len(batch) for batch in dataset]
@@ -69,22 +54,30 @@ class Dataset(Elements):
         return Dataset(TableRows(array_table(tensors)))
 
     @staticmethod
-    def from_source(source: Any) -> Dataset:
+    def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset:
         """Return the dataset of any object that holds data.
 
         Args:
-            source: An array (its rows); an object with ``__len__`` and ``__getitem__``, such as a PyTorch
-                map-style dataset (asked for ``source[i]``, only for the rows that are needed); an object with
-                ``__iter__``, such as a PyTorch ``IterableDataset`` (gone through anew in each pass); or a
-                Dataset, which is returned.
+            source: An array (its rows); a table, record batch, dataset or Parquet file of pyarrow (each row a dict
+                of its columns; of Parquet only the row groups are read that hold rows which are asked for); an
+                object with ``__len__`` and ``__getitem__``, such as a PyTorch map-style dataset, a Hugging Face
+                dataset or a grain ``MapDataset`` (asked for ``source[i]``, or for all rows of a batch by
+                ``__getitems__`` where it has that, only for the rows that are needed); an object with ``__iter__``,
+                such as a PyTorch ``IterableDataset`` (gone through anew in each pass); or a Dataset, which is
+                returned.
+            columns: Of a source of pyarrow, the columns that are read; None for all.
 
         Raises:
-            TypeError: None of these, or an iterator, which could be read only once.
+            TypeError: None of these, or an iterator, which could be read only once; ``columns`` of something else
+                than a source of pyarrow.
+            ValueError: A name in ``columns`` that there is not.
 
         >>> [x for x, _ in Dataset.from_source([(1, "a"), (2, "b")])]
         [1, 2]
         """
-        return source if isinstance(source, Dataset) else Dataset(sources.node_of(source))
+        if isinstance(source, Dataset) and columns is None:
+            return source
+        return Dataset(sources.node_of(source, columns))
 
     @staticmethod
     def from_generator(generator: Callable[[], Iterable[Any]], output_signature: Any = None) -> Dataset:
@@ -110,10 +103,9 @@ class Dataset(Elements):
     def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset:
         """Return the dataset of what a function reads from files, file after file.
 
-        Whole files are not dealt to ranks in this version: distributing it over several ranks needs
-        ``with_options(auto_shard_policy=AutoShardPolicy.DATA)``, with which every rank reads all files and keeps
-        its part of each batch. On one rank AUTO cuts batches as those of any other source; there TensorFlow cuts
-        those from files differently (4 rows for 3 replicas as 2, 1, 1 and not 2, 2, 0).
+        Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
+        with ``with_options(auto_shard_policy=AutoShardPolicy.DATA)`` every rank reads all files and keeps its part of
+        each batch.
 
         Args:
             paths: Of the files, on all ranks the same ones in the same order (sort what ``glob`` finds).
@@ -125,6 +117,7 @@ class Dataset(Elements):
             ValueError: There are no paths.
 
         >>> import tempfile, pathlib
+        >>> import numpy as np
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "numbers.txt")
         ...     _ = path.write_text("1 2 3")
@@ -132,6 +125,38 @@ class Dataset(Elements):
         [[1.0, 2.0], [3.0]]
         """
         return Dataset(sources.files_node(paths, reader))
+
+    @staticmethod
+    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset:
+        """Return the dataset of the paths of files, for ``map`` or ``interleave`` with what reads one.
+
+        Distributed, whole files are dealt to the ranks as those of :meth:`from_files`: file i of the sorted names goes
+        to rank i mod W in every pass, and shuffles order each rank's own files.
+
+        Args:
+            file_pattern: A pattern as ``glob`` takes it, or several; looked up now.
+            shuffle: Whether each pass has the files in another order; None means True, as in TensorFlow. Without, they
+                are sorted by name.
+            seed: Of that order.
+
+        Raises:
+            TypeError: A pattern is none.
+            ValueError: No file matches, or ``seed`` without ``shuffle``.
+
+        >>> import tempfile, pathlib
+        >>> import numpy as np
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pathlib.Path(folder, "a.txt").write_text("1 2 3")
+        ...     dataset = Dataset.list_files(folder + "/*.txt")
+        ...     [x.tolist() for x in dataset.map(np.loadtxt)]
+        [[1.0, 2.0, 3.0]]
+        """
+        names = Dataset(names_node(file_pattern))
+        if shuffle is None or shuffle:
+            return names.shuffle(seed=seed)
+        if seed is not None:
+            raise ValueError(f"list_files() got seed={seed} with shuffle={shuffle}; a seed is for shuffle=True")
+        return names
 
     @staticmethod
     def range(*args: int) -> Dataset:
@@ -183,17 +208,10 @@ class Dataset(Elements):
 
     # Transforms
 
-    def _then(self, node: Node) -> Dataset:
-        return Dataset(node, self._options)
-
-    def _reordered(self, reordering: Reordering) -> Dataset:
-        if isinstance(self._node, Rows):
-            return self._then(ReorderedRows(self._node, reordering))
-        assert isinstance(self._node, Items)
-        return self._then(ReorderedItems(self._node, reordering))
-
-    def map(self, map_func: Callable[..., Any]) -> Dataset:
+    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
         """Return the dataset of ``map_func`` of each element.
+
+        Elements keep their order, also with several calls at once.
 
         Args:
             map_func: Gets an element as the source gives it; a tuple comes as several arguments. Before
@@ -201,13 +219,71 @@ class Dataset(Elements):
                 on its arguments alone. After ``batch`` it gets whole batches, and when the dataset is
                 distributed every rank computes the whole global batch and then keeps its part: put it before
                 where you can.
+            num_parallel_calls: How many calls may run at once, each in a thread; -1 for as many as there are
+                cores. It gains time where the function waits or leaves Python (reading, decoding, NumPy on large
+                arrays). Before ``batch`` the rows of a batch are shared among the threads. None: calls run one
+                after the other in the thread that reads. Threads end with the pass as those of ``prefetch``.
+
+        Raises:
+            TypeError: ``map_func`` is not callable.
+            ValueError: ``num_parallel_calls`` below 1 and not -1.
 
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x)]
         [0, 1, 4]
         """
         _require_callable("map_func", map_func)
-        node = self._node
-        return self._then(MappedRows(node, map_func) if isinstance(node, Rows) else Mapped(node, map_func))
+        node, calls = self._node, checked_calls(num_parallel_calls)
+        made: Node = MappedRows(node, map_func, calls) if isinstance(node, Rows) else Mapped(node, map_func, calls)
+        return self._then(made)
+
+    def interleave(
+        self,
+        map_func: Callable[..., Any],
+        cycle_length: int | None = None,
+        block_length: int = 1,
+        num_parallel_calls: int | None = None,
+    ) -> Dataset:
+        """Return the elements of several datasets in turn, each made by ``map_func`` of an element.
+
+        The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first dataset that
+        is open, then of the next; one that ends makes room for the next element's, which begins in the next round.
+        Shuffles without a seed in these datasets have an order of their own in each, the same on all ranks. The
+        elements of :meth:`list_files` are dealt as files; other elements are, if what ``map_func`` makes of the first
+        one reads files.
+
+        Args:
+            map_func: Gets an element, a tuple as several arguments; returns a Dataset.
+            cycle_length: How many datasets are open at a time; None for 4, the same on every machine.
+            block_length: How many elements come from one dataset in a round.
+            num_parallel_calls: How many threads call ``map_func`` and read the datasets, -1 for as many as there are
+                cores: the next block of each one that is open, and the first of as many that come next as there are
+                threads. The order stays. None: they are read in turn in the thread that reads.
+
+        Raises:
+            TypeError: ``map_func`` is no function; while iterating, it returned no Dataset.
+            ValueError: ``cycle_length`` or ``block_length`` below 1, ``num_parallel_calls`` too and not -1.
+
+        >>> dataset = Dataset.range(1, 4).interleave(lambda x: Dataset.range(x * 10, x * 10 + 3), cycle_length=2)
+        >>> [int(x) for x in dataset]
+        [10, 20, 11, 21, 12, 22, 30, 31, 32]
+        """
+        _require_callable("map_func", map_func)
+        cycle = 4 if cycle_length is None else operator.index(cycle_length)
+        if cycle < 1 or operator.index(block_length) < 1:
+            raise ValueError(f"cycle_length is {cycle_length} and block_length {block_length}; expected 1 or more")
+
+        def node_of(*element: Any) -> Node:
+            made = map_func(*element)
+            if not isinstance(made, Dataset):
+                raise TypeError(
+                    f"map_func of interleave() returned {made!r} of type {type(made).__name__}; expected a Dataset, "
+                    "for example lambda path: Dataset.from_files([path], reader)"
+                )
+            return made._node
+
+        seeds = Shuffle(None, seed_or_drawn(None), given=False, reshuffle=True)
+        calls = checked_calls(num_parallel_calls)
+        return self._then(Interleaved(self._node, node_of, cycle, block_length, seeds, calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Return the dataset of the elements for which ``predicate`` is true.
@@ -222,52 +298,6 @@ class Dataset(Elements):
         """
         _require_callable("predicate", predicate)
         return self._then(Filtered(self._node, predicate))
-
-    def shuffle(
-        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
-    ) -> Dataset:
-        """Return the dataset in random order.
-
-        Distributed datasets come in the same order on all ranks, also without a seed.
-
-        Args:
-            buffer_size: Elements of a stream that are held in memory to draw from; None holds all of them.
-                Rows that can be read by number are permuted as a whole and need no buffer, except in an
-                endless dataset, where it is the number of rows to draw from.
-            seed: A whole number that fixes the order; None draws one (see ``mpidist.set_seed``).
-            reshuffle_each_iteration: Whether each pass has an order of its own, also each one of a later
-                ``repeat``.
-
-        Raises:
-            ValueError: ``buffer_size`` below 1, or left out where the number of elements is endless or
-                unknown; a negative seed.
-
-        >>> sorted(int(x) for x in Dataset.range(4).shuffle())
-        [0, 1, 2, 3]
-        """
-        if buffer_size is not None and operator.index(buffer_size) < 1:
-            raise ValueError(f"buffer_size is {buffer_size}; expected 1 or more, or None for all elements")
-        if seed is not None and operator.index(seed) < 0:
-            raise ValueError(f"seed is {seed}; expected 0 or more, or None for one drawn at random")
-        rows = isinstance(self._node, Rows)
-        if buffer_size is None and (self.cardinality() == INFINITE or (self.cardinality() == UNKNOWN and not rows)):
-            raise ValueError(
-                f"shuffle() of {self._node}, whose number of elements is endless or unknown, got no "
-                "buffer_size; say how many elements to draw from, shuffle(buffer_size=1000), or call "
-                "shuffle() before repeat()"
-            )
-        return self._reordered(
-            Shuffle(buffer_size, _seed_or_drawn(seed), seed is not None, bool(reshuffle_each_iteration))
-        )
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Return the dataset gone through ``count`` times, without end for None or -1.
-
-        >>> [int(x) for x in Dataset.range(2).repeat(2)]
-        [0, 1, 0, 1]
-        """
-        times = None if count is None or operator.index(count) < 0 else count
-        return self._reordered(Repeat(times))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return the dataset of consecutive elements stacked along a new first axis.
@@ -284,39 +314,7 @@ class Dataset(Elements):
         """
         if operator.index(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-        return self._then(Batches(self._node, batch_size, bool(drop_remainder)))
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return the dataset of every ``num_shards``-th element, beginning with element ``index``.
-
-        Raises:
-            ValueError: ``num_shards`` below 1, or ``index`` not in 0 ... num_shards - 1.
-
-        >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
-        [1, 3]
-        """
-        if operator.index(num_shards) < 1 or not 0 <= operator.index(index) < num_shards:
-            raise ValueError(
-                f"num_shards is {num_shards} and index {index}; expected num_shards of at least 1 and 0 <= "
-                "index < num_shards, for example shard(ctx.num_input_pipelines, ctx.input_pipeline_id)"
-            )
-        return self._reordered(Shard(num_shards, index))
-
-    def take(self, count: int) -> Dataset:
-        """Return the dataset of the first ``count`` elements, of all for -1.
-
-        >>> [int(x) for x in Dataset.range(5).take(2)]
-        [0, 1]
-        """
-        return self._reordered(Take(operator.index(count)))
-
-    def skip(self, count: int) -> Dataset:
-        """Return the dataset without its first ``count`` elements, an empty one for -1.
-
-        >>> [int(x) for x in Dataset.range(5).skip(3)]
-        [3, 4]
-        """
-        return self._reordered(Skip(operator.index(count)))
+        return self._then(Batches(self._node, operator.index(batch_size), bool(drop_remainder)))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return the same dataset, with the next elements read ahead in a thread.
@@ -350,22 +348,18 @@ class Dataset(Elements):
         >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
         [(0, 5), (1, 6)]
         """
-        length = self.cardinality()
-        if length >= 0:
-            numbers = Dataset.range(start, start + length)
-        else:
-            numbers = Dataset(Stream(lambda: map(np.int64, count(start)), "numbers", None, INFINITE))
-        return Dataset.zip((numbers, self))
+        if isinstance(self._node, TableRows):
+            return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
+        return self._then(Enumerated(self._node, operator.index(start)))
 
     def with_options(self, auto_shard_policy: AutoShardPolicy | None = None, assignment: str | None = None) -> Dataset:
         """Return the same dataset with options for ``experimental_distribute_dataset``.
 
         Args:
-            auto_shard_policy: How it is divided over ranks; AUTO and DATA can be distributed in this version, and
-                what comes from files, on several ranks, only with DATA.
-            assignment: Which part of a global batch goes where. ``"tf"``: part j to rank j mod W,
-                TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks' parts
-                are contiguous, and the only way where ranks have different numbers of replicas.
+            auto_shard_policy: How it is divided over ranks; see ``AutoShardPolicy``.
+            assignment: Which part of a global batch that all ranks share (DATA) goes where. ``"tf"``: part j to rank
+                j mod W, TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks'
+                parts are contiguous, and the only way where ranks have different numbers of replicas.
 
         Raises:
             TypeError: ``auto_shard_policy`` is no AutoShardPolicy.
@@ -377,7 +371,7 @@ class Dataset(Elements):
         options = self._options
         if auto_shard_policy is not None:
             if not isinstance(auto_shard_policy, AutoShardPolicy):
-                raise TypeError(f"auto_shard_policy is {auto_shard_policy!r}; expected AutoShardPolicy.DATA or AUTO")
+                raise TypeError(f"auto_shard_policy is {auto_shard_policy!r}; expected AutoShardPolicy.DATA or another")
             options = replace(options, auto_shard_policy=auto_shard_policy)
         if assignment is not None:
             if assignment not in dealing.ASSIGNMENTS:
@@ -390,12 +384,6 @@ def _require_dataset(value: Any) -> Dataset:
     if not isinstance(value, Dataset):
         raise TypeError(f"zip() got {value!r} of type {type(value).__name__}; expected Dataset objects")
     return value
-
-
-def _seed_or_drawn(seed: int | None) -> int:
-    if seed is None:
-        seed = next_seed()
-    return secrets.randbits(63) if seed is None else seed
 
 
 def _require_callable(name: str, value: Any) -> None:

@@ -1,13 +1,18 @@
-"""Which rows of a global batch go to which replica: rule A, as functions of numbers alone.
+"""Which rows go to which replica: rules A and B, as functions of numbers alone.
 
 Rule A: a batch of B rows is cut into n parts of ceil(B / n) rows; the last parts may be short or empty.
 TensorFlow deals part j to worker j mod W; the block assignment gives part j to the worker that owns replica
 j.
+
+Rule B: each worker cuts a stream of its own, across the borders of its batches, into sub-batches whose sizes go round
+in a cycle; all replicas together take the rows of one global batch in every step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 ASSIGNMENTS = ("tf", "block")
 
@@ -78,3 +83,44 @@ def local_rows(
     """
     every = parts(batch_size, sum(replica_counts))
     return [every[part] for part in replica_parts(replica_counts, worker_id, assignment)]
+
+
+def sub_batch_sizes(batch_size: int, replica_counts: Sequence[int], worker_id: int) -> list[int]:
+    """Return the sizes of a worker's sub-batches, which repeat (rule B).
+
+    A global batch has n sizes, the first of them larger by one where it does not divide. In step s replica j gets size
+    number j + s * R (mod n), where R is the number of replicas of a worker; 1 where workers have different numbers,
+    so that every replica meets every size.
+
+    Args:
+        batch_size: Rows that all replicas take together in a step.
+        replica_counts: Local replicas of every worker.
+        worker_id: Which worker.
+
+    Source: TensorFlow's ``batch_sizes_for_worker``.
+
+    >>> sub_batch_sizes(7, (2, 2), 0), sub_batch_sizes(7, (2, 2), 1)
+    ([2, 2, 2, 1], [2, 1, 2, 2])
+    """
+    count = sum(replica_counts)
+    least, larger = divmod(batch_size, count)
+    equal = len(set(replica_counts)) == 1
+    shift, steps = (replica_counts[0], len(replica_counts)) if equal else (1, count)
+    first = sum(replica_counts[:worker_id])
+    return [
+        least + ((first + replica + step * shift) % count < larger)
+        for step in range(steps)
+        for replica in range(replica_counts[worker_id])
+    ]
+
+
+def count_sub_batches(rows: int, sizes: Sequence[int]) -> int:
+    """Return into how many sub-batches a stream of ``rows`` rows is cut by sizes that repeat.
+
+    >>> count_sub_batches(10, [2, 2]), count_sub_batches(9, [2, 1, 2, 2])
+    (5, 5)
+    """
+    if rows == 0:
+        return 0
+    cycles, before = divmod(rows - 1, sum(sizes))  # where the last row comes; sizes of 0 after it are no sub-batches
+    return cycles * len(sizes) + bisect_left(list(accumulate(sizes)), before + 1) + 1

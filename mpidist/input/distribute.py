@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,18 @@ from mpidist.core import context
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.agreement import agree
 from mpidist.input.dataset import Dataset
-from mpidist.input.dealing import choose_assignment
 from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
-from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
+from mpidist.input.input_workers import InputWorkers, WorkerLayout
+from mpidist.input.local_batches import ConsecutiveBatches, LocalBatches, ReplicaPipelines
 from mpidist.input.pipeline import Node
+from mpidist.input.policies import dealt_batches
+from mpidist.input.resuming import Dealing
 from mpidist.values import regroup
+from mpidist.values.placement import place_at
+
+_log = logging.getLogger("mpidist")
 
 _HOW_TO_MAKE_ONE = (
     "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
@@ -29,8 +34,8 @@ def distribute_dataset(
 ) -> DistributedDataset:
     """Divide a dataset that is the same on all ranks over their replicas (experimental_distribute_dataset).
 
-    Collective: call it on every rank, in the same order. Each global batch is cut by rule A into one part for
-    each replica; shuffles without a seed get one that all ranks share.
+    Collective: call it on every rank, in the same order. How it is divided is its AutoShardPolicy; shuffles without a
+    seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO).
 
     Args:
         dataset: Batched with the global batch size.
@@ -40,10 +45,10 @@ def distribute_dataset(
 
     Raises:
         TypeError: ``dataset`` is no Dataset, or ``options`` no InputOptions.
-        ValueError: The dataset is not batched, or ``assignment="tf"`` with unequal numbers of local replicas.
-        NotImplementedError: PER_REPLICA; an AutoShardPolicy other than AUTO and DATA; AUTO for a dataset from
-            files on several ranks.
-        MismatchError: The ranks gave different datasets; on all ranks.
+        ValueError: The dataset is not batched; ``assignment="tf"`` with unequal numbers of local replicas; fewer files
+            than ranks, or other sources than files, with FILE.
+        NotImplementedError: PER_REPLICA.
+        MismatchError: The ranks gave different datasets, and the policy is not OFF; on all ranks.
 
     >>> dataset, workers = Dataset.range(3).batch(3), InputWorkers(1, 0, (2,), None, True)
     >>> list(distribute_dataset(dataset, workers, context.get_strategy()))
@@ -55,19 +60,14 @@ def distribute_dataset(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
             "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
         )
-    policy = dataset._options.auto_shard_policy
-    if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        raise NotImplementedError(
-            f"auto_shard_policy is {policy.name}, which this version cannot deal; use AutoShardPolicy.DATA, "
-            "or build each rank's own dataset in distribute_datasets_from_function(dataset_fn)"
-        )
-    assignment = choose_assignment(dataset._options.assignment, workers.replica_counts)
-    batches = DealtBatches(workers, dataset._node, assignment)
+    node, dataset_options = dataset._node, dataset._options
     with workers.shared_errors("looking at the dataset"):
-        if policy is AutoShardPolicy.AUTO and workers.num_workers > 1:
-            _require_no_files(dataset)
-        batches.check_batched()
-    return DistributedDataset(batches, agree(batches, same_everywhere=True), strategy)
+        batches, policy, reads = dealt_batches(node, dataset_options, workers)
+    off = policy is AutoShardPolicy.OFF
+    agreement = agree(batches, workers, same_everywhere=not off, own_orders=off)
+    _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
+    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
+    return DistributedDataset(batches, workers, dealing, agreement, strategy, options)
 
 
 def distribute_from_function(
@@ -107,16 +107,21 @@ def distribute_from_function(
     per_replica = replication_mode(options) is InputReplicationMode.PER_REPLICA
     if per_replica and not per_replica_allowed:
         raise per_replica_refused(strategy)
-    replicas = workers.num_replicas_in_sync
-    batches: LocalBatches
-    with workers.shared_errors("dataset_fn"):
+
+    def deal(layout: WorkerLayout) -> LocalBatches:
+        replicas = layout.num_replicas_in_sync
         if per_replica:
-            nodes = [_call(dataset_fn, InputContext(replicas, i, replicas)) for i in workers.local_replica_ids]
-            batches = ReplicaPipelines(workers, nodes)
-        else:
-            node = _call(dataset_fn, InputContext(workers.num_workers, workers.worker_id, replicas))
-            batches = ConsecutiveBatches(workers, node)
-    return DistributedDataset(batches, agree(batches, same_everywhere=False), strategy)
+            nodes = [_call(dataset_fn, InputContext(replicas, i, replicas)) for i in layout.local_replica_ids]
+            return ReplicaPipelines(layout, nodes)
+        node = _call(dataset_fn, InputContext(layout.num_workers, layout.worker_id, replicas))
+        return ConsecutiveBatches(layout, node)
+
+    with workers.shared_errors("dataset_fn"):
+        batches = deal(workers)
+    agreement = agree(batches, workers, same_everywhere=False)
+    reads = ", ".join(map(str, batches.nodes))
+    _log.info("rank %d of %d reads %s (from a function)", workers.worker_id, workers.num_workers, reads)
+    return DistributedDataset(batches, workers, Dealing(deal), agreement, strategy, options)
 
 
 def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWorkers) -> Any:
@@ -125,7 +130,8 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
     Nothing is communicated (experimental_distribute_values_from_function).
 
     Args:
-        value_fn: Called outside of any strategy's scope with a ValueContext; returns anything.
+        value_fn: Called outside of any strategy's scope with a ValueContext, with the replica's device current;
+            returns anything.
         workers: Who the replicas are.
 
     Raises:
@@ -138,8 +144,11 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
     if not callable(value_fn):
         raise TypeError(f"value_fn is {value_fn!r}; expected a function that takes a ValueContext")
     ids = workers.local_replica_ids
+    values = []
     with context.outside():
-        values = [value_fn(ValueContext(i, workers.num_replicas_in_sync)) for i in ids]
+        for i, device in zip(ids, workers.devices or ("cpu:0",) * len(ids), strict=True):
+            with place_at(device).current():
+                values.append(value_fn(ValueContext(i, workers.num_replicas_in_sync)))
     return regroup(values, ids, always_wrap=True)
 
 
@@ -149,17 +158,6 @@ def _require_dataset(dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"experimental_distribute_dataset() got {dataset!r} of type {type(dataset).__name__}; {_HOW_TO_MAKE_ONE}"
-        )
-
-
-def _require_no_files(dataset: Dataset) -> None:
-    path = next(dataset._node.files(), None)
-    if path is not None:
-        raise NotImplementedError(
-            f"the dataset reads files ({path!r} first), which AutoShardPolicy.AUTO deals to ranks as whole files, and "
-            "this version cannot; let every rank read all files and keep its part of each batch with "
-            "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA), or build each rank's own dataset in "
-            "distribute_datasets_from_function(dataset_fn)"
         )
 
 

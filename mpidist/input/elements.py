@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import restorer, to_array
 from mpidist.core import nest
 
 
@@ -88,12 +89,26 @@ def _owned_leaf(leaf: Any) -> Any:
 
 def as_element(value: Any) -> Any:
     """Return ``value`` with its lists made arrays; other leaves stay as they are."""
+    if type(value) is np.ndarray:  # most elements are
+        return value
     return map_leaves(lambda leaf: list_to_array(leaf) if isinstance(leaf, list) else leaf, value)
 
 
 def call(fn: Callable[..., Any], element: Any) -> Any:
-    """Return ``fn`` of ``element``; a plain tuple is handed over as several arguments, as tf.data does."""
-    return fn(*element) if type(element) is tuple else fn(element)
+    """Return ``fn`` of ``element``; a plain tuple is handed over as several arguments, as tf.data does.
+
+    Raises:
+        RuntimeError: ``fn`` raised StopIteration, which would end the pass as if there were no more elements.
+    """
+    try:
+        return fn(*element) if type(element) is tuple else fn(element)
+    except StopIteration as error:
+        raise stopped(getattr(fn, "__name__", repr(fn))) from error
+
+
+def stopped(what: str) -> RuntimeError:
+    """Return the error for StopIteration out of something that only gives one element."""
+    return RuntimeError(f"{what} raised StopIteration; expected an element, or another exception")
 
 
 def stack(elements: Sequence[Any]) -> Any:
@@ -185,6 +200,24 @@ def unknown_structure(given: str) -> TypeError:
 def _kind(value: Any) -> str:
     name = type(value).__name__
     return f"the dataclass {name}" if dataclasses.is_dataclass(value) else f"an object of type {name}"
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Return one batch with the rows of all ``batches``, each of at least one row, as new arrays.
+
+    >>> join([(np.arange(2),), (np.arange(1),)])
+    (array([0, 1, 0]),)
+    """
+    first = batches[0]
+    for other in batches[1:]:
+        nest.assert_same_structure(first, other)
+    return nest.map_structure(lambda *leaves: _join_leaves(leaves), *batches)
+
+
+def _join_leaves(leaves: Sequence[Any]) -> Any:
+    restore = restorer(leaves[0])
+    joined = np.concatenate([leaf if restore is None else to_array(leaf) for leaf in leaves])
+    return joined if restore is None else restore(joined)
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:

@@ -20,9 +20,11 @@ class InputReplicationMode(Enum):
 class AutoShardPolicy(IntEnum):
     """How a dataset that is the same on all ranks is divided (tf.data.experimental.AutoShardPolicy).
 
-    ``DATA``: each batch is cut into one part for each replica. ``AUTO``: ``DATA`` for sources that are not
-    files; a dataset of ``Dataset.from_files`` needs ``DATA`` on several ranks. ``FILE``, ``HINT`` and ``OFF`` are
-    names only in this version: distributing such a dataset raises NotImplementedError.
+    ``AUTO``: ``FILE`` if all its sources are files, else ``DATA``. ``FILE``: file i goes to rank i mod W, and each rank
+    goes on with its own files as if there were no others; fewer files than ranks are an error. ``DATA``: each
+    global batch is cut into one part for each replica. ``HINT``: a ``shard(SHARD_HINT, SHARD_HINT)`` in the pipeline
+    becomes ``shard(W, rank)``. ``OFF``: every rank goes through all of its dataset. With ``FILE``, ``HINT`` and ``OFF``
+    each rank takes its share of rows of a global batch from its own elements, in every step (rule B).
     """
 
     OFF = -1
@@ -32,17 +34,21 @@ class AutoShardPolicy(IntEnum):
     HINT = 3
 
 
+SHARD_HINT = -1
+"""Stands for both numbers in ``dataset.shard(SHARD_HINT, SHARD_HINT)``; AutoShardPolicy.HINT fills them in."""
+
+
 @dataclass(frozen=True)
 class InputOptions:
     """How input reaches the devices (tf.distribute.InputOptions).
 
     Args:
-        experimental_fetch_to_device: Copy batches to the accelerator ahead of use; None means True. Replicas
-            on a CPU read their batches where they are.
+        experimental_fetch_to_device: Copy NumPy arrays of batches to the replica's GPU ahead of use; None means True.
+            They are read in a thread then. False leaves them on the host; replicas on a CPU read them there anyway.
         experimental_replication_mode: An ``InputReplicationMode``.
         experimental_place_dataset_on_device: The dataset itself gives arrays of the device; only with
             ``PER_REPLICA`` and ``experimental_fetch_to_device=False``.
-        experimental_per_replica_buffer_size: Batches held ready for each replica's accelerator, at least 1.
+        experimental_per_replica_buffer_size: Batches held ready on each replica's GPU, at least 1.
 
     Raises:
         TypeError: ``experimental_replication_mode`` is no InputReplicationMode.

@@ -11,28 +11,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InputWorkers:
-    """The workers (ranks) that share the input, and which of them this one is.
+class WorkerLayout:
+    """How many replicas each worker has, and one of the workers.
 
     Args:
         num_workers: Number of workers, W.
-        worker_id: Which of them this process is, 0 ... W - 1.
+        worker_id: Which of them is meant, 0 ... W - 1.
         replica_counts: Local replicas of every worker.
-        communicator: Joins the workers in the order of their ids; None where there is only one.
-        wrap: Whether elements come as PerReplica values also for a lone local replica.
 
     Raises:
-        ValueError: Numbers that do not fit together, or several workers without a communicator.
+        ValueError: Numbers that do not fit together.
 
-    >>> InputWorkers(1, 0, (2,), None, True).local_replica_ids
-    (0, 1)
+    >>> WorkerLayout(2, 1, (1, 2)).local_replica_ids
+    (1, 2)
     """
 
     num_workers: int
     worker_id: int
     replica_counts: tuple[int, ...]
-    communicator: Communicator | None
-    wrap: bool
 
     def __post_init__(self) -> None:
         counts = self.replica_counts
@@ -41,13 +37,6 @@ class InputWorkers:
                 f"num_workers is {self.num_workers}, worker_id {self.worker_id} and replica_counts {counts}; "
                 "expected a count of at least 1 for every worker, and 0 <= worker_id < num_workers"
             )
-        if (self.num_workers > 1) != (self.communicator is not None):
-            raise ValueError(
-                f"{self.num_workers} workers were given with communicator={self.communicator!r}; expected a "
-                "Communicator for several workers and None for one"
-            )
-        if not self.wrap and sum(counts) > 1:
-            raise ValueError("wrap is False with several replicas; only a lone replica gets bare elements")
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -64,6 +53,37 @@ class InputWorkers:
         """Global ids of the replicas of this worker."""
         first = sum(self.replica_counts[: self.worker_id])
         return tuple(range(first, first + self.num_local_replicas))
+
+
+@dataclass(frozen=True)
+class InputWorkers(WorkerLayout):
+    """The workers (ranks) that share the input; ``worker_id`` is this process.
+
+    Args:
+        communicator: Joins the workers in the order of their ids; None where there is only one.
+        wrap: Whether elements come as PerReplica values also for a lone local replica.
+        devices: Device strings of this worker's replicas; the CPU by default.
+
+    Raises:
+        ValueError: Numbers that do not fit together, or several workers without a communicator.
+
+    >>> InputWorkers(1, 0, (2,), None, True).local_replica_ids
+    (0, 1)
+    """
+
+    communicator: Communicator | None
+    wrap: bool
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.num_workers > 1) != (self.communicator is not None):
+            raise ValueError(
+                f"{self.num_workers} workers were given with communicator={self.communicator!r}; expected a "
+                "Communicator for several workers and None for one"
+            )
+        if not self.wrap and self.num_replicas_in_sync > 1:
+            raise ValueError("wrap is False with several replicas; only a lone replica gets bare elements")
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return the context in which an error of this worker's own work reaches all workers."""

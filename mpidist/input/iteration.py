@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import count
+from dataclasses import replace
 from typing import Any
 
 from mpidist.core.errors import OutOfRangeError
+from mpidist.input.continued_batches import ContinuedBatches
 from mpidist.input.elements import as_element
 from mpidist.input.input_options import DatasetOptions
+from mpidist.input.input_workers import WorkerLayout
+from mpidist.input.local_batches import DealtBatches
 from mpidist.input.optional import Optional
 from mpidist.input.pipeline import Node
+from mpidist.input.pipeline_seeds import first_position, pipelines_of, seeds_for
+from mpidist.input.policies import dealt_batches
+from mpidist.input.position import Position
 from mpidist.input.read_ahead import Readers
-from mpidist.input.reordering import INFINITE, Pass
+from mpidist.input.reordering import INFINITE, Pass, Shuffle
+from mpidist.input.resuming import Dealing, Remainder, going_on, remainder_from
 
 
 class DatasetIterator:
@@ -27,18 +34,31 @@ class DatasetIterator:
 
     def __init__(self, dataset: Elements, number: int) -> None:
         self._dataset = dataset
+        self._number = number
+        self._taken = 0
+        self._failure: str | None = None
+        # Made by state() alone, or restored: most iterators need none.
+        self._remainder: Remainder | None = None
+        self._beginning = dataset._beginning
         self._readers = Readers()
-        self._elements = map(as_element, dataset._node.elements(Pass((number,), readers=self._readers)))
+        run = Pass((number,), dataset._seeds, self._readers)
+        self._elements: Iterator[Any] = map(as_element, dataset._node.elements(run))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._failure is not None:
+            raise pass_failed("next()", self._failure)
         try:
-            return next(self._elements)
-        except BaseException:  # the end, or an error: nothing is read ahead any more
-            self._readers.close()
+            element = next(self._elements)
+        except BaseException as error:  # the end, or an error: nothing is read ahead any more
+            if not isinstance(error, StopIteration):
+                self._failure = f"{type(error).__name__}: {error}"
+            self._readers.close(wait=isinstance(error, Exception))
             raise
+        self._taken += 1
+        return element
 
     def get_next(self) -> Any:
         """Return the next element.
@@ -66,10 +86,57 @@ class DatasetIterator:
         """As that of the dataset."""
         return self._dataset.element_spec
 
+    def state(self) -> dict[str, Any]:
+        """Return where this iterator stands, for :meth:`restore`, in types that JSON has.
+
+        >>> from mpidist.input import Dataset
+        >>> iterator = iter(Dataset.range(3))
+        >>> _ = next(iterator)
+        >>> iterator.state()["steps"]
+        1
+        """
+        return self._found_remainder().after(self._taken).to_json()
+
+    def _found_remainder(self) -> Remainder:
+        if self._remainder is None:
+            batches = self._dataset._alone()
+            beginning = self._beginning or first_position(batches, pipelines_of(batches))
+            self._remainder = Remainder(batches, 0, replace(beginning, pass_number=self._number))
+        return self._remainder
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where the iterator stood whose ``state()`` this is, as ``restore`` of a distributed iterator does.
+
+        Args:
+            state: What ``state()`` of an iterator over the same steps and data returned, be it a distributed one.
+
+        Raises:
+            TypeError: ``state`` is no dict.
+            ValueError: It is damaged, or that of another dataset, or of another batch size where that must not change.
+
+        >>> from mpidist.input import Dataset
+        >>> iterator, other = iter(Dataset.range(3)), iter(Dataset.range(3))
+        >>> _ = next(iterator)
+        >>> other.restore(iterator.state())
+        >>> [int(x) for x in other]
+        [1, 2]
+        """
+        dataset = self._dataset
+        position = Position.from_json(state)
+        batches = dataset._alone()
+        remainder = remainder_from(position, dataset._dealing(), batches, batches.steps)
+        self.close()
+        dataset._go_on_from(remainder.position)
+        self._taken, self._remainder, self._readers, self._failure = 0, remainder, Readers(), None
+        rest = remainder.batches
+        seeds = {} if isinstance(rest, ContinuedBatches) else seeds_for(rest, remainder.position)
+        run = Pass((position.pass_number,), seeds, self._readers)
+        self._elements = (element for (element,) in rest.open(run, remainder.start))
+
     def close(self) -> None:
         """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading."""
         self._readers.close()
-        self._elements = map(as_element, ())
+        self._elements = iter(())
 
 
 class Elements:
@@ -78,10 +145,29 @@ class Elements:
     def __init__(self, node: Node, options: DatasetOptions = DatasetOptions()) -> None:  # noqa: B008 - frozen
         self._node = node
         self._options = options
-        self._passes = count()
+        self._passes = 0
+        # Of the shuffles that were given none, and what says so in states, where they were restored.
+        self._seeds: dict[Shuffle, tuple[int, ...]] = {}
+        self._beginning: Position | None = None
 
     def __iter__(self) -> DatasetIterator:
-        return DatasetIterator(self, next(self._passes))
+        number = self._passes
+        self._passes += 1
+        return DatasetIterator(self, number)
+
+    def _alone(self) -> DealtBatches:
+        """Return the elements as a lone worker reads them."""
+        return DealtBatches(WorkerLayout(1, 0, (1,)), self._node, "block")
+
+    def _dealing(self) -> Dealing:
+        return Dealing(lambda layout: dealt_batches(self._node, self._options, layout)[0], self._options.assignment)
+
+    def _go_on_from(self, position: Position) -> None:
+        """Let the passes that are begun from here on be those that follow the one of ``position``."""
+        self._passes = position.pass_number + 1
+        batches = self._alone()
+        self._beginning = going_on(first_position(batches, pipelines_of(batches)), position)
+        self._seeds = seeds_for(batches, self._beginning)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what ``reduce_func`` makes of all elements of one pass.
@@ -140,6 +226,14 @@ class Elements:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._node}>"
+
+
+def pass_failed(method: str, failure: str) -> RuntimeError:
+    """Return the error of an iterator that has raised ``failure`` before: what it would give next is lost."""
+    return RuntimeError(
+        f"{method} of an iterator that has failed before, with {failure}; begin another pass with iter(dataset), or "
+        "restore() a state of this one"
+    )
 
 
 def reduce_elements(dataset: Any, state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 from mpidist.input import dealing
 from mpidist.input.element_spec import map_spec, with_rows
 from mpidist.input.elements import as_element, cut, require_array, row_count, unbatched
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.pipeline import Items, Node
 from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
 from mpidist.input.row_indices import RowIndex
+from mpidist.input.skipping import skip_elements
 from mpidist.input.tables import Table
 
 
@@ -32,19 +33,28 @@ class LocalBatches(ABC):
     """The steps of one worker: in each, a list with an element for each local replica, or MISSING.
 
     Attributes:
-        workers: Who shares the input.
-        nodes: The pipelines that are read.
+        workers: Who shares the input, and whose part of it this is.
+        nodes: The pipelines as they were given, before anything of them was dealt to a worker.
         steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
+        division: What each worker gets of a dataset, as a text: the same words for the same rule.
+        is_cut: Whether the parts of a step are rows of one global batch, and not whole elements.
+        may_run_out: Whether a worker may have nothing left in a step for which others have data.
+        elements_per_step: How many elements of ``Position`` all workers take in a step; None where they take a step.
     """
 
-    def __init__(self, workers: InputWorkers, nodes: Sequence[Node], steps: int) -> None:
+    division: str
+    is_cut = True
+    may_run_out = True
+    elements_per_step: int | None = None
+
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node], steps: int) -> None:
         self.workers = workers
         self.nodes = tuple(nodes)
         self.steps = steps
 
     @abstractmethod
-    def open(self, run: Pass) -> Iterator[list[Any]]:
-        """Yield the steps of a pass."""
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+        """Yield the steps of a pass, without the first ``start`` of them; what those had is read only if it must be."""
 
     @abstractmethod
     def local_specs(self) -> list[Any] | None:
@@ -58,20 +68,23 @@ class DealtBatches(LocalBatches):
     replica gets the elements as they are.
     """
 
-    def __init__(self, workers: InputWorkers, node: Node, assignment: str) -> None:
+    division = "its part of each global batch"
+    may_run_out = False
+
+    def __init__(self, workers: WorkerLayout, node: Node, assignment: str) -> None:
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
         self._rows_of_size: dict[int, list[tuple[int, int]]] = {}
         self._empty: Any = None
 
-    def open(self, run: Pass) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield the parts of each global batch of a pass."""
-        node = self.node
+        node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
             return ([as_element(element)] for element in node.elements(run))
         if isinstance(node, Items) and node.table is not None:
-            table = node.table
+            table = node.table.opened(run.readers)
             return run.read_ahead(
                 lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
             )
@@ -101,11 +114,8 @@ class DealtBatches(LocalBatches):
 
     def check_batched(self) -> None:
         """Raise ValueError if the elements are known to be single values, which nothing can split."""
-        if self.workers.num_replicas_in_sync == 1 or self.node.batched or not self.node.cardinality:
-            return
-        spec = self.node.spec()
-        if spec is not None:
-            map_spec(_require_rows, spec)
+        if self.workers.num_replicas_in_sync > 1:
+            check_batched(self.node)
 
     def local_specs(self) -> list[Any] | None:
         """Return the specs; sizes of the batch axis are known where every global batch has the same."""
@@ -123,6 +133,15 @@ class DealtBatches(LocalBatches):
         return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
 
 
+def check_batched(node: Node) -> None:
+    """Raise ValueError if the elements of ``node`` are known to be single values, which nothing can split."""
+    if node.batched or not node.cardinality:
+        return
+    spec = node.spec()
+    if spec is not None:
+        map_spec(_require_rows, spec)
+
+
 def _require_rows(leaf: Any) -> None:
     if not leaf.shape:
         require_array(leaf.dtype)
@@ -132,7 +151,10 @@ def _require_rows(leaf: Any) -> None:
 class ConsecutiveBatches(LocalBatches):
     """The worker's own dataset; the local replicas take the next batches in turn."""
 
-    def __init__(self, workers: InputWorkers, node: Node) -> None:
+    division = "what a function made for it"
+    is_cut = False
+
+    def __init__(self, workers: WorkerLayout, node: Node) -> None:
         # A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
         self.whole_steps_only = workers.num_workers == 1 and not node.dynamic
         steps, replicas = node.cardinality, workers.num_local_replicas
@@ -141,10 +163,10 @@ class ConsecutiveBatches(LocalBatches):
         super().__init__(workers, (node,), steps)
         self.node = node
 
-    def open(self, run: Pass) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield groups of consecutive batches of a pass."""
-        elements = self.node.elements(run)
         replicas = self.workers.num_local_replicas
+        elements = skip_elements(self.node, start * replicas).elements(run)
         while group := [as_element(element) for element in islice(elements, replicas)]:
             if len(group) == replicas:
                 yield group
@@ -159,7 +181,10 @@ class ConsecutiveBatches(LocalBatches):
 class ReplicaPipelines(LocalBatches):
     """A dataset of its own for each local replica (PER_REPLICA)."""
 
-    def __init__(self, workers: InputWorkers, nodes: Sequence[Node]) -> None:
+    division = "what a function made for each of its replicas"
+    is_cut = False
+
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node]) -> None:
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
         super().__init__(workers, nodes, min(counts) if self.whole_steps_only else longest(counts))
@@ -167,9 +192,9 @@ class ReplicaPipelines(LocalBatches):
             finite = [count for count in counts if count != INFINITE]
             self.steps = min(finite, default=INFINITE)
 
-    def open(self, run: Pass) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield the next batch of each pipeline of a pass."""
-        streams = [map(as_element, node.elements(run)) for node in self.nodes]
+        streams = [map(as_element, skip_elements(node, start).elements(run)) for node in self.nodes]
         if self.whole_steps_only:
             return (list(step) for step in zip(*streams, strict=False))
         return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))

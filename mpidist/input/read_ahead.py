@@ -1,4 +1,4 @@
-"""Reading ahead: a thread that keeps the next elements of an iterator ready, and the threads of one pass.
+"""Reading ahead: a thread that keeps the next elements of an iterator ready, and all threads of one pass.
 
 The thread only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues: ``ready``
 carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -114,9 +116,14 @@ class ReadAhead(Iterator[T], Generic[T]):
         thread.ready.put((False, None))  # for whoever asks again
         thread.join()
         try:
-            raise StopIteration if value is None else value
+            # Closing cancels calls that the thread waits for, which then ends with an error.
+            raise StopIteration if value is None or thread.closed else value
         finally:
             del value  # its traceback holds this frame
+
+    def has_ready(self) -> bool:
+        """Whether ``next`` would not wait: an element, the end or an error is there."""
+        return not self._thread.closed and not self._thread.ready.empty()
 
     def close(self) -> None:
         """End the thread, after the element that it is reading, and wait for that."""
@@ -132,9 +139,10 @@ class Readers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[_Thread] = []
+        self._pools: WeakSet[ThreadPoolExecutor] = WeakSet()
         self._closed = False
 
-    def open(self, open_source: Callable[[], Iterator[T]], size: int) -> Iterator[T]:
+    def open(self, open_source: Callable[[], Iterator[T]], size: int) -> ReadAhead[T]:
         """Return an iterator of which a thread keeps ``size`` elements ready; no elements if the pass is closed."""
         reader = ReadAhead(open_source, size)
         with self._lock:
@@ -145,12 +153,34 @@ class Readers:
             reader.close()
         return reader
 
-    def close(self) -> None:
-        """End all threads, each after the element that it is reading, and wait for that."""
+    def workers(self, count: int) -> ThreadPoolExecutor:
+        """Return up to ``count`` threads for calls of functions; they end with the pass, or when nobody holds it."""
+        pool = ThreadPoolExecutor(count, "mpidist-call")
+        with self._lock:
+            self._pools.add(pool)
+            closed = self._closed
+        if closed:
+            pool.shutdown()
+        return pool
+
+    def close(self, wait: bool = True) -> None:
+        """End all threads, each after the element that it is reading or the call that it makes.
+
+        Args:
+            wait: Return when they have ended.
+        """
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
+            pools = list(self._pools)
         for thread in threads:
             thread.tell_to_end()
+        # Whoever waits for a call that has not begun is told that it never will.
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        if not wait:
+            return
         for thread in threads:
             thread.end()
+        for pool in pools:
+            pool.shutdown()

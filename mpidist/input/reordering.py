@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpidist.input import row_indices
+from mpidist.input.permutations import order_in_windows, random_order
 from mpidist.input.read_ahead import Readers
 from mpidist.input.row_indices import RowIndex
 
@@ -152,6 +153,30 @@ class Shard(Reordering):
 
 
 @dataclass(frozen=True)
+class ShardHint(Reordering):
+    """A shard that is chosen when the dataset is distributed with AutoShardPolicy.HINT."""
+
+    def __str__(self) -> str:
+        return "shard(SHARD_HINT, SHARD_HINT)"
+
+    def cardinality(self, count: int) -> int:
+        """Return unknown: it depends on the number of workers."""
+        return UNKNOWN if count > 0 else count
+
+    def blocks(self, source: Source[RowIndex], run: Pass) -> Iterator[RowIndex]:
+        """Raise ValueError: nobody has said which shard."""
+        return self.items(source, run)
+
+    def items(self, source: Source[Any], run: Pass) -> Iterator[Any]:
+        """Raise ValueError: nobody has said which shard."""
+        raise ValueError(
+            "shard(SHARD_HINT, SHARD_HINT) waits for the number of ranks, which only experimental_distribute_dataset() "
+            "fills in, for dataset.with_options(auto_shard_policy=AutoShardPolicy.HINT); anywhere else write the "
+            "numbers: shard(num_shards, index)"
+        )
+
+
+@dataclass(frozen=True)
 class Repeat(Reordering):
     """The elements over and over: ``times`` times, or without end where that is None."""
 
@@ -198,20 +223,24 @@ class Shuffle(Reordering):
     """The elements in random order, the same for the same seed and pass.
 
     Args:
-        buffer_size: How many elements of a stream are held to choose from; None holds them all.
+        buffer_size: How many elements of a stream are held to choose from; None holds them all. With ``block_size``,
+            how many rows are mixed at a time.
         seed: Where the order comes from.
         given: Whether the user chose the seed; another one is replaced when ranks must agree.
         reshuffle: Whether each pass has an order of its own.
+        block_size: How many consecutive rows stay together until they are mixed; None mixes all rows at once.
     """
 
     buffer_size: int | None
     seed: int
     given: bool
     reshuffle: bool
+    block_size: int | None = None
 
     def __str__(self) -> str:
         seed = self.seed if self.given else None
-        return f"shuffle({self.buffer_size}, seed={seed}, reshuffle_each_iteration={self.reshuffle})"
+        blocks = "" if self.block_size is None else f", block_size={self.block_size}"
+        return f"shuffle({self.buffer_size}, seed={seed}, reshuffle_each_iteration={self.reshuffle}{blocks})"
 
     def cardinality(self, count: int) -> int:
         """Return ``count``."""
@@ -224,8 +253,14 @@ class Shuffle(Reordering):
     def blocks(self, source: Source[RowIndex], run: Pass) -> Iterator[RowIndex]:
         """Yield a permutation of all row numbers, or draw from a buffer of them if they are endless."""
         if source.cardinality != INFINITE:
-            order = row_indices.as_array(row_indices.concatenate(list(source.open(run))))
-            yield self._generator(run).permutation(order)
+            rows = row_indices.Joined(list(source.open(run)))
+            generator = self._generator(run)
+            if self.block_size is None:
+                order = random_order(len(rows), generator)
+            else:
+                window = max(1, (self.buffer_size or 0) // self.block_size)
+                order = order_in_windows(len(rows), self.block_size, window, generator)
+            yield from map(rows.at, order)
             return
         numbers = self.items(Source(lambda same: row_indices.rows(source.open(same)), INFINITE), run)
         while True:

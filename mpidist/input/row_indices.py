@@ -32,6 +32,35 @@ def concatenate(blocks: Sequence[RowIndex]) -> RowIndex:
     return np.concatenate([as_array(block) for block in blocks]) if blocks else range(0)
 
 
+class Joined:
+    """Blocks one after the other, whose rows are asked for by their places; ranges take no memory.
+
+    >>> Joined([range(10, 20, 2), range(3)]).at(np.array([6, 1]))
+    array([ 1, 12])
+    """
+
+    def __init__(self, blocks: Sequence[RowIndex]) -> None:
+        if not all(isinstance(block, range) for block in blocks):
+            blocks = [concatenate(blocks)]
+        self._blocks = blocks
+        self._starts = np.cumsum([0, *map(len, blocks)])
+        ranges = [block if isinstance(block, range) else range(0) for block in blocks]
+        self._firsts = np.array([block.start for block in ranges], np.int64)
+        self._steps = np.array([block.step for block in ranges], np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def at(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the rows at ``places``."""
+        if len(self._blocks) == 1:
+            block = self._blocks[0]
+            return block.start + block.step * places if isinstance(block, range) else block[places]
+        chosen = np.searchsorted(self._starts, places, "right") - 1
+        rows: np.ndarray[Any, np.dtype[np.int64]] = places - self._starts[chosen]
+        return self._firsts[chosen] + self._steps[chosen] * rows
+
+
 def take(blocks: Iterable[RowIndex], count: int) -> Iterator[RowIndex]:
     """Yield the first ``count`` rows."""
     for block in blocks:
@@ -63,6 +92,15 @@ def shard(blocks: Iterable[RowIndex], num_shards: int, index: int) -> Iterator[R
         position += len(block)
 
 
+def _pieces(block: RowIndex, size: int) -> Iterator[RowIndex]:
+    """Yield a block, whose length ``size`` divides, in blocks of ``size``; most batches come from here."""
+    if isinstance(block, range):
+        step = block.step
+        stride = size * step
+        return (range(first, first + stride, step) for first in block[::size])
+    return (block[first : first + size] for first in range(0, len(block), size))
+
+
 def batch(blocks: Iterable[RowIndex], size: int, drop_remainder: bool) -> Iterator[RowIndex]:
     """Yield blocks of exactly ``size`` rows, and what is left over as a shorter one.
 
@@ -73,11 +111,13 @@ def batch(blocks: Iterable[RowIndex], size: int, drop_remainder: bool) -> Iterat
     missing = size
     for block in blocks:
         start = 0
-        while len(block) - start >= missing:
-            pending.append(block[start : start + missing])
-            yield concatenate(pending)
-            start, missing = start + missing, size
-            pending = []
+        if pending and len(block) >= missing:
+            yield concatenate([*pending, block[:missing]])
+            start, missing, pending = missing, size, []
+        if not pending:
+            whole = start + (len(block) - start) // size * size
+            yield from _pieces(block[start:whole], size)
+            start = whole
         if start < len(block):
             pending.append(block[start:])
             missing -= len(block) - start

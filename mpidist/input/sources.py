@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpidist.input.arrow_tables import arrow_node, is_arrow
 from mpidist.input.element_spec import ArraySpec
 from mpidist.input.elements import map_leaves
-from mpidist.input.pipeline import Node, TableRows
+from mpidist.input.pipeline import Node
+from mpidist.input.row_steps import TableRows
+from mpidist.input.stored_arrays import is_stored_array
 from mpidist.input.streams import Files, Stream
-from mpidist.input.tables import SequenceTable, array_table, is_stored_array
+from mpidist.input.tables import SequenceTable, array_table
 
 
-def node_of(source: Any) -> Node:
+def node_of(source: Any, columns: Sequence[str] | None = None) -> Node:
     """Return the source node for ``source``, whatever it is; the rules are those of ``Dataset.from_source``.
 
     Raises:
         TypeError: Nothing that can be read again in each pass.
     """
     kind = type(source).__name__
+    if is_arrow(source):
+        return arrow_node(source, columns)
+    if columns is not None:
+        raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
     if isinstance(source, Mapping):
         raise TypeError(
             f"from_source() got a {kind}; a dict of arrays is cut into elements by Dataset.from_tensor_slices(...)"

@@ -54,6 +54,22 @@ class Stream(Items):
         return None
 
 
+def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:
+    """Return a short text for files, at least one, which differs where the files or their order do.
+
+    Args:
+        paths: Of the files.
+        without_folder: Leave out the folder that they have in common.
+    """
+    names = [os.fsdecode(path) for path in paths]
+    if without_folder:
+        folders = {os.path.dirname(name) for name in names}
+        common = os.path.commonpath(folders) if len({os.path.isabs(name) for name in names}) == 1 else ""
+        names = [os.path.relpath(name, common) if common else name for name in names]
+    checksum = f"{crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
+    return repr(names[0]) + (f" and {len(names) - 1} more [{checksum}]" if len(names) > 1 else "")
+
+
 class Files(Items):
     """The elements that a function reads from files, file after file.
 
@@ -63,12 +79,9 @@ class Files(Items):
     """
 
     def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Iterable[Any]]) -> None:
-        names = [os.fsdecode(path) for path in paths]
-        # The checksum tells lists apart that differ, or are in another order, on several ranks.
-        checksum = f"{crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
-        more = f" and {len(names) - 1} more [{checksum}]" if len(names) > 1 else ""
         name = getattr(reader, "__name__", type(reader).__name__)
-        super().__init__((), UNKNOWN, f"from_files({names[0]!r}{more}, {name})")
+        super().__init__((), UNKNOWN, f"from_files({files_text(paths)}, {name})")
+        self.identity = f"from_files({files_text(paths, without_folder=True)})"
         self.paths = tuple(paths)
         self.reader = reader
         self.dynamic = True
@@ -88,6 +101,10 @@ class Files(Items):
             for element in self._read(path):
                 return spec_of(element)
         return None
+
+    def part(self, num_parts: int, index: int) -> Files:
+        """Return the node that reads every ``num_parts``-th file, beginning with file ``index``."""
+        return Files(self.paths[index::num_parts], self.reader)
 
     def _read(self, path: Any) -> Iterator[Any]:
         elements = self.reader(path)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import tee
 from typing import Any
 
 import numpy as np
 
 from mpidist.core import nest
 from mpidist.input.element_spec import ArraySpec, spec_of
-from mpidist.input.elements import call, list_to_array, map_leaves, owned, stack
+from mpidist.input.elements import call, list_to_array, map_leaves, owned, stack, stopped
+from mpidist.input.parallel_calls import map_batch, map_stream
+from mpidist.input.read_ahead import Readers
 from mpidist.input.row_indices import RowIndex, as_array, rows
+from mpidist.input.stored_arrays import is_stored_array, read_rows
 
 
 class Table(ABC):
@@ -25,9 +29,21 @@ class Table(ABC):
     def row(self, index: int) -> Any:
         """Return row ``index`` as the source gives it."""
 
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yield the rows of ``numbers``, one at a time."""
+        return map(self.row, numbers)
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return the rows of ``index`` one by one."""
+        return list(map(self.row, rows([index])))
+
     def read(self, index: RowIndex) -> Any:
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
-        return stack([self.row(i) for i in rows([index])])
+        return stack(self.some(index))
+
+    def opened(self, readers: Readers | None) -> Table:
+        """Return the same table to be read in one pass, in whose threads functions may be called; None: in none."""
+        return self
 
     def spec(self) -> Any:
         """Return what a row looks like, None where that cannot be told because there is none."""
@@ -65,7 +81,7 @@ class ArrayTable(Table):
 
     def __init__(self, columns: Any) -> None:
         leaves = nest.flatten(columns)
-        super().__init__(len(leaves[0]), "")
+        super().__init__(leaves[0].shape[0], "")
         self.columns = columns
         self.text = f"from_tensor_slices({', '.join(f'{leaf.shape} {leaf.dtype}' for leaf in leaves)})"
 
@@ -75,6 +91,11 @@ class ArrayTable(Table):
 
     def read(self, index: RowIndex) -> Any:
         """Return the rows of ``index`` of each array."""
+        columns = self.columns
+        if type(columns) is np.ndarray:  # the shortest way for the simplest case
+            if type(index) is range:
+                return columns[index.start : index.stop : index.step].copy()
+            return columns[index]
         return map_leaves(lambda column: _read_column(column, index), self.columns)
 
     def spec(self) -> Any:
@@ -88,14 +109,14 @@ def _own(value: Any) -> Any:
 
 
 def _read_column(column: Any, index: RowIndex) -> np.ndarray[Any, Any]:
+    in_memory = isinstance(column, np.ndarray)
     if isinstance(index, range):
-        return np.array(column[index.start : index.stop : index.step])
-    if isinstance(column, np.ndarray):
+        found: np.ndarray[Any, Any] = column[index.start : index.stop : index.step]
+        return found.copy() if in_memory else np.array(found)
+    if in_memory:
         taken: np.ndarray[Any, Any] = column[index]
         return taken
-    # Arrays in files take row numbers only in increasing order and each once.
-    ordered, back = np.unique(index, return_inverse=True)
-    return np.asarray(column[ordered])[back]
+    return read_rows(column, index)
 
 
 class SequenceTable(Table):
@@ -107,20 +128,69 @@ class SequenceTable(Table):
 
     def row(self, index: int) -> Any:
         """Return a copy of ``source[index]``."""
-        return owned(self.source[index])
+        try:
+            return owned(self.source[index])
+        except StopIteration as error:
+            raise stopped(f"{type(self.source).__name__}[{index}]") from error
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return copies of the rows, asked for in one call where the source has PyTorch's ``__getitems__``."""
+        get_items = getattr(self.source, "__getitems__", None)
+        return super().some(index) if get_items is None else list(map(owned, get_items(list(rows([index])))))
 
 
 class MappedTable(Table):
-    """A table whose rows go through a function when they are read, and only then."""
+    """A table whose rows go through a function when they are read, and only then.
 
-    def __init__(self, table: Table, fn: Callable[..., Any]) -> None:
+    Args:
+        table: The table.
+        fn: The function.
+        calls: How many calls may run at once, in threads of the pass; 1: they run in the thread that reads.
+    """
+
+    def __init__(self, table: Table, fn: Callable[..., Any], calls: int = 1) -> None:
         super().__init__(table.length, f"{table.text}.map")
         self.table = table
         self.fn = fn
+        self.calls = calls
+
+    def _call(self, row: Any) -> Any:
+        return owned(call(self.fn, row))
 
     def row(self, index: int) -> Any:
         """Return the function of row ``index``."""
-        return owned(call(self.fn, self.table.row(index)))
+        return self._call(self.table.row(index))
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yield the function of each row."""
+        return map(self._call, self.table.each(numbers))
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return the function of each row."""
+        return list(map(self._call, self.table.some(index)))
+
+    def opened(self, readers: Readers | None) -> Table:
+        """Return the table with the threads of the pass."""
+        table = self.table.opened(readers)
+        if self.calls > 1 and readers is not None:
+            return _InThreads(table, self.fn, self.calls, readers)
+        return MappedTable(table, self.fn)
+
+
+class _InThreads(MappedTable):
+    """A mapped table in one pass; rows are read by the thread that asks, and only the function runs in others."""
+
+    def __init__(self, table: Table, fn: Callable[..., Any], calls: int, readers: Readers) -> None:
+        super().__init__(table, fn, calls)
+        self.threads = readers.workers(calls)
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yield the function of each row, a few calls ahead."""
+        return map_stream(self._call, self.table.each(numbers), self.threads, self.calls)
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return the function of each row."""
+        return map_batch(self._call, self.table.some(index), self.threads, self.calls)
 
 
 class ZippedTable(Table):
@@ -141,9 +211,23 @@ class ZippedTable(Table):
         """Return row ``index`` of each table."""
         return self.build([table.row(index) for table in self.tables])
 
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yield the rows of all tables together."""
+        copies = tee(numbers, len(self.tables))
+        parts = zip(*(table.each(copy) for table, copy in zip(self.tables, copies, strict=True)), strict=True)
+        return (self.build(list(row)) for row in parts)
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return the rows of all tables together."""
+        return [self.build(list(row)) for row in zip(*(table.some(index) for table in self.tables), strict=True)]
+
     def read(self, index: RowIndex) -> Any:
         """Return the rows of ``index`` of each table."""
         return self.build([table.read(index) for table in self.tables])
+
+    def opened(self, readers: Readers | None) -> Table:
+        """Return the tables with the threads of the pass."""
+        return ZippedTable([table.opened(readers) for table in self.tables], self.build)
 
     def spec(self) -> Any:
         """Return the specs of the tables."""
@@ -174,13 +258,6 @@ def array_table(tensors: Any) -> ArrayTable:
             "expected arrays with one row per element each"
         )
     return ArrayTable(columns)
-
-
-def is_stored_array(value: Any) -> bool:
-    """Whether ``value`` is an array in a file, of h5py or zarr, to be read by slices and not whole."""
-    return isinstance(getattr(value, "dtype", None), np.dtype) and all(
-        hasattr(value, name) for name in ("shape", "chunks", "__getitem__", "__len__")
-    )
 
 
 def _as_column(leaf: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpidist.arrays.convert import Array
 from mpidist.core.context import outside, register_default_strategy
+from mpidist.cross_device_ops.destinations import device_of
 from mpidist.input import InputContext, InputReplicationMode, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.extended import StrategyExtended
@@ -30,6 +32,9 @@ class DefaultExtended(SingleReplicaExtended):
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """The CPU."""
         return ((self._device,),)
+
+    def _device_for(self, array: Array) -> str:
+        return device_of(array)
 
     def _update(self, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         result = fn(var, *args, **kwargs)

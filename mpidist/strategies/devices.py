@@ -1,22 +1,30 @@
-"""Which devices a strategy's local replicas run on."""
+"""Which devices a strategy's local replicas run on, and how the ranks of a strategy share the GPUs of a machine out."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
+from mpidist.arrays.device_ops import ops_for
+from mpidist.collectives import Communicator
 from mpidist.core.devices import parse_device
+from mpidist.core.errors import DeviceError
+from mpidist.topology.gpus import devices_of_each, visible_devices
+from mpidist.topology.launcher import read_launcher
 
-
-def default_devices() -> tuple[str, ...]:
-    """Return the devices of a strategy that was given none: the CPU."""
-    return ("cpu:0",)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_device(device: str) -> str:
     """Return the canonical form of a device of this process.
 
     Raises:
-        ValueError: Not a device string, a device of another task, or a kind of device that is not served.
+        ValueError: Not a device string, a device of another task, or a GPU that this process does not have.
+        DeviceError: A GPU, and there is no usable CuPy; the text says what to type.
     """
     parsed = parse_device(device)
     if parsed.job is not None:
@@ -24,25 +32,124 @@ def check_device(device: str) -> str:
             f"device is {device!r}, which names a task; expected a device of this process, such as 'cpu:0': "
             "every rank names its own devices"
         )
-    if parsed.kind != "cpu":
-        raise ValueError(f"device is {device!r}; this version of mpidist runs replicas on CPUs: 'cpu:0', 'cpu:1', ...")
+    if parsed.kind == "gpu":
+        ops_for("gpu")
+        count = len(visible_devices())
+        if parsed.number >= count:
+            raise ValueError(
+                f"device is {device!r}, and this process sees {count} GPU(s); expected one of "
+                f"{[f'gpu:{number}' for number in range(count)]}, numbered among those that CUDA_VISIBLE_DEVICES "
+                "leaves visible"
+            )
     return str(parsed)
 
 
-def check_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the canonical devices of the local replicas, the default ones for None.
+def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the canonical devices of the local replicas; None for None, which :func:`agreed_devices` fills in.
 
     Raises:
         TypeError: Not a list or tuple of strings.
         ValueError: No devices, the same device twice, or errors of :func:`check_device`.
+        DeviceError: See :func:`check_device`.
     """
     if devices is None:
-        return default_devices()
+        return None
     if isinstance(devices, str) or not isinstance(devices, (list, tuple)):
-        raise TypeError(f"devices is {devices!r}; expected a list of device strings, such as ['cpu:0', 'cpu:1']")
+        raise TypeError(f"devices is {devices!r}; expected a list of device strings, such as ['gpu:0', 'gpu:1']")
     if not devices:
         raise ValueError("devices is empty; expected at least one device string, such as ['cpu:0']")
     canonical = tuple(check_device(device) for device in devices)
     if len(set(canonical)) < len(canonical):
         raise ValueError(f"devices are {list(devices)}; expected each device once")
     return canonical
+
+
+def agreed_devices(
+    devices: tuple[str, ...] | None, comm: Communicator | None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the devices of this rank, and how many every rank of ``comm`` has (collective where there are several).
+
+    A rank that names none has its share of the GPUs that it sees: ranks of ``comm`` on one machine that name none and
+    see the same GPUs share them out. A process by itself shares them with the processes that the launcher has started
+    on the machine beside it. Where there are no GPUs the CPU is the one device.
+
+    Raises:
+        DeviceError: Some ranks have GPUs, and others that name no devices have none; on every rank.
+    """
+    mine = visible_devices() if devices is None else ()
+    if comm is None:
+        chosen = _named(_share_alone(mine)) if devices is None else devices
+        return chosen, (len(chosen),)
+    why_none = "" if devices is not None or mine else _why_no_gpu()
+    told: list[_Rank] = comm.all_gather_object(_Rank(devices, mine, _machine(), platform.node(), why_none))
+    everyone = []
+    for rank, own in enumerate(told):
+        if own.named is not None:
+            everyone.append(own.named)
+            continue
+        sharing = [k for k, other in enumerate(told) if other.named is None and other.machine == own.machine]
+        everyone.append(_named(devices_of_each([told[k].seen for k in sharing])[sharing.index(rank)]))
+    _check_kinds(told, everyone)
+    return everyone[comm.rank], tuple(map(len, everyone))
+
+
+class _Rank(NamedTuple):
+    """What a rank tells the others of its devices."""
+
+    named: tuple[str, ...] | None
+    seen: tuple[str, ...]
+    machine: str
+    host: str
+    why_none: str
+
+
+def _check_kinds(told: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
+    """Raise DeviceError if ranks would compute on the CPU beside others on GPUs without having been told to."""
+    without = [rank for rank, own in enumerate(told) if own.named is None and not own.seen]
+    with_gpus = [rank for rank, own in enumerate(devices) if parse_device(own[0]).kind == "gpu"]
+    if not without or not with_gpus:
+        return
+    reasons = dict.fromkeys(told[rank].why_none for rank in without)
+    shown = "; ".join(
+        f"{_ranks_text([rank for rank in without if told[rank].why_none == reason], told)}: {reason}"
+        for reason in reasons
+    )
+    raise DeviceError(
+        f"{_ranks_text(with_gpus, told)} would compute on GPUs, and others see none. {shown}. A strategy reduces "
+        "arrays of one kind; expected: GPUs for every rank (srun --gpus-per-task=1 gives each its own), or the job "
+        "started without those ranks, or devices=['cpu:0'] on all ranks to leave the GPUs alone"
+    )
+
+
+def _ranks_text(ranks: Sequence[int], told: Sequence[_Rank]) -> str:
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(told[rank].host, []).append(rank)
+    return ", ".join(
+        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own))} on {host}" for host, own in by_host.items()
+    )
+
+
+def _why_no_gpu() -> str:
+    if gpus_may_be_present():
+        return find_cupy().problem
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        "no NVIDIA driver to be seen" if hidden is None else f"none to be seen, CUDA_VISIBLE_DEVICES being {hidden!r}"
+    )
+
+
+def _named(gpus: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"gpu:{number}" for number in gpus) or ("cpu:0",)
+
+
+def _share_alone(seen: tuple[str, ...]) -> tuple[int, ...]:
+    launcher = read_launcher()
+    if launcher is None or launcher.local_rank is None or launcher.local_size is None:
+        return tuple(range(len(seen)))
+    return devices_of_each([seen] * launcher.local_size)[launcher.local_rank]
+
+
+def _machine() -> str:
+    """Return what tells this machine from others, for containers and virtual nodes on it too."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()

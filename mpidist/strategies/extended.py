@@ -1,45 +1,36 @@
-"""StrategyExtended: the interface of a strategy for library writers, and what a new strategy has to provide.
+"""StrategyExtended: the interface of a strategy for library writers.
 
-The public methods check context and arguments; the hooks, whose names begin with an underscore, do the work.
-A new strategy subclasses this and fills in the hooks that raise NotImplementedError here.
+Its public methods check context and arguments; the hooks do the work. A new strategy is a subclass that fills in the
+hooks that ``StrategyHooks`` leaves open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.cross_device_ops.destinations import destination_devices
-from mpidist.input import InputWorkers
+from mpidist.cross_device_ops.destinations import destination_devices, device_of
+from mpidist.strategies.hooks import StrategyHooks
 from mpidist.values import DistributedValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
+from mpidist.values.placement import place_at, place_of
 from mpidist.values.variable import update_components
 
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
-    from mpidist.strategies.strategy import Strategy
 
 
-class StrategyExtended:
+class StrategyExtended(StrategyHooks):
     """What a strategy does (tf.distribute.StrategyExtended).
 
     Args:
         strategy: The strategy it belongs to.
     """
-
-    _cluster_resolver: ClusterResolver | None = None
-    # Whether values are PerReplica even with one replica on a rank (ranks then differ in their numbers).
-    _wraps_lone_replica = False
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._frame = Frame(strategy)
 
     # Reductions -----------------------------------------------------------------------------------------------
 
@@ -62,10 +53,11 @@ class StrategyExtended:
             ValueError: ``destinations`` is a list or tuple, or unknown.
         """
         instead = "use get_replica_context().all_reduce(op, value)"
-        context.require_cross_replica(self._strategy, "reduce_to()", instead)
-        op = ReduceOp.of(reduce_op)
-        check_communication_options(options)
-        destination_devices(destinations)
+        with self._shared_errors("reduce_to()"):
+            context.require_cross_replica(self._strategy, "reduce_to()", instead)
+            op = ReduceOp.of(reduce_op)
+            check_communication_options(options)
+            destination_devices(destinations)
         leaves = nest.flatten(value)
         results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options, nest.describe(value))
         return nest.pack_like(value, results)
@@ -82,15 +74,16 @@ class StrategyExtended:
             ValueError: Something else than (value, destinations) tuples.
         """
         instead = "use get_replica_context().all_reduce(op, values)"
-        context.require_cross_replica(self._strategy, "batch_reduce_to()", instead)
-        op = ReduceOp.of(reduce_op)
-        check_communication_options(options)
-        pairs = list(value_destination_pairs)
-        if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"value_destination_pairs is {pairs!r}; expected (value, destinations) tuples")
-        flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
-        for _, destinations in flat:
-            destination_devices(destinations)
+        with self._shared_errors("batch_reduce_to()"):
+            context.require_cross_replica(self._strategy, "batch_reduce_to()", instead)
+            op = ReduceOp.of(reduce_op)
+            check_communication_options(options)
+            pairs = list(value_destination_pairs)
+            if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
+                raise ValueError(f"value_destination_pairs is {pairs!r}; expected (value, destinations) tuples")
+            flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
+            for _, destinations in flat:
+                destination_devices(destinations)
         structure = nest.describe([value for value, _ in pairs])
         results = iter(self._batch_reduce_to(op, flat, options, structure) if flat else [])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
@@ -108,10 +101,11 @@ class StrategyExtended:
         Returns:
             Mirrored where the destinations are several local devices, otherwise the bare value.
         """
-        context.require_cross_replica(self._strategy, "broadcast_to()", "a replica holds its value already")
-        if type(tensor) in (int, float):
-            return tensor
-        destination_devices(destinations)
+        with self._shared_errors("broadcast_to()"):
+            context.require_cross_replica(self._strategy, "broadcast_to()", "a replica holds its value already")
+            if type(tensor) in (int, float):
+                return tensor
+            destination_devices(destinations)
         return self._broadcast_to(tensor, destinations, root)
 
     # Variables ------------------------------------------------------------------------------------------------
@@ -206,134 +200,32 @@ class StrategyExtended:
         return self._call_for_each_replica(fn, args, kwargs)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """Return an uninitialized array in memory that collectives handle best (collective). Extension.
+        """Return an uninitialized array of a replica's device, in memory that collectives handle best (collective).
+
+        Extension.
 
         Returns:
             An array with one local replica, a PerReplica of arrays with several.
         """
         context.require_cross_replica(self._strategy, "empty()", "call it before run()")
-        return self._per_replica([self._empty(shape, dtype) for _ in self.local_replica_ids])
+        return self._per_replica([self._empty(shape, dtype, device) for (device,) in self.worker_devices_by_replica])
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """Return an :meth:`empty` filled with zeros (collective). Extension."""
         arrays = self.empty(shape, dtype)
         for array in arrays.values if isinstance(arrays, DistributedValues) else (arrays,):
-            array.fill(0)
+            with place_of(array).current():
+                array.fill(0)
         return arrays
 
-    # Facts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def local_replica_ids(self) -> tuple[int, ...]:
-        """Global ids of the replicas of this rank. Extension."""
-        raise NotImplementedError
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of the replicas of this rank."""
-        raise NotImplementedError
-
-    @property
-    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
-        """Devices of each replica of this rank."""
-        return tuple((device,) for device in self.worker_devices)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """Devices that variables are put on."""
-        return self.worker_devices
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """False: shapes may change from step to step."""
-        return False
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """Whether several ranks run the program."""
-        return self._in_multi_worker_mode()
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Whether this rank is the one that initializes: the chief."""
-        return self.should_checkpoint
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints. Reading ON_READ variables still takes all ranks."""
-        return True
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this rank writes summaries."""
-        return self.should_checkpoint
-
-    # Hooks ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        raise NotImplementedError
-
-    def _in_multi_worker_mode(self) -> bool:
-        return False
-
-    def _use_merge_call(self) -> bool:
-        """Whether reductions in replica context need the other local replicas to be collected first."""
-        return len(self.local_replica_ids) > 1
-
-    def _get_replica_id_in_sync_group(self, local_replica_id: int) -> int:
-        return self.local_replica_ids[local_replica_id]
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return self.local_replica_ids.index(replica_id_in_sync_group)
-
-    def _create_variable(self, **kwargs: Any) -> Variable:
-        raise NotImplementedError
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        raise NotImplementedError
-
-    def _batch_reduce_to(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None,
-        structure: str = "",
-    ) -> list[Any]:
-        """Reduce many values; ``structure`` says what they belong to, which all ranks must agree on."""
-        raise NotImplementedError
+    # Shared by strategies -------------------------------------------------------------------------------------
 
     def _reduce_to(self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None) -> Any:
         return self._batch_reduce_to(op, [(value, destinations)], options)[0]
 
     def _reduce(self, op: ReduceOp, leaves: Sequence[Any], structure: str = "") -> list[Any]:
-        return self._batch_reduce_to(op, [(leaf, "host") for leaf in leaves], None, structure)
-
-    def _gather_to_implementation(
-        self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
-    ) -> list[Any]:
-        raise NotImplementedError
-
-    def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
-        raise NotImplementedError
-
-    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
-        raise NotImplementedError
-
-    def _replica_ctx_all_reduce(
-        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
-    ) -> Any:
-        raise NotImplementedError
-
-    def _replica_ctx_all_reduce_async(
-        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
-    ) -> Any:
-        raise NotImplementedError
-
-    def _replica_ctx_all_gather(
-        self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
-    ) -> Any:
-        raise NotImplementedError
+        """Reduce values to plain ones, which stay on the device of the first replica's."""
+        return self._batch_reduce_to(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, structure)
 
     def _replica_ctx_update(
         self, ctx: ReplicaContext, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
@@ -359,8 +251,8 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
     ) -> Any:
         results = []
-        for i in range(len(self.local_replica_ids)):
-            with context.entered(Frame(self._strategy, None, i)):
+        for i, (device,) in enumerate(self.worker_devices_by_replica):
+            with place_at(device).current(), context.entered(Frame(self._strategy, None, i)):
                 results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
         return regroup(results, self.local_replica_ids) if group else tuple(results)
 
@@ -368,41 +260,6 @@ class StrategyExtended:
         from mpidist.strategies.strategy import local_results
 
         return value.values if isinstance(value, Variable) else local_results(value, len(self.local_replica_ids))
-
-    def _input_workers(self) -> InputWorkers:
-        raise NotImplementedError
-
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        raise NotImplementedError
-
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
-        raise NotImplementedError
-
-    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        raise NotImplementedError
-
-    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
-        raise NotImplementedError
-
-    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block around rank-local work whose errors every rank should learn of."""
-        del doing
-        return nullcontext()
-
-    def _distributed(self, value: Any) -> Any:
-        """Return the components of a variable as a distributed value; other values unchanged."""
-        return value.value() if isinstance(value, Variable) else value
-
-    def _announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that is about to be raised in place of a collective."""
-
-    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        """Free what is held."""
-
-    # Helpers for subclasses -----------------------------------------------------------------------------------
 
     def _per_replica(self, values: Sequence[Any]) -> Any:
         return regroup(values, self.local_replica_ids, wrap_lone=self._wraps_lone_replica)
@@ -416,6 +273,11 @@ class StrategyExtended:
                 f"`with strategy.scope():` of this {type(self._strategy).__name__}"
             )
         return var
+
+
+def _first_device(value: Any) -> str:
+    first = value.values[0] if isinstance(value, DistributedValues) else value
+    return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
 
 
 def is_on_read(value: Any) -> bool:

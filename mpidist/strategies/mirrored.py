@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 class MirroredStrategy(Strategy):
     """Synchronous training on one node: every replica holds a copy of each variable (tf.distribute.MirroredStrategy).
 
-    Two ways to use it. Several devices in one process, as in TensorFlow: ``MirroredStrategy(["cpu:0", "cpu:1"])``
+    Two ways to use it. Several devices in one process, as in TensorFlow: ``MirroredStrategy(["gpu:0", "gpu:1"])``
     under a single rank; CPU devices are virtual replicas. Or the ranks of one node: start with ``mpirun``, and all
     ranks of the node take part, each with its own devices. Collective over those ranks.
 
     Args:
-        devices: Device strings of this rank's replicas; the CPU by default.
+        devices: Device strings of this rank's replicas; by default its share of the node's GPUs, which is all of them
+            in a job of one process, or the CPU where there are none.
         cross_device_ops: How values are reduced, such as ``HierarchicalCopyAllReduce()``.
         communicator: An mpi4py communicator of the ranks that take part. By default all ranks of the node;
             ``MPI.COMM_SELF`` for this process alone.
 
     Raises:
         ValueError: Wrong devices, or a job of several nodes, which MultiWorkerMirroredStrategy is for.
+        DeviceError: A GPU, and there is no usable CuPy.
         TypeError: A ``cross_device_ops`` that is none.
         LaunchError: MPI cannot be started.
 
@@ -61,7 +63,7 @@ class MirroredStrategy(Strategy):
                     f"{topology.num_nodes} nodes; use mpidist.MultiWorkerMirroredStrategy()"
                 )
             ranks = topology.node
-        comm = Communicator(ranks) if ranks.Get_size() > 1 else None
+        comm = Communicator(ranks, owner=type(self).__name__) if ranks.Get_size() > 1 else None
         super().__init__(
             ReplicatedExtended(self, local_devices, comm, cross_device_ops, allows_per_replica_input=comm is None)
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.collectives import Communicator
 from mpidist.collectives.choice import check_options
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions
 from mpidist.strategies.devices import check_devices
@@ -34,10 +35,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: Defaults of the communication.
         communicator: An mpi4py communicator of the ranks that take part; by default those that the resolver
             calls chief or worker.
-        devices: Device strings of this rank's replicas; the CPU by default. Ranks may have different numbers.
+        devices: Device strings of this rank's replicas; by default its share of the node's GPUs, or the CPU where there
+            are none. Ranks may have different numbers.
 
     Raises:
         ValueError: A wrong argument, or a rank whose task does not train.
+        DeviceError: A GPU, and there is no usable CuPy.
         LaunchError: MPI cannot be started, or the ranks do not form one world.
 
     >>> strategy = MultiWorkerMirroredStrategy()
@@ -66,16 +69,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         local_devices = check_devices(devices)
         options = communication_options or CommunicationOptions()
         check_options(options)
-        if options.implementation is CommunicationImplementation.NCCL:
-            warnings.warn(
-                f"implementation NCCL was asked for and the devices are {list(local_devices)}: arrays in host memory "
-                "go by MPI; leave implementation at AUTO",
-                stacklevel=2,
-            )
         resolver = cluster_resolver or MPIClusterResolver(communicator)
         with _training_ranks(resolver, communicator) as ranks:
-            comm = Communicator(ranks, options=options) if ranks.Get_size() > 1 else None
-        super().__init__(ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver))
+            several = ranks.Get_size() > 1
+            comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
+        if comm is not None:
+            _check_tasks(resolver, comm)
+        extended = ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver)
+        super().__init__(extended)
+        cpus = [device for device in extended.worker_devices if parse_device(device).kind == "cpu"]
+        if options.implementation is CommunicationImplementation.NCCL and cpus:
+            warnings.warn(
+                f"implementation NCCL was asked for and the devices are {list(extended.worker_devices)}: arrays in "
+                "host memory go by MPI; leave implementation at AUTO",
+                stacklevel=2,
+            )
 
 
 @contextmanager
@@ -103,4 +111,43 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
         finally:
             trainers.Free()
     else:
-        yield world_topology().world
+        world = world_topology().world
+        _check_size(resolver, world.Get_size())
+        yield world
+
+
+def _check_size(resolver: ClusterResolver, size: int) -> None:
+    """Raise unless the tasks of a cluster are as many as the ranks of the world, where all of them train."""
+    if isinstance(resolver, MPIClusterResolver):
+        # Its tasks are those of the ranks; finding their hosts is collective.
+        return
+    tasks = resolver.cluster_spec().as_dict()
+    counts = {job: len(addresses) for job, addresses in tasks.items()}
+    total = sum(counts.values())
+    jobs = ", ".join(f"{job}:{count}" for job, count in counts.items())
+    others = [job for job in counts if job not in _TRAINING_JOBS]
+    if others:
+        raise ValueError(
+            f"the {type(resolver).__name__} has jobs that do not train ({jobs}), and does not tell which ranks those "
+            "are; give the ranks that train as communicator=, or the roles by MPIClusterResolver(jobs={...})"
+        )
+    if total in (0, size):
+        return
+    raise ValueError(
+        f"the {type(resolver).__name__} has {total} tasks ({jobs}), and the MPI world has {size} ranks; expected one "
+        f"rank for each task: mpirun -n {total} python ..., or communicator= with the ranks of those that train"
+    )
+
+
+def _check_tasks(resolver: ClusterResolver, comm: Communicator) -> None:
+    """Raise on all ranks, and close ``comm``, where two ranks take themselves for the same task (collective)."""
+    tasks = comm.all_gather_object((resolver.task_type, resolver.task_id))
+    first: dict[tuple[str | None, int | None], int] = {}
+    for rank, task in enumerate(tasks):
+        other = first.setdefault(task, rank)
+        if other != rank and task[0] is not None:
+            comm.close()
+            raise ValueError(
+                f"ranks {other} and {rank} are both {task[0]}:{task[1]} by their {type(resolver).__name__}; expected a "
+                "task of its own for each rank: set TF_CONFIG for each rank by itself, not before mpirun"
+            )

@@ -11,6 +11,7 @@ from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.core.enums import ReduceOp
 from mpidist.values import DistributedValues, Mirrored, PerReplica
+from mpidist.values.placement import Place, place_of
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
@@ -51,7 +52,7 @@ def reduce_over_axis(
     totals = extended._reduce(ReduceOp.SUM, contributions, f"mean of {along}")
     results = []
     for total, count, sample in zip(totals[: len(leaves)], totals[len(leaves) :], samples, strict=True):
-        mean = _divide(np.asarray(total), np.asarray(count), to_array(sample))
+        mean = _divide(to_array(total), to_array(count), to_array(sample))
         restore = restorer(sample)
         results.append(mean[()] if restore is None else restore(mean))
     return results
@@ -88,12 +89,24 @@ def _check_axes(array: Array, axes: tuple[int, ...]) -> None:
 def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
     _check_axes(array, axes)
     wire, result = reduction_dtypes(array.dtype, op)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        # A replica without rows must not decide the result.
-        return np.asarray(_ALONG[op](array, axis=axes, initial=_neutral(array.dtype, op)))
-    total = np.asarray(_ALONG[op](array, axis=axes, dtype=wire))
-    # A mean is divided, and rounded to its dtype, once at the end.
-    return total if op is ReduceOp.MEAN else total.astype(result, copy=False)
+    place = place_of(array)
+    with place.current():
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return _extreme(array, op, axes, place)
+        total = to_array(_ALONG[op](array, axis=axes, dtype=wire))
+        # A mean is divided, and rounded to its dtype, once at the end.
+        return total if op is ReduceOp.MEAN else total.astype(result, copy=False)
+
+
+def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) -> Array:
+    """Return the minimum or maximum along ``axes``; one that changes no other where there are no rows."""
+    if all(array.shape[axis] for axis in axes):
+        return to_array(_ALONG[op](array, axis=axes))
+    dropped = {axis % array.ndim for axis in axes}
+    shape = tuple(size for axis, size in enumerate(array.shape) if axis not in dropped)
+    neutral = place.ops.empty(shape, array.dtype, place.number)
+    neutral.fill(_neutral(array.dtype, op))
+    return neutral
 
 
 def _neutral(dtype: DType, op: ReduceOp) -> Any:
@@ -105,10 +118,11 @@ def _neutral(dtype: DType, op: ReduceOp) -> Any:
 
 
 def _count(array: Array, axes: tuple[int, ...]) -> Array:
-    return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
+    """Return the number of elements along ``axes``, where ``array`` is: it travels with the sums."""
+    return place_of(array).brings(np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64)))
 
 
 def _divide(total: Array, count: Array, sample: Array) -> Array:
     dtype = reduction_dtypes(sample.dtype, ReduceOp.MEAN)[1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.true_divide(total, count)).astype(dtype)
+    with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
+        return to_array(np.true_divide(total, count)).astype(dtype)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.core.callsite import user_call_site
 from mpidist.core.context import entered, pop, push
+from mpidist.strategies.replica_stream import ReplicaStream
 from mpidist.values import regroup, select_replica
+from mpidist.values.placement import HOST, Place
 
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
@@ -29,10 +31,16 @@ class ReplicaThread(threading.Thread):
     """One replica; runs only between ``resume`` and the next merge point or its end."""
 
     def __init__(
-        self, context: ReplicaContext, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        context: ReplicaContext,
+        stream: ReplicaStream,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         super().__init__(name=f"mpidist-replica-{context.replica_id_in_sync_group}", daemon=True)
         self.context = context
+        self._stream = stream
         self._fn, self._args, self._kwargs = fn, args, kwargs
         self._may_run = threading.Semaphore(0)
         self._has_paused = threading.Semaphore(0)
@@ -58,7 +66,9 @@ class ReplicaThread(threading.Thread):
         frame = self.context._frame
         push(frame)
         try:
-            self.result = self._fn(*self._args, **self._kwargs)
+            with self._stream.entered():
+                self.result = self._fn(*self._args, **self._kwargs)
+                self._stream.hand_over()
             pop(frame)
         except BaseException as error:  # handed to the caller of run()
             self.error = error
@@ -85,23 +95,34 @@ class ReplicaThread(threading.Thread):
         self.call = call
         self.call_site = user_call_site()
         self.merge_request = (fn, args, kwargs)
+        self._stream.hand_over()
         self._has_paused.release()
         self._may_run.acquire()
         if self._abandoned:
             raise _Abandoned
         self.merge_request = None
+        self._stream.take_back()
         return select_replica(self.context.local_replica_id, self.merged)
 
 
 def run_replicas(
-    strategy: Strategy, contexts: Sequence[ReplicaContext], fn: Callable[..., Any], arguments: Sequence[Any]
+    strategy: Strategy,
+    contexts: Sequence[ReplicaContext],
+    places: Sequence[Place],
+    fn: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+
+    Each runs with its device current, and starts on the stream that is current there in the calling thread.
 
     Raises:
         RuntimeError: The replicas made different numbers of merge calls.
     """
-    threads = [ReplicaThread(c, fn, *a) for c, a in zip(contexts, arguments, strict=True)]
+    threads = [
+        ReplicaThread(context, ReplicaStream(place), fn, *own)
+        for context, place, own in zip(contexts, places, arguments, strict=True)
+    ]
     for context, thread in zip(contexts, threads, strict=True):
         context._thread = thread
         thread.start()
@@ -156,7 +177,7 @@ def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
         _check_same_call(threads)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-    with entered(strategy.extended._frame):
+    with entered(strategy.extended._frame), (strategy.extended._first_gpu or HOST).current():
         merged = fn(strategy, *args, **kwargs)
     for thread in threads:
         thread.merged = merged

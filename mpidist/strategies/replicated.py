@@ -7,33 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
-import numpy as np
-
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
+from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core import nest
 from mpidist.core.context import pop, push
 from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps, select_cross_device_ops
+from mpidist.cross_device_ops.destinations import destination_devices
+from mpidist.cross_device_ops.destinations import place as place_values
 from mpidist.input import InputWorkers, distribute_dataset, distribute_from_function, distribute_values
+from mpidist.strategies.devices import agreed_devices
 from mpidist.strategies.extended import StrategyExtended, is_on_read
-from mpidist.strategies.replica_context import ReplicaContext
-from mpidist.strategies.replica_threads import run_replicas
-from mpidist.strategies.single_replica import (
+from mpidist.strategies.leaves import (
     check_can_gather,
     check_can_reduce,
     check_out,
+    concatenated,
+    copied,
     copy_into,
     outputs_for,
-    plain_call,
+    restored,
 )
+from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.replica_threads import run_replicas
+from mpidist.strategies.replica_work import finished_work, replica_works
+from mpidist.strategies.single_replica import empty_on, plain_call
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
+from mpidist.values.placement import place_at, place_of
 from mpidist.values.variable import initial_array, make_variable
 
 
@@ -42,7 +49,7 @@ class ReplicatedExtended(StrategyExtended):
 
     Args:
         strategy: The strategy it belongs to.
-        devices: Devices of this rank's replicas.
+        devices: Devices of this rank's replicas; None for its share of the GPUs, or the CPU.
         comm: The ranks that take part; None for this process alone. Closed with the strategy.
         cross_device_ops: How values are reduced; chosen by :func:`select_cross_device_ops` by default.
         options: Defaults of the communication.
@@ -53,7 +60,7 @@ class ReplicatedExtended(StrategyExtended):
     def __init__(
         self,
         strategy: Strategy,
-        devices: tuple[str, ...],
+        devices: tuple[str, ...] | None,
         comm: Communicator | None,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
@@ -61,19 +68,26 @@ class ReplicatedExtended(StrategyExtended):
         allows_per_replica_input: bool = False,
     ) -> None:
         super().__init__(strategy)
+        try:
+            devices, self._replica_counts = agreed_devices(devices, comm)
+        except DeviceError:  # raised on all ranks together
+            if comm is not None:
+                comm.close()
+            raise
         self._devices = devices
+        self._places = [place_at(device) for device in devices]
+        self._first_gpu = next((place for place in self._places if not place.is_host), None)
         self._comm = comm
         self._cluster_resolver = cluster_resolver
         self._allows_per_replica_input = allows_per_replica_input
         rank = comm.rank if comm else 0
-        self._replica_counts: tuple[int, ...] = tuple(comm.all_gather_object(len(devices))) if comm else (len(devices),)
         first = sum(self._replica_counts[:rank])
         self._ids = tuple(range(first, first + len(devices)))
         self._total = sum(self._replica_counts)
         self._wraps_lone_replica = len(set(self._replica_counts)) > 1
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
         self._ops = cross_device_ops or select_cross_device_ops(devices, self._total, comm, options)
-        self._ops.bind(comm, self._total)
+        self._ops.bind(comm, self._total, devices)
         # Whether an all-reduce of dense values is the engine's call and nothing else.
         self._takes_short_way = (
             comm is not None and len(devices) == 1 and not self._wraps_lone_replica and self._ops.leaves_all_to_engine
@@ -112,7 +126,11 @@ class ReplicatedExtended(StrategyExtended):
             frame = self._contexts[0]._frame
             push(frame)
             try:
-                result = plain_call(fn, args, kwargs)
+                if self._first_gpu is None:
+                    result = plain_call(fn, args, kwargs)
+                else:
+                    with self._places[0].current():
+                        result = plain_call(fn, args, kwargs)
             finally:
                 pop(frame)
         except Exception as error:
@@ -123,7 +141,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _run_threads(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
-        return self._per_replica(run_replicas(self._strategy, self._contexts, fn, arguments))
+        return self._per_replica(run_replicas(self._strategy, self._contexts, self._places, fn, arguments))
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -217,11 +235,13 @@ class ReplicatedExtended(StrategyExtended):
             for leaf in map(self._distributed, leaves):
                 parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
                 check_can_gather(parts[0], axis, "gather()")
-                local.append(_concatenated([to_array(part) for part in parts], axis))
+                first = place_of(to_array(parts[0]))
+                with first.current():
+                    local.append(concatenated([first.brings(to_array(part)) for part in parts], axis))
                 samples.append(parts[0])
         if self._comm is not None:
             local = self._comm.gather_arrays(local, axis, options=options, note=structure)
-        return [_restored(sample, array) for sample, array in zip(samples, local, strict=True)]
+        return [restored(sample, array) for sample, array in zip(samples, local, strict=True)]
 
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
         sent = self._broadcast_from(tensor, root)
@@ -232,14 +252,15 @@ class ReplicatedExtended(StrategyExtended):
 
     def _broadcast_from(self, value: Any, root: int, doing: str = "") -> Any:
         if not 0 <= root < len(self._replica_counts):
-            raise ValueError(f"root is {root}; expected a rank from 0 to {len(self._replica_counts) - 1}")
+            with self._shared_errors("broadcast_to()"):
+                raise ValueError(f"root is {root}; expected a rank from 0 to {len(self._replica_counts) - 1}")
         if self._comm is None:
             return value
         leaves = nest.flatten(value)
         with self._shared_errors("broadcasting its values"):
             arrays = [to_array(leaf) for leaf in leaves]
         arrays = self._comm.broadcast_arrays(arrays, root, note=doing or nest.describe(value))
-        return nest.pack_like(value, [_restored(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
+        return nest.pack_like(value, [restored(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
 
     # In replica context ---------------------------------------------------------------------------------------
 
@@ -254,7 +275,7 @@ class ReplicatedExtended(StrategyExtended):
             if out is not None:
                 check_out(value, out, op, self._total)
         if self._total == 1:
-            return nest.map_structure(_copied, value) if out is None else copy_into(out, value)
+            return nest.map_structure(copied, value) if out is None else copy_into(out, value)
 
         def merged(_: Strategy, values: Any) -> Any:
             return self._start_all_reduce(op, values, options).wait()
@@ -280,8 +301,8 @@ class ReplicatedExtended(StrategyExtended):
         if out is not None:
             return out
         if structure == "":
-            return _restored(value, results[0])
-        return nest.pack_like(value, [_restored(a, b) for a, b in zip(leaves, results, strict=True)])
+            return restored(value, results[0])
+        return nest.pack_like(value, [restored(a, b) for a, b in zip(leaves, results, strict=True)])
 
     def _replica_ctx_all_reduce_async(
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
@@ -289,11 +310,10 @@ class ReplicatedExtended(StrategyExtended):
         with self._shared_errors(f"{op.name} of its values"):
             check_can_reduce(nest.flatten(value), op)
         if self._total == 1:
-            return FinishedWork(nest.map_structure(_copied, value))
+            return finished_work(nest.map_structure(copied, value), self._first_gpu)
 
         def merged(_: Strategy, values: Any) -> PerReplica:
-            work = self._start_all_reduce(op, values, options)
-            return PerReplica([PartOfWork(work, partial(select_replica, i)) for i in range(len(self._ids))], self._ids)
+            return PerReplica(replica_works(self._start_all_reduce(op, values, options), self._places), self._ids)
 
         return ctx._meet(("all_reduce_async", op, options), merged, (value,), {})
 
@@ -301,12 +321,12 @@ class ReplicatedExtended(StrategyExtended):
         self, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Work | FinishedWork | PartOfWork:
         """Start reducing a nest of values; the work gives a nest of results for the local devices."""
-        destinations = Mirrored(self._devices, self._ids)
         leaves = [
             leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), self._ids) for leaf in nest.flatten(value)
         ]
         structure = "" if isinstance(value, PerReplica) else nest.describe(value)
-        pairs = [(leaf, destinations) for leaf in leaves]
+        # Results go where the values are: an array of the host stays there, also under a strategy of devices.
+        pairs = [(leaf, leaf) for leaf in leaves]
         work = self._ops.reduce_pairs_async(op, pairs, self._total, options, structure)
         return PartOfWork(work, lambda results: nest.pack_like(value, results))
 
@@ -319,7 +339,10 @@ class ReplicatedExtended(StrategyExtended):
 
         def merged(_: Strategy, values: Any) -> Any:
             gathered = self._gather_to_implementation(nest.flatten(values), axis, nest.describe(values), options)
-            copies = [Mirrored([g, *(_copied(g) for _ in self._ids[1:])], self._ids) for g in gathered]
+            copies = [
+                place_values(array, destination_devices(leaf))
+                for array, leaf in zip(gathered, nest.flatten(values), strict=True)
+            ]
             return nest.pack_like(values, copies)
 
         return ctx._meet(("all_gather along axis", axis, options), merged, (value,), {})
@@ -333,6 +356,7 @@ class ReplicatedExtended(StrategyExtended):
             replica_counts=self._replica_counts,
             communicator=self._comm,
             wrap=self._total > 1,
+            devices=self._devices,
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
@@ -352,8 +376,13 @@ class ReplicatedExtended(StrategyExtended):
 
     # Housekeeping ---------------------------------------------------------------------------------------------
 
-    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
-        return np.empty(shape, dtype) if self._comm is None else self._comm.empty(shape, dtype)
+    def _empty(self, shape: int | Sequence[int], dtype: Any, device: str) -> Any:
+        if self._comm is None or not place_at(device).is_host:
+            return empty_on(device, shape, dtype)
+        return self._comm.empty(shape, dtype)
+
+    def _step_agreement(self) -> StepAgreement:
+        return StepAgreement(None) if self._comm is None else self._comm.step_agreement()
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._comm is None else self._comm.shared_errors(doing)
@@ -373,30 +402,6 @@ class ReplicatedExtended(StrategyExtended):
         )
 
     def _close(self) -> None:
+        self._ops.close()
         if self._comm is not None:
             self._comm.close()
-
-
-def _restored(sample: Any, array: Array) -> Any:
-    restore = restorer(sample)
-    return array if restore is None else restore(array)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, IndexedSlices):
-        return value
-    return _restored(value, to_array(value).copy())
-
-
-def _concatenated(arrays: Sequence[Array], axis: int) -> Array:
-    if len(arrays) == 1:
-        return arrays[0]
-    position = axis % arrays[0].ndim
-    kinds = [(a.dtype, a.ndim, *(n for i, n in enumerate(a.shape) if i != position)) for a in arrays]
-    if any(kind != kinds[0] for kind in kinds):
-        shown = ", ".join(f"{a.dtype}{a.shape}" for a in arrays)
-        raise ValueError(
-            f"the values of the replicas cannot be concatenated along axis {axis}: {shown}; "
-            "expected equal dtypes and equal sizes along every other axis"
-        )
-    return np.concatenate(arrays, axis)

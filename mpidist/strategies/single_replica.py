@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
-from mpidist.collectives import FinishedWork
+from mpidist.arrays.convert import Array
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.values import DistributedValues, IndexedSlices, Variable, select_replica
+from mpidist.strategies.leaves import check_can_gather, check_can_reduce, check_out, copy_into
+from mpidist.strategies.replica_work import finished_work
+from mpidist.values import DistributedValues, Variable, select_replica
+from mpidist.values.placement import place_at
 from mpidist.values.variable import initial_array, make_variable
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ class SingleReplicaExtended(StrategyExtended):
 
     def _create_variable(self, **kwargs: Any) -> Variable:
         array = initial_array(kwargs["initial_value"], kwargs.pop("dtype"), kwargs.pop("shape"), kwargs["aggregation"])
-        return make_variable(self._strategy, (self._device,), array, **kwargs)
+        return make_variable(self._strategy, (self._device_for(array),), array, **kwargs)
+
+    def _device_for(self, array: Array) -> str:
+        """Return where a variable is put that starts from ``array``."""
+        return self._device
 
     def _batch_reduce_to(
         self,
@@ -78,7 +83,7 @@ class SingleReplicaExtended(StrategyExtended):
         self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
         check_can_reduce(nest.flatten(value), op)
-        return FinishedWork(value)
+        return finished_work(value, self._first_gpu)
 
     def _replica_ctx_all_gather(
         self, ctx: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
@@ -87,66 +92,20 @@ class SingleReplicaExtended(StrategyExtended):
             check_can_gather(leaf, axis, "all_gather()")
         return value
 
-    def _empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
+    def _empty(self, shape: int | Sequence[int], dtype: Any, device: str) -> Any:
+        return empty_on(device, shape, dtype)
+
+
+def empty_on(device: str, shape: int | Sequence[int], dtype: Any) -> Array:
+    """Return an uninitialized array on ``device``."""
+    place = place_at(device)
+    return place.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype), place.number)
 
 
 def _own_value(value: Any) -> Any:
     if isinstance(value, Variable):
         return value.value()
     return value.values[0] if isinstance(value, DistributedValues) else value
-
-
-def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
-    """Raise ValueError unless ``out`` can take the result of reducing ``value`` over ``num_replicas`` replicas."""
-    for leaf, target_array in zip(nest.flatten(value), outputs_for(value, out), strict=True):
-        if isinstance(leaf, IndexedSlices):
-            raise ValueError("out was given for IndexedSlices, whose number of rows is not known; leave it out")
-        array = to_array(leaf)
-        dtype = reduction_dtypes(array.dtype, op)[1] if num_replicas > 1 else array.dtype
-        if (target_array.shape, target_array.dtype) != (array.shape, dtype):
-            raise ValueError(
-                f"out has {target_array.dtype}{target_array.shape}; expected {dtype}{array.shape}, as the result has"
-            )
-        if not target_array.flags.writeable:
-            raise ValueError("out is read-only; expected arrays that can be written")
-
-
-def outputs_for(value: Any, out: Any) -> list[Array]:
-    """Return the arrays of ``out``, which has to have the structure of ``value``."""
-    try:
-        nest.assert_same_structure(value, out)
-    except ValueError as error:
-        raise ValueError(f"out does not fit the value: {error}") from None
-    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
-
-
-def copy_into(out: Any, value: Any) -> Any:
-    """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
-    nest.map_structure(lambda target, source: np.copyto(to_array(target, "out"), to_array(source)), out, value)
-    return out
-
-
-def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
-    """Raise TypeError unless ``op`` can reduce each of ``leaves``, so that one replica refuses what several would."""
-    for leaf in leaves:
-        reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
-
-
-def check_can_gather(value: Any, axis: int, method: str) -> None:
-    """Raise unless ``value`` can be concatenated along ``axis``."""
-    sample = value.values[0] if isinstance(value, DistributedValues) else value
-    if isinstance(sample, IndexedSlices):
-        raise NotImplementedError(f"{method} of IndexedSlices is not offered; gather their values and indices")
-    array = to_array(sample)
-    check_transportable(array.dtype, method)
-    if array.ndim == 0:
-        raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
-    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
-        raise ValueError(
-            f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
-            f"expected an axis from {-array.ndim} to {array.ndim - 1}"
-        )
 
 
 def plain_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpidist.cluster_resolver import ClusterResolver
@@ -15,6 +15,7 @@ from mpidist.input import InputContext, InputOptions, ValueContext
 from mpidist.strategies import logical_devices
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
 from mpidist.values import DistributedValues
+from mpidist.values.placement import Place
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
@@ -48,7 +49,8 @@ class Strategy:
     def scope(self) -> AbstractContextManager[Any]:
         """Make the strategy current and enter cross-replica context; variables created inside are distributed.
 
-        Entering it again inside is allowed; it communicates nothing.
+        Entering it again inside is allowed; it communicates nothing. The first of this rank's GPUs is current inside,
+        so the thread that entered the scope has to leave it.
 
         Raises:
             RuntimeError: Inside another strategy's scope, or inside ``run``.
@@ -59,7 +61,8 @@ class Strategy:
         ...     mpidist.get_strategy() is strategy
         True
         """
-        return context.scope(self)
+        gpu = self._extended._first_gpu
+        return context.scope(self) if gpu is None else _scope_on(gpu, self)
 
     def run(
         self,
@@ -68,7 +71,7 @@ class Strategy:
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call ``fn`` once for each replica of this rank, in replica context.
+        """Call ``fn`` once for each replica of this rank, in replica context, with the replica's device current.
 
         Args:
             fn: The function. What it does across replicas must be the same on all of them.
@@ -92,11 +95,15 @@ class Strategy:
         ...     strategy.run(lambda: mpidist.get_replica_context().replica_id_in_sync_group)
         PerReplica:{0: 0, 1: 1}
         """
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
-        context.require_cross_replica(self, "run()", "one replica cannot start replicas: call the function itself")
+        try:
+            if not isinstance(args, (list, tuple)):
+                raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
+            if options is not None and not isinstance(options, RunOptions):
+                raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
+            context.require_cross_replica(self, "run()", "one replica cannot start replicas: call the function itself")
+        except Exception as error:
+            self._extended._announce(error, "run()")
+            raise
         return self._extended._call_for_each_replica(fn, args, kwargs)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
@@ -113,7 +120,8 @@ class Strategy:
                 sizes along it may differ between replicas, and MEAN divides by the number of all elements.
 
         Returns:
-            A NumPy array or number (the kind of the input where that is another library's).
+            A NumPy array or number (the kind of the input where that is another library's); for arrays on devices one
+            on the device of the first replica, which ``float()`` waits for.
 
         Raises:
             RuntimeError: Called in replica context.
@@ -124,9 +132,10 @@ class Strategy:
         >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
         [1, 2, 3, 6]
         """
-        context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
-        op = ReduceOp.of(reduce_op)
-        check_axis(axis)
+        with self._extended._shared_errors("reduce()"):
+            context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
+            op = ReduceOp.of(reduce_op)
+            check_axis(axis)
         leaves, structure = nest.flatten(value), nest.describe(value)
         if axis is None:
             results = self._extended._reduce(op, leaves, structure)
@@ -148,7 +157,8 @@ class Strategy:
             ValueError: A scalar, an axis out of range, or replicas that differ in another dimension.
             NotImplementedError: IndexedSlices.
         """
-        context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
+        with self._extended._shared_errors("gather()"):
+            context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
         return nest.pack_like(
             value, self._extended._gather_to_implementation(nest.flatten(value), axis, nest.describe(value))
         )
@@ -169,7 +179,8 @@ class Strategy:
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """Deal the batches of ``dataset``, which hold a global batch each, to the replicas.
 
-        Collective: call it on every rank, with the same dataset.
+        Collective: call it on every rank, with the same dataset. How it is divided is told by
+        ``dataset.with_options(auto_shard_policy=...)``, see ``AutoShardPolicy``.
 
         Args:
             dataset: A batched ``mpidist.Dataset``.
@@ -193,7 +204,8 @@ class Strategy:
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return a PerReplica of what ``value_fn(ValueContext)`` gives for each replica of this rank.
 
-        The default strategy and OneDeviceStrategy return the bare value. Nothing is communicated.
+        The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the bare
+        value. Nothing is communicated.
         """
         context.require_cross_replica(self, "experimental_distribute_values_from_function()", "call it before run()")
         return self._extended._experimental_distribute_values_from_function(value_fn)
@@ -251,6 +263,12 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.num_replicas_in_sync} replicas in sync>"
+
+
+@contextmanager
+def _scope_on(gpu: Place, strategy: Strategy) -> Iterator[Any]:
+    with context.scope(strategy) as entered, gpu.current():
+        yield entered
 
 
 def local_results(value: Any, num_local: int) -> tuple[Any, ...]:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpidist.core import settings
+from mpidist.core.errors import PeerError
+from mpidist.topology.faults import is_fault_tolerant
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 EXIT_CODE = 1
 _LAUNCHER_READS_SECONDS = 0.2
+# mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
+_APART_SECONDS, _MOST_APART = 0.3, 8
+# How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
+# rank, which then speaks for all, a little less.
+_OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.5, 2.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -29,41 +37,40 @@ def install_excepthook() -> None:
     child. The hook that was there before is called in all cases but one: Python's own, where the job is
     aborted. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
-    Two ways to leave are not uncaught exceptions, and no hook sees them: ``sys.exit(code)``, and an error in
-    a thread. A rank whose program ends tells the others, whose next collective then raises PeerError, which this
-    hook sees (``mpidist.collectives.channel``). Ranks that are in no collective of mpidist wait in MPI_Finalize.
+    An uncaught exception in a thread ends the job, too: other ranks may wait for what the thread was to do. A rank that
+    ends only because of the error of another (PeerError) leaves it to that one to print its traceback and end the job;
+    if the job goes on it says in one line what has reached it. What Python ignores, errors in ``__del__`` and in
+    functions of ``atexit``, is printed with the rank, and ignored.
+
+    ``sys.exit(code)`` is no exception, and no hook sees it. A rank whose program ends tells the others, whose next
+    collective then raises PeerError, which this hook sees (``mpidist.collectives.leaving``). Ranks that are in no
+    collective of mpidist wait in MPI_Finalize.
 
     Raises:
-        ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
+        ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1, and MPI runs already; before that
+            ``import_mpi`` raises it.
 
     Source: ChainerMN's ``global_except_hook``.
     """
-    if not settings.ABORT_ON_EXCEPTION.read() or isinstance(sys.excepthook, _AbortHook):
+    try:
+        wanted = settings.ABORT_ON_EXCEPTION.read()
+    except ValueError:
+        if "mpi4py.MPI" in sys.modules:
+            raise
+        # import_mpi raises it before MPI starts; here, doctor could not be imported to say what is wrong.
+        wanted = True
+    if not wanted or isinstance(sys.excepthook, _AbortHook):
         return
     sys.excepthook = _AbortHook(sys.excepthook)
+    threading.excepthook = _ThreadHook(threading.excepthook)
+    sys.unraisablehook = _NamingHook(sys.unraisablehook)
 
 
-class _AbortHook:
-    """A ``sys.excepthook`` that prints what ``previous`` prints and then aborts the MPI job."""
+class _Hook:
+    """What the hooks share: whether there is a job to be ended, and the line above what this rank prints."""
 
-    def __init__(self, previous: ExceptHook) -> None:
-        self.previous = previous
+    def __init__(self) -> None:
         self.process = os.getpid()
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = self._world()
-        if world is None:
-            # A rank that fails before it starts MPI simply ends, with code 1. mpirun of Open MPI then ends
-            # the job. MPICH's mpiexec and srun do not (srun -K does); starting MPI here only to abort it
-            # could wait for ever itself, for ranks that failed in the same way.
-            self.previous(kind, error, trace)
-            return
-        try:
-            self._report(world, kind, error, trace)
-        finally:
-            # Launchers drop what they have not read from their ranks' pipes when a rank aborts.
-            time.sleep(_LAUNCHER_READS_SECONDS)
-            world.Abort(EXIT_CODE)
 
     def _world(self) -> MPI.Intracomm | None:
         """Return the communicator to abort; None where the job is to go on."""
@@ -75,22 +82,87 @@ class _AbortHook:
         world: MPI.Intracomm = mpi.COMM_WORLD
         return None if interactive or forked or world.Get_size() == 1 else world
 
-    def _report(
-        self,
-        world: MPI.Intracomm,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def _header(self, world: MPI.Intracomm) -> str:
         host = sys.modules["mpi4py.MPI"].Get_processor_name()
-        header = f"rank {world.Get_rank()} of {world.Get_size()} on host {host}:\n"
+        return f"rank {world.Get_rank()} of {world.Get_size()} on host {host}:\n"
+
+    def _text(self, world: MPI.Intracomm, error: BaseException) -> str:
+        """Return what is printed of an error."""
+        if not isinstance(error, PeerError):
+            return "".join(traceback.format_exception(error))
+        # The stack here is of no interest, and the rank that has the error must come to print its own.
+        time.sleep(_OTHERS_SECONDS if world.Get_rank() else _FIRST_RANK_SECONDS)
+        return "".join(traceback.format_exception_only(type(error), error))
+
+    def _end_job(self, world: MPI.Intracomm, text: str, previous: Callable[[], object] | None) -> None:
+        """Print the header and ``text``, call ``previous``, flush, and abort the job whatever happens on the way."""
         try:
-            if self.previous is sys.__excepthook__:
+            try:
                 # One write, because the lines of several failing ranks would mingle.
-                sys.stderr.write(header + "".join(traceback.format_exception(kind, error, trace)))
-            else:
-                sys.stderr.write(header)
-                self.previous(kind, error, trace)
-            sys.stdout.flush()
+                sys.stderr.write(self._header(world) + text)
+                if previous is not None:
+                    previous()
+                sys.stdout.flush()
+            finally:
+                sys.stderr.flush()
         finally:
-            sys.stderr.flush()
+            # Launchers drop what they have not read from their ranks' pipes when a rank aborts.
+            time.sleep(_LAUNCHER_READS_SECONDS)
+            if is_fault_tolerant():
+                time.sleep(_APART_SECONDS * min(world.Get_rank(), _MOST_APART))
+            world.Abort(EXIT_CODE)
+
+
+class _AbortHook(_Hook):
+    """A ``sys.excepthook`` that prints what ``previous`` prints and then aborts the MPI job."""
+
+    def __init__(self, previous: ExceptHook) -> None:
+        super().__init__()
+        self.previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = self._world()
+        if world is None:
+            # A rank that fails before it starts MPI simply ends, with code 1. mpirun of Open MPI then ends
+            # the job. MPICH's mpiexec and srun do not (srun -K does); starting MPI here only to abort it
+            # could wait for ever itself, for ranks that failed in the same way.
+            self.previous(kind, error, trace)
+            return
+        if self.previous is sys.__excepthook__:
+            self._end_job(world, self._text(world, error), None)
+        else:
+            self._end_job(world, "", lambda: self.previous(kind, error, trace))
+
+
+class _ThreadHook(_Hook):
+    """A ``threading.excepthook`` that does the same for threads."""
+
+    def __init__(self, previous: Callable[[threading.ExceptHookArgs], object]) -> None:
+        super().__init__()
+        self.previous = previous
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        world = self._world()
+        # sys.exit() in a thread ends the thread.
+        if world is None or issubclass(args.exc_type, SystemExit):
+            self.previous(args)
+        elif self.previous is threading.__excepthook__:
+            name = "that has ended" if args.thread is None else args.thread.name
+            text = "" if args.exc_value is None else self._text(world, args.exc_value)
+            self._end_job(world, f"Exception in thread {name}:\n{text}", None)
+        else:
+            self._end_job(world, "", lambda: self.previous(args))
+
+
+class _NamingHook(_Hook):
+    """A ``sys.unraisablehook`` that says which rank it is of which ``previous`` prints an error; the job goes on."""
+
+    def __init__(self, previous: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.previous = previous
+
+    def __call__(self, unraisable: Any) -> None:
+        world = self._world()
+        if world is not None and sys.stderr is not None:
+            sys.stderr.write(self._header(world))
+        self.previous(unraisable)

@@ -59,8 +59,13 @@ class Topology:
 _world: list[Topology] = []
 
 
+def replace_world(comm: MPI.Intracomm) -> None:
+    """Let ``comm``, the ranks that are left, be the world of mpidist from now on (collective)."""
+    _world[:] = [Topology(comm)]
+
+
 def world_topology() -> Topology:
-    """Return the topology of ``MPI.COMM_WORLD``, made on the first call (collective), which starts MPI.
+    """Return the topology of all ranks that are left, made on the first call (collective), which starts MPI.
 
     Raises:
         LaunchError: There is no MPI library, or the launcher started more ranks than this world has.

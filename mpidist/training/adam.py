@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, subtract
+from mpidist.arrays.convert import Array, to_array
+from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, current, subtract
 from mpidist.values import Variable
 
 
@@ -58,9 +58,9 @@ class Adam(Optimizer):
         number = dtype.type
         gradient = gradient.astype(dtype, copy=False)
         mean, mean_square = self.get_slot(variable, "m"), self.get_slot(variable, "s")
-        mean.assign_add(np.asarray(number(1 - self.beta_1) * (gradient - np.asarray(mean))))
-        mean_square.assign_add(np.asarray(number(1 - self.beta_2) * (np.square(gradient) - np.asarray(mean_square))))
+        mean.assign_add(to_array(number(1 - self.beta_1) * (gradient - current(mean))))
+        mean_square.assign_add(to_array(number(1 - self.beta_2) * (np.square(gradient) - current(mean_square))))
         count = step + 1
         rate = learning_rate * math.sqrt(1 - self.beta_2**count) / (1 - self.beta_1**count)
-        denominator = np.sqrt(np.asarray(mean_square)) + number(self.epsilon)
-        subtract(variable, np.asarray(number(rate) * np.asarray(mean) / denominator))
+        denominator = np.sqrt(current(mean_square)) + number(self.epsilon)
+        subtract(variable, to_array(number(rate) * current(mean) / denominator))

@@ -13,6 +13,7 @@ from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import concatenate
+from mpidist.values.placement import copy_of, place_of
 
 
 class _Sums:
@@ -120,7 +121,7 @@ def _plus(total: Any, gradient: Any, position: int) -> Any:
         return total
     if isinstance(gradient, IndexedSlices):
         # The caller may use its arrays again for the next batch.
-        kept = IndexedSlices(np.array(gradient.values), np.array(gradient.indices), gradient.dense_shape)
+        kept = IndexedSlices(copy_of(gradient.values), copy_of(gradient.indices), gradient.dense_shape)
         if total is None:
             return [kept]
         if isinstance(total, list):
@@ -128,10 +129,12 @@ def _plus(total: Any, gradient: Any, position: int) -> Any:
     else:
         array = to_array(gradient, "gradient")
         if total is None:
-            return np.array(array)
-        if isinstance(total, np.ndarray) and (total.shape, total.dtype) == (array.shape, array.dtype):
+            return copy_of(array)
+        if not isinstance(total, list) and (total.shape, total.dtype) == (array.shape, array.dtype):
             # In place: the sum belongs to the accumulator until it is handed out.
-            return np.add(total, array, out=total)
+            place = place_of(total)
+            with place.current():
+                return np.add(total, place.brings(array), out=total)
     raise ValueError(
         f"gradient {position} is {_kind(gradient)} and was {_kind(total)} before; expected the same kind, shape and "
         "dtype at each call"

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import to_array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
+from mpidist.values.placement import array_of, place_of, place_of_operands
 
 GradientsAndVariables = Iterable[tuple[Any, Variable]]
 
@@ -99,7 +100,7 @@ def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[lis
 
     Returns:
         The gradients, new arrays of the same dtypes (all NaN if the norm is not finite), and the norm before
-        clipping, a float64 scalar.
+        clipping, a float64 scalar; on a device for gradients there, which nothing waits for.
 
     Raises:
         ValueError: ``clip_norm`` is not a positive number.
@@ -112,9 +113,11 @@ def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[lis
         raise ValueError(f"clip_norm is {clip_norm!r}; expected a number of more than 0")
     dense = [None if g is None else _coalesced(g) for g in gradients]
     parts = [g.values if isinstance(g, IndexedSlices) else g for g in dense if g is not None]
-    norm = np.sqrt(sum((_square_sum(part) for part in parts), np.float64(0.0)))
-    scale = np.nan if not np.isfinite(norm) else clip_norm / max(float(norm), clip_norm)
-    return [None if g is None else _scaled(g, scale) for g in dense], norm
+    place = place_of_operands(parts)
+    with place.current():
+        norm = np.sqrt(sum((place.brings(to_array(_square_sum(part))) for part in parts), np.float64(0.0)))
+        scale = to_array(np.where(np.isfinite(norm), clip_norm / np.maximum(norm, clip_norm), np.nan))
+    return [None if g is None else _scaled(g, scale) for g in dense], norm[()]
 
 
 def _checked(gradient: Any, variable: Variable) -> Any:
@@ -142,8 +145,9 @@ def _checked(gradient: Any, variable: Variable) -> Any:
 
 def _of_dtype(gradient: Any, variable: Variable) -> Any:
     if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
-        return np.asarray(gradient, variable.dtype)
-    array = to_array(gradient, f"gradient of variable {variable.name!r}")
+        gradient = array_of(gradient).astype(variable.dtype)
+    # Where the variable is, so that the replicas' gradients meet there whatever each of them computed with.
+    array = variable._local_place().brings(to_array(gradient, f"gradient of variable {variable.name!r}"))
     if array.dtype == variable.dtype:
         return array
     # A wider gradient would be rounded without anybody noticing; most often it is float64 by accident.
@@ -152,7 +156,7 @@ def _of_dtype(gradient: Any, variable: Variable) -> Any:
             f"a gradient of dtype {array.dtype} was given for variable {variable.name!r} of dtype {variable.dtype}; "
             f"convert it first: gradient.astype({variable.dtype.name!r})"
         )
-    return array.astype(variable.dtype)
+    return place_of(array).casts(array, variable.dtype)
 
 
 def _coalesced(gradient: Any) -> Any:
@@ -161,10 +165,14 @@ def _coalesced(gradient: Any) -> Any:
 
 def _square_sum(array: Any) -> Any:
     # NumPy's own sum, not a BLAS dot product: ranks must get the same bits, whatever the alignment of the array.
-    return np.sum(np.square(np.abs(array), dtype=np.float64))
+    with place_of(array).current():
+        return np.sum(np.square(np.abs(array), dtype=np.float64))
 
 
-def _scaled(gradient: Any, scale: float) -> Any:
+def _scaled(gradient: Any, scale: Array) -> Any:
     if isinstance(gradient, IndexedSlices):
         return IndexedSlices(_scaled(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    return (gradient * gradient.dtype.type(scale)).astype(gradient.dtype, copy=False)
+    place = place_of(gradient)
+    with place.current():
+        factor = place.brings(scale).astype(gradient.dtype)
+        return to_array(gradient * factor).astype(gradient.dtype, copy=False)

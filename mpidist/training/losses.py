@@ -13,6 +13,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from mpidist.values.placement import array_of, place_of
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -31,7 +32,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             ``global_count(images)`` or the size itself for a last, uneven batch.
 
     Returns:
-        A NumPy scalar of the dtype of the losses; integer losses give float64.
+        A NumPy scalar of the dtype of the losses, a 0-d array for losses on a device, which nothing waits for;
+        integer losses give float64.
 
     Raises:
         ValueError: A loss without axes, weights that do not broadcast, or a negative batch size.
@@ -41,7 +43,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     >>> compute_average_loss([2.0, 3.0], global_batch_size=4)
     np.float64(1.25)
     """
-    losses = _as_array(per_example_loss, "per_example_loss")
+    losses = array_of(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise ValueError(
             f"per_example_loss is {per_example_loss!r}, a scalar; expected an array of shape (batch, ...) with a loss "
@@ -50,7 +52,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
     examples = losses.shape[0]
     if sample_weight is not None:
-        losses = _weighted(losses, _as_array(sample_weight, "sample_weight"))
+        losses = _weighted(losses, array_of(sample_weight, "sample_weight"))
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
@@ -59,8 +61,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             )
         global_batch_size = examples * get_strategy().num_replicas_in_sync
     count = _batch_size(global_batch_size)
-    total = np.sum(losses, dtype=_summing_dtype(dtype))
-    return dtype.type(total / count if count else 0)
+    with place_of(losses).current():
+        total = to_array(np.sum(losses, dtype=_summing_dtype(dtype)))
+        return _scalar(total / count if count else np.zeros_like(total), dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -82,10 +85,11 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "scale_regularization_loss() was called in cross-replica context; call it inside strategy.run(), "
             "where every replica adds the result to its loss"
         )
-    losses = _as_array(regularization_loss, "regularization_loss")
+    losses = array_of(regularization_loss, "regularization_loss")
     dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
-    total = np.sum(losses, dtype=_summing_dtype(dtype))
-    return dtype.type(total / get_strategy().num_replicas_in_sync)
+    with place_of(losses).current():
+        total = np.sum(losses, dtype=_summing_dtype(dtype))
+        return _scalar(total / get_strategy().num_replicas_in_sync, dtype)
 
 
 def global_count(batch: Any) -> int:
@@ -110,8 +114,9 @@ def global_count(batch: Any) -> int:
     return int(context.all_reduce("SUM", np.int64(len(batch))))
 
 
-def _as_array(value: Any, what: str) -> Array:
-    return np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, what)
+def _scalar(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return ``value`` as a NumPy scalar, or as a 0-d array of its device."""
+    return value.astype(dtype)[()]
 
 
 def _summing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -126,8 +131,10 @@ def _weighted(losses: Array, weights: Array) -> Array:
         weights = weights[..., np.newaxis]
     half = [a.dtype for a in (losses, weights) if a.dtype.itemsize < 4]
     dtype = np.result_type(np.float32, *(a.dtype for a in (losses, weights) if a.dtype not in half))
+    place = place_of(losses)
     try:
-        weighted: Array = np.multiply(losses.astype(dtype), weights.astype(dtype))
+        with place.current():
+            weighted: Array = np.multiply(losses.astype(dtype), place.brings(weights).astype(dtype))
     except ValueError:
         raise ValueError(
             f"sample_weight of shape {weights.shape} does not broadcast against per_example_loss of shape "

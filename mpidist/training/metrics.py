@@ -10,6 +10,7 @@ from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
+from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
 
 class Metric:
@@ -49,14 +50,14 @@ class Metric:
         Collective: call it on every rank, or inside ``strategy.run`` on every replica.
 
         Returns:
-            A NumPy scalar, the same everywhere.
+            A NumPy scalar, the same everywhere; totals on a device are waited for.
         """
         context = get_replica_context()
         if context is not None and has_strategy():
             sums = context.all_reduce("SUM", [total.value() for total in self._totals.values()])
         else:
             sums = [total.value() for total in self._totals.values()]
-        return self._result_of(*(np.asarray(value)[()] for value in sums))
+        return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
     def reset_state(self) -> None:
         """Start anew. No communication; call it on every rank, outside ``strategy.run``."""
@@ -73,7 +74,8 @@ class Metric:
         """Add to the totals of this replica; no communication."""
         for name, amount in amounts.items():
             total = self._totals[name]
-            total.assign_add(np.asarray(amount, total.dtype))
+            array = to_array(amount)
+            total.assign_add(place_of(array).casts(array, total.dtype))
 
     def _checkpoint_children(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name."""
@@ -168,32 +170,39 @@ class Accuracy(Mean):
         Raises:
             ValueError: Shapes that differ, or weights that do not broadcast.
         """
-        true, predicted = _as_array(y_true, "y_true"), _as_array(y_pred, "y_pred")
+        true, predicted = array_of(y_true, "y_true"), array_of(y_pred, "y_pred")
         if true.shape != predicted.shape:
             raise ValueError(
                 f"y_true has shape {true.shape} and y_pred {predicted.shape}; expected a predicted label for each "
                 "true one: scores.argmax(axis=-1)"
             )
-        super().update_state(np.equal(true, predicted), sample_weight)
-
-
-def _as_array(value: Any, what: str) -> Array:
-    return np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, what)
+        place = place_of_operands((true, predicted))
+        with place.current():
+            hits = np.equal(place.brings(true), place.brings(predicted))
+        super().update_state(hits, sample_weight)
 
 
 def _weighted_sum(values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """Return the weighted sum of the values, and the sum of the weights."""
-    array = _as_array(values, "values").astype(np.float64)
-    if sample_weight is None:
-        return np.sum(array), array.size
-    weights = _as_array(sample_weight, "sample_weight").astype(np.float64)
+    given = array_of(values, "values")
+    place = place_of(given)
+    with place.current():
+        array = given.astype(np.float64)
+        if sample_weight is None:
+            return np.sum(array), array.size
+        weights = place.brings(array_of(sample_weight, "sample_weight")).astype(np.float64)
+        weights = _fitted(weights, array)
+        return np.sum(array * weights), np.sum(weights)
+
+
+def _fitted(weights: Array, array: Array) -> Array:
+    """Return ``weights`` in the shape of ``array``."""
     if 0 < weights.ndim == array.ndim - 1:
         weights = weights[..., np.newaxis]
     try:
-        weights = np.broadcast_to(weights, array.shape)
+        return np.broadcast_to(weights, array.shape)
     except ValueError:
         raise ValueError(
             f"sample_weight of shape {weights.shape} does not broadcast against values of shape {array.shape}; "
             f"expected a number, or shape {array.shape}"
         ) from None
-    return np.sum(array * weights), np.sum(weights)

@@ -16,6 +16,7 @@ from mpidist.training import gradients as gradient_tools
 from mpidist.training.buckets import Buckets
 from mpidist.training.gradients import GradientsAndVariables
 from mpidist.values import IndexedSlices, Variable
+from mpidist.values.placement import variables_on_host
 
 if TYPE_CHECKING:
     from mpidist.strategies import ReplicaContext, Strategy
@@ -133,7 +134,9 @@ class Optimizer:
         strategy = self._strategy_of([*self._slots, *new])
         with _entered(strategy):
             if self._iterations is None:
-                self._iterations = self._make_variable("iterations", np.zeros((), np.int64), "iterations")
+                # On the host: reading it in a step must not wait for a device.
+                with variables_on_host():
+                    self._iterations = self._make_variable("iterations", np.zeros((), np.int64), "iterations")
             for variable in new:
                 # The default strategy places nothing, and has no scope to be in.
                 beside = strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext()
@@ -265,19 +268,22 @@ class Optimizer:
         iterations.assign_add(1)
 
     def _update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
+        place = variable._local_place()
         if isinstance(gradient, IndexedSlices):
-            self.update_sparse(variable, gradient, rate, step)
+            values = place.brings(gradient.values)
+            self.update_sparse(variable, IndexedSlices(values, gradient.indices, gradient.dense_shape), rate, step)
         else:
-            self.update_variable(variable, gradient, rate, step)
+            self.update_variable(variable, place.brings(gradient), rate, step)
         if variable.constraint is not None:
-            variable.assign(variable.constraint(np.asarray(variable)))
+            variable.assign(variable.constraint(current(variable)))
 
     def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
         """Update one variable, in update context: it and its slots mean the copies of one replica.
 
         Args:
             variable: The variable.
-            gradient: The summed gradient, of its shape and dtype; not to be changed.
+            gradient: The summed gradient, of its shape and dtype, where it is, whose device is current; not to be
+                changed.
             learning_rate: Of this step.
             step: Number of updates before this one.
         """
@@ -342,6 +348,11 @@ class Optimizer:
         self._deferred = values
 
 
+def current(variable: Variable) -> Array:
+    """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
+    return variable._read()
+
+
 def compute_dtype(variable: Variable) -> np.dtype[Any]:
     """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
     return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
@@ -352,7 +363,7 @@ def subtract(variable: Variable, delta: Array) -> None:
     if delta.dtype == variable.dtype:
         variable.assign_sub(delta)
     else:
-        variable.assign((np.asarray(variable).astype(delta.dtype) - delta).astype(variable.dtype))
+        variable.assign((current(variable).astype(delta.dtype) - delta).astype(variable.dtype))
 
 
 def check_fraction(name: str, value: float) -> float:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from mpidist.arrays.convert import Array
-from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, subtract
+from mpidist.arrays.convert import Array, to_array
+from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, current, subtract
 from mpidist.values import IndexedSlices, Variable
 
 
@@ -44,15 +42,15 @@ class SGD(Optimizer):
         """See ``Optimizer.update_variable``."""
         dtype = compute_dtype(variable)
         # A Python float would make float64 of a 0-d float32 array before NumPy 2.
-        move = np.asarray(dtype.type(learning_rate) * gradient.astype(dtype, copy=False))
+        move = to_array(dtype.type(learning_rate) * gradient.astype(dtype, copy=False))
         if not self.momentum:
             subtract(variable, move)
             return
         slot = self.get_slot(variable, "momentum")
         factor = dtype.type(self.momentum)
-        velocity = np.asarray(factor * np.asarray(slot) - move)
+        velocity = to_array(factor * current(slot) - move)
         slot.assign(velocity)
-        subtract(variable, np.asarray(move - factor * velocity if self.nesterov else -velocity))
+        subtract(variable, to_array(move - factor * velocity if self.nesterov else -velocity))
 
     def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
         """See ``Optimizer.update_sparse``."""

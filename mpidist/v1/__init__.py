@@ -12,7 +12,7 @@ from mpidist.core.context import (
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
-from mpidist.input import InputContext, InputReplicationMode
+from mpidist.input import InputContext, InputIterator, InputReplicationMode
 from mpidist.strategies import ReplicaContext, StrategyExtended
 from mpidist.strategies.v1 import MirroredStrategyV1 as MirroredStrategy
 from mpidist.strategies.v1 import OneDeviceStrategyV1 as OneDeviceStrategy
@@ -25,6 +25,7 @@ __all__ = [
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "InputContext",
+    "InputIterator",
     "InputReplicationMode",
     "MirroredStrategy",
     "NcclAllReduce",

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import DType
 from mpidist.values import scatter
-from mpidist.values.indexed_slices import IndexedSlices
+from mpidist.values.indexed_slices import IndexedSlices, check_positions
 from mpidist.values.operators import ReadsAsArray
+from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
 if TYPE_CHECKING:
     from mpidist.values.variable import Variable
@@ -51,8 +53,9 @@ class Assignable(ReadsAsArray):
         In cross-replica context nothing is communicated: give the same value on every rank.
 
         Args:
-            value: Array or number of the variable's shape. Its dtype must be the variable's, or convert
-                without loss of kind (Python numbers, integers to floats).
+            value: Array or number of the variable's shape, on the host or any device: it is copied to where the
+                variable is. Its dtype must be the variable's, or convert without loss of kind (Python numbers,
+                integers to floats).
             use_locking, name, read_value: Accepted as in TensorFlow, and ignored.
 
         Returns:
@@ -119,24 +122,37 @@ class Assignable(ReadsAsArray):
 
     def gather_nd(self, indices: Any) -> Array:
         """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
-        return np.array(self._read()[tuple(np.moveaxis(np.asarray(indices), -1, 0))])
+        array = self._read()
+        place = place_of(array)
+        with place.current():
+            coordinates = tuple(np.moveaxis(place.brings(array_of(indices)), -1, 0))
+            for axis, positions in enumerate(coordinates):
+                check_positions(positions, array.shape[axis])
+            return copy_of(array_of(array[coordinates]))
 
     def sparse_read(self, indices: Any) -> Array:
-        """Return the rows at ``indices``."""
-        return np.asarray(np.take(self._read(), np.asarray(indices), axis=0))
+        """Return the rows at ``indices``.
+
+        Positions that lie on a device are checked first, which waits for it: CuPy would wrap those outside around.
+        (``cupy.take(variable, indices, axis=0)`` does not wait.)
+        """
+        array = self._read()
+        place = place_of(array)
+        with place.current():
+            positions = place.brings(array_of(indices))
+            check_positions(positions, len(array))
+            return array_of(np.take(array, positions, axis=0))
 
     def value(self) -> Array:
         """Return the value in the current context: a snapshot that later assignments do not change.
 
-        Use the variable itself, or ``numpy.asarray(variable)``, to compute with it without a copy.
+        It is where the variable is: a NumPy array, or a CuPy array on the variable's device. Use the variable
+        itself, ``numpy.asarray(variable)`` or ``cupy.asarray(variable)``, to compute with it without a copy. (CuPy
+        has no read-only arrays: what it makes of a variable is not to be written.)
         """
-        return np.array(self._read())
+        return copy_of(self._read())
 
     def read_value(self) -> Array:
-        """Return the same as :meth:`value`."""
-        return self.value()
-
-    def numpy(self) -> Array:
         """Return the same as :meth:`value`."""
         return self.value()
 
@@ -163,6 +179,13 @@ class Assignable(ReadsAsArray):
     def _local_array(self) -> Array:
         raise NotImplementedError
 
+    def _local_place(self) -> Place:
+        """Return where the copy is that the current context addresses."""
+        raise NotImplementedError
+
+    def _is_on_device(self) -> bool:
+        return not self._local_place().is_host
+
     # NumPy's mixin compares element by element, which would make variables unusable as keys.
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -173,12 +196,20 @@ class Component(Assignable):
     """The copy of a variable that belongs to one local replica: what ``extended.update`` gives to its function.
 
     Assignments act on this copy alone.
+
+    Args:
+        array: Its memory, which nobody else writes.
+        name: Of the copy.
+        device: Where ``array`` lies.
     """
 
     def __init__(self, array: Array, name: str, device: str) -> None:
         self._array = array
+        self._place = place_of(array)
         self._view: Array = array.view()
-        self._view.flags.writeable = False
+        if not is_device_array(array):
+            # CuPy has no such flag; there only snapshots and results are given out.
+            self._view.flags.writeable = False
         self.name = name
         self.device = device
         self.container: Variable
@@ -189,43 +220,57 @@ class Component(Assignable):
     def _local_array(self) -> Array:
         return self._array
 
+    def _local_place(self) -> Place:
+        return self._place
+
     def _assign(self, how: Assignment, value: Any) -> Component:
-        how(self._array, as_value_of(self, value))
+        self._place.calls(how, self._array, as_value_of(self, value))
         return self
 
     def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Component:
-        how.apply(self._array, scatter.check_slices(slices, self))
+        self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
         return self
 
+    def _copy(self) -> Component:
+        """Return a component of another variable with the same value."""
+        return Component(self._place.copies(self._array), self.name, self.device)
+
     def __repr__(self) -> str:
-        return f"<Component {self.name!r} on {self.device}: {self._array!r}>"
+        return f"<Component {self.name!r} on {self.device}: {on_host(self._array)!r}>"
 
 
 def as_value_of(variable: Assignable, value: Any) -> Array:
-    """Return ``value`` as an array of the variable's shape and dtype.
+    """Return ``value`` as an array of the variable's shape and dtype, where the variable is.
 
     Raises:
         ValueError: Another shape.
         TypeError: A dtype that does not convert without loss of kind.
     """
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, f"value for {variable.name!r}")
+    array = value._read() if isinstance(value, ReadsAsArray) else array_of(value, f"value for {variable.name!r}")
     if array.shape != variable.shape:
         raise ValueError(
             f"a value of shape {array.shape} was assigned to variable {variable.name!r} of shape {variable.shape}; "
             "expected the same shape"
         )
-    dtype = variable.dtype
+    place, dtype = variable._local_place(), variable.dtype
     if array.dtype == dtype:
-        return array
+        return place.brings(array)
+    if not _converts(value, array.dtype, dtype):
+        raise TypeError(
+            f"a value of dtype {array.dtype} was assigned to variable {variable.name!r} of dtype {dtype}; "
+            f"convert it first: value.astype({dtype.name!r})"
+        )
+    source = place_of(array)
+    # The cast goes first where that spares bytes on the way.
+    if dtype.itemsize < array.dtype.itemsize:
+        return place.brings(source.casts(array, dtype))
+    return place.casts(place.brings(array), dtype)
+
+
+def _converts(value: Any, given: DType, dtype: DType) -> bool:
+    """Whether a value of dtype ``given`` may be assigned to a variable of ``dtype``."""
     is_python = isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic)
-    to_inexact = array.dtype.kind in "iu" and (dtype.kind in "fc" or dtype.name == "bfloat16")
-    if is_python and np.can_cast(array.dtype, dtype, "same_kind"):
-        return array.astype(dtype)
-    if is_python and dtype.name == "bfloat16" and array.dtype.kind in "iuf":
-        return array.astype(dtype)
-    if to_inexact or np.can_cast(array.dtype, dtype, "safe"):
-        return array.astype(dtype)
-    raise TypeError(
-        f"a value of dtype {array.dtype} was assigned to variable {variable.name!r} of dtype {dtype}; "
-        f"convert it first: value.astype({dtype.name!r})"
-    )
+    if is_python and (np.can_cast(given, dtype, "same_kind") or (dtype.name == "bfloat16" and given.kind in "iuf")):
+        return True
+    to_inexact = given.kind in "iu" and (dtype.kind in "fc" or dtype.name == "bfloat16")
+    return to_inexact or np.can_cast(given, dtype, "safe")

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.values.operators import ReadsAsArray, refusal
+from mpidist.values.placement import array_of
 
 
 class DistributedValues:
@@ -89,7 +91,10 @@ class Mirrored(DistributedValues, ReadsAsArray):
     """
 
     def _read(self) -> Array:
-        return np.asarray(self.values[0])
+        return array_of(self.values[0])
+
+    def _is_on_device(self) -> bool:
+        return is_device_array(self.values[0])
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,17 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
+from mpidist.values.placement import array_of, on_host, place_of
+from mpidist.values.repeated_rows import combined
 
 
 class IndexedSlices:
     """Rows ``values[i]`` at positions ``indices[i]`` of a dense array (tf.IndexedSlices).
 
-    Positions may repeat; repeated rows mean their sum.
+    Positions may repeat; repeated rows mean their sum. On a device both arrays lie there.
 
     Args:
         values: Array of shape (k, ...).
-        indices: Integer array of shape (k,).
+        indices: Integer array of shape (k,); copied to the device of ``values`` if it is elsewhere.
         dense_shape: Shape of the dense array, (rows, ...), where known.
 
     Raises:
@@ -30,8 +33,8 @@ class IndexedSlices:
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
-        self.values: Array = np.asarray(values) if isinstance(values, (list, tuple)) else to_array(values)
-        self.indices: Array = np.asarray(indices) if isinstance(indices, (list, tuple)) else to_array(indices)
+        self.values: Array = array_of(values)
+        self.indices: Array = place_of(self.values).brings(array_of(indices))
         if self.indices.size == 0 and self.indices.dtype.kind == "f":
             self.indices = self.indices.astype(np.int64)
         self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
@@ -66,9 +69,15 @@ class IndexedSlices:
         """
         if self.dense_shape is None:
             raise ValueError("dense_shape is unknown; give it: IndexedSlices(values, indices, dense_shape)")
-        dense = np.zeros(self.dense_shape, self.dtype)
         check_indices(self.indices, self.dense_shape[0])
-        np.add.at(dense, self.indices, self.values)
+        place = place_of(self.values)
+        with place.current():
+            dense = place.ops.zeros(self.dense_shape, self.dtype, place.number)
+            if place.is_host:
+                np.add.at(dense, self.indices, self.values)
+            else:
+                rows, positions = combined(self.values, self.indices, np.add)
+                dense[positions] = rows
         return dense
 
     def coalesce(self) -> IndexedSlices:
@@ -77,23 +86,46 @@ class IndexedSlices:
         >>> IndexedSlices([1.0, 2.0, 4.0], [3, 0, 3]).coalesce()
         IndexedSlices(values=array([2., 5.]), indices=array([0, 3]), dense_shape=None)
         """
+        if is_device_array(self.values):
+            with place_of(self.values).current():
+                return IndexedSlices(*combined(self.values, self.indices, np.add), self.dense_shape)
         indices, inverse = np.unique(self.indices, return_inverse=True)
         values = np.zeros((len(indices), *self.values.shape[1:]), self.dtype)
         np.add.at(values, inverse.reshape(-1), self.values)
         return IndexedSlices(values, indices, self.dense_shape)
 
     def __repr__(self) -> str:
-        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape})"
+        values, indices = on_host(self.values), on_host(self.indices)
+        return f"IndexedSlices(values={values!r}, indices={indices!r}, dense_shape={self.dense_shape})"
 
 
 def check_indices(indices: Array, rows: int) -> None:
     """Raise ValueError unless all ``indices`` lie in [0, rows)."""
-    if indices.size and (indices.min() < 0 or indices.max() >= rows):
-        raise ValueError(f"indices from {indices.min()} to {indices.max()} for {rows} rows; expected 0 to {rows - 1}")
+    low, high = _range(indices)
+    if low < 0 or high >= rows:
+        raise ValueError(f"indices from {low} to {high} for {rows} rows; expected 0 to {rows - 1}")
+
+
+def check_positions(positions: Array, rows: int) -> None:
+    """Raise IndexError unless all ``positions`` lie in [-rows, rows): NumPy does it itself, CuPy wraps them around."""
+    if not is_device_array(positions):
+        return
+    low, high = _range(positions)
+    if low < -rows or high >= rows:
+        raise IndexError(f"indices from {low} to {high} are out of bounds for an axis of size {rows}")
+
+
+def _range(indices: Array) -> tuple[int, int]:
+    """Return the smallest and the largest index, 0 and -1 where there is none; waits for a device once."""
+    if indices.size == 0:
+        return 0, -1
+    with place_of(indices).current():
+        low, high = on_host(np.stack([indices.min(), indices.max()]))
+    return int(low), int(high)
 
 
 def concatenate(slices: Sequence[IndexedSlices]) -> IndexedSlices:
-    """Return all rows of ``slices``, in order; their sum as sparse values.
+    """Return all rows of ``slices``, in order, where the first of them are; their sum as sparse values.
 
     Raises:
         ValueError: Row shapes, dtypes or dense shapes differ.
@@ -109,6 +141,10 @@ def concatenate(slices: Sequence[IndexedSlices]) -> IndexedSlices:
                 f"IndexedSlices differ between replicas: rows {first.values.shape[1:]} {first.dtype} of "
                 f"{first.dense_shape} against {other.values.shape[1:]} {other.dtype} of {other.dense_shape}"
             )
-    return IndexedSlices(
-        np.concatenate([s.values for s in slices]), np.concatenate([s.indices for s in slices]), first.dense_shape
-    )
+    place = place_of(first.values)
+    with place.current():
+        return IndexedSlices(
+            np.concatenate([place.brings(s.values) for s in slices]),
+            np.concatenate([place.brings(s.indices) for s in slices]),
+            first.dense_shape,
+        )

@@ -1,4 +1,4 @@
-"""Operators of things that stand for an array: each asks ``_read()`` for the array and lets NumPy do the rest."""
+"""Operators of things that stand for an array: each asks ``_read()`` for the array and lets its library do the rest."""
 
 from __future__ import annotations
 
@@ -10,43 +10,109 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import device_name, is_device_array
+from mpidist.values.placement import on_host, place_of, place_of_operands
+
+_WRITERS = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"}
 
 
 def _as_operand(value: Any) -> Any:
     return value._read() if isinstance(value, ReadsAsArray) else value
 
 
+def _as_operands(value: Any) -> Any:
+    """Return ``value``, arguments of a NumPy function, with what stands for an array replaced by the array."""
+    if isinstance(value, (list, tuple)):
+        parts = [_as_operands(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _as_operands(part) for key, part in value.items()}
+    return _as_operand(value)
+
+
 class ReadsAsArray(NDArrayOperatorsMixin):
-    """Mixin: arithmetic, comparison, indexing and NumPy functions act on what ``_read()`` returns."""
+    """Mixin: arithmetic, comparison, indexing and NumPy functions act on what ``_read()`` returns.
+
+    An array on a device is computed with there, and never copied to the host unasked.
+    """
 
     def _read(self) -> Array:
         """Return the array that stands for this object in the current context."""
         raise NotImplementedError
 
+    def _is_on_device(self) -> bool:
+        """Whether ``_read()`` returns an array on a device."""
+        raise NotImplementedError
+
+    def numpy(self) -> Array:
+        """Return the value as a NumPy array of the caller's own, from wherever it is."""
+        array = self._read()
+        return on_host(array) if is_device_array(array) else np.array(array)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = np.asarray(self._read())
+        array = self._read()
+        if is_device_array(array):
+            raise TypeError(
+                f"{type(self).__name__} is on {device_name(array)}, and NumPy computes on the host; copy it there with "
+                "variable.numpy(), or compute on the device: cupy.asarray(variable)"
+            )
         if dtype is not None and array.dtype != dtype:
             if copy is False:
                 raise ValueError(f"a copy is needed to convert {array.dtype} to {np.dtype(dtype)}")
             return array.astype(dtype)
         return array.copy() if copy else array
 
+    @property
+    def __cupy_get_ndarray__(self) -> Callable[[], Array]:
+        # CuPy asks whatever it is given for this; there is none of it where the array is NumPy's.
+        if not self._is_on_device():
+            raise AttributeError(f"{type(self).__name__} is not on a device")
+        return self._read
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if "out" in kwargs and any(isinstance(out, ReadsAsArray) for out in kwargs["out"]):
-            raise TypeError(
-                f"{type(self).__name__} cannot be written by numpy.{ufunc.__name__}; "
-                "use assign(), assign_add() or assign_sub() on the variable"
-            )
-        return getattr(ufunc, method)(*(_as_operand(x) for x in inputs), **kwargs)
+            raise self._unwritable(f"numpy.{ufunc.__name__}")
+        if method == "at" and isinstance(inputs[0], ReadsAsArray):
+            raise self._unwritable(f"numpy.{ufunc.__name__}.at")
+        operands = [_as_operand(value) for value in inputs]
+        with place_of_operands(operands).current():
+            return getattr(ufunc, method)(*operands, **kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        writes = func.__name__ in _WRITERS and args and isinstance(args[0], ReadsAsArray)
+        if writes or isinstance(kwargs.get("out"), ReadsAsArray):
+            raise self._unwritable(f"numpy.{func.__name__}")
+        args, kwargs = _as_operands(args), _as_operands(kwargs)
+        with place_of(self._first_operand(args, kwargs)).current():
+            return func(*args, **kwargs)
+
+    def _unwritable(self, function: str) -> TypeError:
+        return TypeError(
+            f"{type(self).__name__} cannot be written by {function}; "
+            "use assign(), assign_add() or assign_sub() on the variable"
+        )
+
+    @staticmethod
+    def _first_operand(args: Any, kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                if is_device_array(part):
+                    return part
+        return None
 
     def __getitem__(self, key: Any) -> Any:
-        return self._read()[_as_operand(key)]
+        array = self._read()
+        with place_of(array).current():
+            part = array[_as_operand(key)]
+            # CuPy has no read-only views: what shares memory with a variable would be a way around its assign().
+            return part.copy() if is_device_array(part) and part.base is not None else part
 
     def __len__(self) -> int:
         return len(self._read())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._read())
+        array = self._read()
+        return iter(array) if not is_device_array(array) else (self[i] for i in range(len(array)))
 
     def __bool__(self) -> bool:
         return bool(self._read())
@@ -58,10 +124,10 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         return int(self._read())
 
     def __index__(self) -> int:
-        return operator.index(self._read()[()])
+        return operator.index(on_host(self._read())[()])
 
     def __format__(self, spec: str) -> str:
-        return format(self._read()[()], spec) if spec else str(self)
+        return format(on_host(self._read())[()], spec) if spec else str(self)
 
     def __complex__(self) -> complex:
         return complex(self._read())

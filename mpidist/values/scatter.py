@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.values.indexed_slices import IndexedSlices, check_indices
+from mpidist.values.repeated_rows import Combine, combined, last_of_each
 
 
 class ScatterOp(NamedTuple):
@@ -16,17 +18,28 @@ class ScatterOp(NamedTuple):
 
     Attributes:
         name: Of the method.
-        apply_rows: Changes an array in place, given positions and rows.
+        apply_rows: Changes a NumPy array in place, given positions and rows.
         can_aggregate: Whether rows of several replicas can be summed or averaged first.
+        combine: Makes one of two rows for the same position; None takes the last of them.
+        apply_once: Returns what an element becomes, given it and its row.
     """
 
     name: str
     apply_rows: Callable[[Array, Array, Array], None]
     can_aggregate: bool
+    combine: Combine | None
+    apply_once: Callable[[Array, Array], Array]
 
     def apply(self, array: Array, slices: IndexedSlices) -> None:
-        """Change ``array`` in place."""
-        self.apply_rows(array, slices.indices, slices.values)
+        """Change ``array`` in place; its device is current."""
+        if not is_device_array(array):
+            self.apply_rows(array, slices.indices, slices.values)
+            return
+        if self.combine is None:
+            rows, positions = last_of_each(slices.values, slices.indices)
+        else:
+            rows, positions = combined(slices.values, slices.indices, self.combine)
+        array[positions] = self.apply_once(array[positions], rows)
 
 
 def _divide(array: Array, indices: Array, rows: Array) -> None:
@@ -34,26 +47,35 @@ def _divide(array: Array, indices: Array, rows: Array) -> None:
         np.true_divide.at(array, indices, rows)
         return
     for index, row in zip(indices, rows, strict=True):
-        old = array[index]
-        # Towards zero, as integer division in C has it.
-        array[index] = np.sign(old) * np.sign(row) * (np.abs(old) // np.abs(row))
+        array[index] = _quotient(array[index], row)
+
+
+def _quotient(array: Array, rows: Array) -> Array:
+    if array.dtype.kind not in "iu":
+        return to_array(np.true_divide(array, rows))
+    # Towards zero, as integer division in C has it.
+    return to_array(np.sign(array) * np.sign(rows) * (np.abs(array) // np.abs(rows)))
 
 
 def _update(array: Array, indices: Array, rows: Array) -> None:
     array[indices] = rows
 
 
-ADD = ScatterOp("scatter_add", np.add.at, True)
-SUB = ScatterOp("scatter_sub", np.subtract.at, True)
-MUL = ScatterOp("scatter_mul", np.multiply.at, True)
-DIV = ScatterOp("scatter_div", _divide, True)
-MIN = ScatterOp("scatter_min", np.minimum.at, False)
-MAX = ScatterOp("scatter_max", np.maximum.at, False)
-UPDATE = ScatterOp("scatter_update", _update, False)
+def _second(_: Array, rows: Array) -> Array:
+    return rows
+
+
+ADD = ScatterOp("scatter_add", np.add.at, True, np.add, np.add)
+SUB = ScatterOp("scatter_sub", np.subtract.at, True, np.add, np.subtract)
+MUL = ScatterOp("scatter_mul", np.multiply.at, True, np.multiply, np.multiply)
+DIV = ScatterOp("scatter_div", _divide, True, np.multiply, _quotient)
+MIN = ScatterOp("scatter_min", np.minimum.at, False, np.minimum, np.minimum)
+MAX = ScatterOp("scatter_max", np.maximum.at, False, np.maximum, np.maximum)
+UPDATE = ScatterOp("scatter_update", _update, False, None, _second)
 
 
 def check_slices(slices: Any, variable: Any) -> IndexedSlices:
-    """Return ``slices`` in the variable's dtype, after checking kind, positions and shape of the rows."""
+    """Return ``slices`` in the variable's dtype where it is, after checking kind, positions and shape of the rows."""
     if not isinstance(slices, IndexedSlices):
         raise TypeError(
             f"a {type(slices).__name__} was scattered into variable {variable.name!r}; "
@@ -65,11 +87,13 @@ def check_slices(slices: Any, variable: Any) -> IndexedSlices:
             f"{variable.shape}; expected rows of shape {variable.shape[1:]}"
         )
     check_indices(slices.indices, variable.shape[0])
+    place = variable._local_place()
+    values = place.brings(slices.values)
     if slices.dtype == variable.dtype:
-        return slices
+        return slices if values is slices.values else IndexedSlices(values, slices.indices, slices.dense_shape)
     if not np.can_cast(slices.dtype, variable.dtype, "same_kind"):
         raise TypeError(
             f"rows of dtype {slices.dtype} were scattered into variable {variable.name!r} of dtype {variable.dtype}; "
             f"convert them first: values.astype({variable.dtype.name!r})"
         )
-    return IndexedSlices(slices.values.astype(variable.dtype), slices.indices, slices.dense_shape)
+    return IndexedSlices(place.casts(values, variable.dtype), slices.indices, slices.dense_shape)

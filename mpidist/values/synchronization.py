@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ASSIGN, Assignment, as_value_of
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
+from mpidist.values.placement import array_of, place_of
 
 if TYPE_CHECKING:
     from mpidist.values.scatter import ScatterOp
@@ -151,10 +150,10 @@ class _OnRead:
         copies = PerReplica([c._array for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return np.asarray(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))
+                return array_of(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
             doing = f"reading variable {variable.name!r}"
-            return np.asarray(strategy.extended._batch_reduce_to(op, [(copies, "cpu:0")], None, doing)[0])
+            return array_of(strategy.extended._batch_reduce_to(op, [(copies, variable.devices[0])], None, doing)[0])
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         variable.values[context.local_replica_id]._assign(how, value)
@@ -167,7 +166,8 @@ class _OnRead:
                     "the sum of its copies: which copy should change? Call it inside strategy.run(), or use assign()"
                 )
             total = as_value_of(variable, value)
-            value = (total / variable.distribute_strategy.num_replicas_in_sync).astype(variable.dtype)
+            with place_of(total).current():
+                value = (total / variable.distribute_strategy.num_replicas_in_sync).astype(variable.dtype)
         _write_all(variable, how, value)
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:

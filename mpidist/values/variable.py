@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.core.context import Frame, current_frame, entered, get_strategy, has_strategy, variable_creators
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
@@ -19,6 +20,7 @@ from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
 from mpidist.values.component import Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues
+from mpidist.values.placement import Place, array_of, place_at, place_of, placed
 from mpidist.values.synchronization import Policy, policy_for
 
 
@@ -96,9 +98,9 @@ def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, a
         ValueError: It has another shape than ``shape``, or its mean cannot be formed in its dtype.
     """
     value = initial_value() if callable(initial_value) else initial_value
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else to_array(value, "initial_value")
+    array = value._read() if isinstance(value, Assignable) else array_of(value, "initial_value")
     if dtype is not None:
-        array = array.astype(dtype)
+        array = place_of(array).casts(array, np.dtype(dtype))
     check_transportable(array.dtype, "Variable")
     if shape is not None and tuple(shape) != array.shape:
         raise ValueError(f"initial_value has shape {array.shape}; expected shape={tuple(shape)}, as given")
@@ -119,6 +121,9 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     Reading resolves by context: inside ``run`` this replica's copy; outside, for ``ON_WRITE``, the first local
     copy, and for ``ON_READ`` the aggregate over all replicas (collective). Comparison with ``==`` and hashing are
     by identity. Source: https://www.tensorflow.org/api_docs/python/tf/Variable
+
+    Each copy is on its replica's device, wherever ``initial_value`` is: NumPy arrays on a CPU, CuPy arrays on a
+    GPU, from which ``variable.numpy()`` copies to the host.
 
     Args:
         initial_value: Array, number, nested list, or a callable without arguments that returns one.
@@ -233,6 +238,9 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     def _local_array(self) -> Array:
         return self._components[0]._local_array()
 
+    def _local_place(self) -> Place:
+        return self._components[self._local_id() or 0]._local_place()
+
     def _local_id(self) -> int | None:
         """Return which local component the context addresses, None in cross-replica context."""
         frame = current_frame()
@@ -313,7 +321,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                 f"variable {self.name!r} was copied outside its strategy; "
                 "copy it inside `with strategy.scope():` of the strategy it was created under"
             )
-        parts = [Component(c._array.copy(), c.name, c.device) for c in self._components]
+        parts = [component._copy() for component in self._components]
         twin: Variable = object.__new__(type(self))
         twin._assemble(
             self._strategy,
@@ -342,7 +350,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
 
 def _weakly(value: Any) -> Callable[[], Any]:
     """Return a function that returns ``value``, without keeping an array alive."""
-    return weakref.ref(value) if isinstance(value, np.ndarray) else lambda: value
+    return weakref.ref(value) if isinstance(value, np.ndarray) or is_device_array(value) else lambda: value
 
 
 class Reference:
@@ -366,8 +374,8 @@ def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, 
     """Return a variable with a copy of ``array`` for each of ``devices``; for the strategies' ``_create_variable``."""
     name = properties["name"]
     components = [
-        Component(np.array(array, order="C"), name if i == 0 else f"{name}/replica_{i}", device)
-        for i, device in enumerate(devices)
+        Component(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
+        for i, device in enumerate(placed(devices))
     ]
     variable: Variable = object.__new__(Variable)
     variable._assemble(strategy, components, **properties)
@@ -381,10 +389,15 @@ def _sole_value(value: Any) -> Any:
 def update_components(
     variable: Variable, fn: Callable[..., Any], arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[Any]:
-    """Call ``fn(component, *args_i, **kwargs_i)`` for every local component, each in its update context."""
+    """Call ``fn(component, *args_i, **kwargs_i)`` for every local component, each in its update context.
+
+    The replica's device is current, also where ``variable`` itself is on the host.
+    """
     results = []
-    for i, component in enumerate(variable.values):
+    strategy = variable.distribute_strategy
+    devices = strategy.extended.worker_devices_by_replica
+    for i, (component, (device,)) in enumerate(zip(variable.values, devices, strict=True)):
         args, kwargs = arguments(i)
-        with entered(Frame(variable.distribute_strategy, None, i)):
+        with place_at(device).current(), entered(Frame(strategy, None, i)):
             results.append(fn(component, *args, **kwargs))
     return results

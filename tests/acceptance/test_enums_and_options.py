@@ -163,6 +163,7 @@ def test_names_of_the_package() -> None:
         "experimental_set_strategy",
         "get_loss_reduction",
         "Checkpoint",
+        "CheckpointManager",
         "Communicator",
         "set_seed",
         "CollectiveTimeoutError",

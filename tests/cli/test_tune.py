@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mpidist.cli.tune import report, time_text
 from mpidist.collectives.table import SHIPPED
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning_file import Setup, read
-from tests.support.mpirun import run_script
+from tests.support.mpirun import child_environment, run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -67,6 +68,42 @@ def test_a_wrong_file_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.count("is not JSON") == 1
     assert "Traceback" not in done.stderr
     assert (tmp_path / "t").read_text() == "a letter"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": " 0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=' 0': expected the whole"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI mpirun started 2 ranks"),
+        ({"MPIDIST_ABORT_ON_EXCEPTION": "5"}, "MPIDIST_ABORT_ON_EXCEPTION='5': expected 0 or 1"),
+        ({"MPIDIST_RANKS_PER_NODE": "0"}, "MPIDIST_RANKS_PER_NODE='0': expected a whole number of at least 1"),
+        ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "mpi4py cannot load an MPI library"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_said_in_one_line(environ: dict[str, str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpidist", "tune"],
+        env=child_environment(environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"python -m mpidist tune: {said}")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_setting_that_is_wrong_on_some_rank_ends_all() -> None:
+    only_1 = """
+import os
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    os.environ["MPIDIST_TIMEOUT"] = "soon"
+"""
+    done = run_script(only_1 + MODULE, 2, "tune", "--seconds", "0.1")
+    assert done.returncode == 2
+    assert done.stderr.count("python -m mpidist tune: MPIDIST_TIMEOUT='soon': expected seconds") == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_wrong_arguments_are_said_once() -> None:

@@ -36,6 +36,8 @@ def lab(can_have_labs: None) -> Iterator[Lab]:
     """Four hosts that all tests of a session share; a test that breaks one mends it."""
     # The time limit of the whole run must not leave hosts behind.
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM"))
-    with Lab(Settings(name="tests", hosts=HOSTS)) as up:
+    with pytest.MonkeyPatch.context() as environment, Lab(Settings(name="tests", hosts=HOSTS)) as up:
+        # Hundreds of ranks start, and each would compile mpidist for itself.
+        environment.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield up
     signal.signal(signal.SIGTERM, previous)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_limit_shows_in_the_queue_of_the_interface(lab: Lab) -> None:
 
 def test_a_command_that_hangs_ends_on_every_host(lab: Lab) -> None:
     with pytest.raises(TimeoutError, match="on node0 and node1"):
-        lab.run("login", ["srun", "--nodes=2", "sh", "-c", "echo on node0 and node1; sleep 1000"], timeout=2.0)
+        lab.run("login", ["srun", "--nodes=2", "sh", "-c", "echo on node0 and node1; sleep 1000"], timeout=1.0)
     for host in ("node0", "node1"):
         assert "sleep 1000" not in lab.run(host, ["ps", "-eo", "args"]).stdout
     lab.wait_until_idle()
@@ -104,6 +105,10 @@ def test_a_lab_that_does_not_come_up_leaves_nothing(can_have_labs: None, monkeyp
     name = f"u{os.getpid() % 100000}"
 
     def refuse(self: Lab) -> None:
+        # The controller has just been started.
+        deadline = time.monotonic() + 10
+        while not (self.settings.folder / "log" / "slurmctld.log").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         raise LabError("no host is idle")
 
     monkeypatch.setattr(Lab, "wait_until_idle", refuse)
@@ -127,6 +132,6 @@ def test_the_command_line_takes_the_lab_down_after_its_command(can_have_labs: No
 def test_a_time_limit_takes_the_lab_down(can_have_labs: None) -> None:
     name = f"w{os.getpid() % 100000}"
     lab = ["python3", "-m", "tests.cluster.lab", "--name", name]
-    command = ["timeout", "3", *lab, "run", "--hosts", "1", "--", "sleep", "1000"]
+    command = ["timeout", "2", *lab, "run", "--hosts", "1", "--", "sleep", "1000"]
     assert subprocess.run(command).returncode == 124
     assert left_behind(name) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec
-from mpidist.cluster_resolver.accelerators import visible_devices
 from mpidist.cluster_resolver.cluster_resolver import format_master_url
+from mpidist.topology.gpus import visible_devices
 
 
 class OneHost(ClusterResolver):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator, MismatchError
-from mpidist.collectives import packing
-from mpidist.collectives.algorithms import IN_NODE, NAMES, gather_reduce, two_level, wires
+from mpidist.collectives import packing, slots
+from mpidist.collectives.algorithms import IN_NODE, NAMES, two_level, wires
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
@@ -69,7 +69,7 @@ def test_any_message(
         patch.setattr(two_level, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
         patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
         patch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 64)
-        patch.setattr(gather_reduce, "SLOT_BYTES", max(slice_bytes, 1024))
+        patch.setattr(slots, "SLOT_BYTES", max(slice_bytes, 1024))
         patch.setattr(packing, "SMALL_ARRAY_BYTES", 2000)
         names = usable(comm)
         options = CommunicationOptions(algorithm=names[pick % len(names)], bytes_per_pack=bytes_per_pack)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
-from mpidist.collectives.channel import _Turn
+from mpidist.collectives.turn import Turn
 from tests.support.mpirun import run_script
 
 ALARM = """
@@ -65,12 +65,12 @@ def test_a_handler_that_exits_in_a_collective_ends_the_job() -> None:
 
 
 FORKED = """
-import os, mpidist, mpidist.collectives.channel
+import os, mpidist, mpidist.collectives.leaving
 comm = mpidist.Communicator()
 if comm.rank == 0:
     child = os.fork()
     if child == 0:
-        os._exit(len(mpidist.collectives.channel.open_channels()))
+        os._exit(len(mpidist.collectives.leaving.open_channels))
     assert os.waitpid(child, 0)[1] == 0
 print(comm.all_reduce("SUM", 1))
 """
@@ -254,7 +254,7 @@ def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> Non
 
 @pytest.mark.min_ranks(2)
 def test_a_handler_that_raises_while_a_step_is_taken_leaves_the_turn_free() -> None:
-    turn = _Turn()
+    turn = Turn()
     assert turn.take_if_free()
 
     def interrupt(*_: object) -> None:

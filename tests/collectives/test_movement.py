@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import mpidist
 from mpidist import Communicator
-from mpidist.collectives import mpi_types
-from mpidist.collectives.channel import open_channels
+from mpidist.collectives import mpi_types, slots
+from mpidist.collectives.leaving import open_channels
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -81,10 +83,10 @@ def test_empty_makes_arrays(comm: Communicator) -> None:
 
 def test_close_twice_and_use_after_close() -> None:
     comm = Communicator()
-    assert comm._channel in open_channels()
+    assert comm._channel in open_channels
     comm.close()
     comm.close()
-    assert comm._channel not in open_channels()
+    assert comm._channel not in open_channels
     with pytest.raises(RuntimeError, match=r"can no longer be used: it has been closed"):
         comm.barrier()
     assert "closed" in repr(comm)
@@ -108,3 +110,39 @@ def test_two_communicators_do_not_mix(comm: Communicator) -> None:
         second = other.all_reduce_async("SUM", np.full(50, 2.0))
         np.testing.assert_array_equal(second.wait(), 2 * comm.size)
         np.testing.assert_array_equal(first.wait(), comm.size)
+
+
+@pytest.mark.parametrize("reads", ["1", "0"])
+def test_collectives_that_share_the_slots_do_not_overwrite_one_another(monkeypatch: Any, reads: str) -> None:
+    monkeypatch.setenv("MPIDIST_READ_NEIGHBOURS", reads)
+    random = np.random.default_rng(5)
+    # More than a slot, just what fits into one, and little; in any order, and without a meeting in between.
+    sizes = [1, 1000, 50_000, slots.SLOT_BYTES // 8, slots.SLOT_BYTES // 8 + 1, 200_000]
+    with Communicator() as comm:
+        for step in range(60):
+            first, second = random.choice(sizes, 2)
+            kind, root = random.integers(5), int(random.integers(comm.size))
+            a, b = np.full(first, step + comm.rank, "f8"), np.full((2, second), step - comm.rank, "i8")
+            if kind == 0:
+                whole, other = comm.all_gather([a, b], axis=-1)
+                np.testing.assert_array_equal(whole, np.repeat(step + np.arange(comm.size), first))
+                np.testing.assert_array_equal(other, [np.repeat(step - np.arange(comm.size), second)] * 2)
+            elif kind == 1:
+                whole, other = comm.broadcast([a, b], root=root)
+                assert (whole == step + root).all()
+                assert (other == step - root).all()
+            elif kind == 2:
+                rows = comm.reduce_scatter("SUM", a)
+                assert (rows == comm.size * step + comm.size * (comm.size - 1) // 2).all()
+            elif kind == 3:
+                assert (comm.all_reduce("MAX", a) == step + comm.size - 1).all()
+            else:
+                with pytest.raises(mpidist.MismatchError) if comm.size > 1 else contextlib.nullcontext():
+                    comm.broadcast(a if comm.rank else a[:0])
+            # Whatever was shown may be written at once.
+            a[:], b[:] = -1, -1
+
+
+def test_an_axis_without_elements_keeps_its_length(comm: Communicator) -> None:
+    assert comm.all_gather(np.ones((0, 2)), axis=1).shape == (0, 2 * comm.size)
+    assert comm.all_gather(np.ones((3, 0))).shape == (3 * comm.size, 0)

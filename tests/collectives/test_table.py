@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.collectives.algorithms import NAMES, wires
+from mpidist.collectives.algorithms import DEVICE_NAMES, NAMES, wires
 from mpidist.collectives.table import (
     ALGORITHMS,
     SHIPPED,
@@ -55,6 +55,8 @@ def test_the_shipped_table_is_right_and_every_place_names_algorithms_that_exist(
     assert set(ALGORITHMS["between_nodes"]) == set(wires.NAMES)
     for place in ("one_node_readable", "one_node", "several_nodes"):
         assert set(ALGORITHMS[place]) <= set(NAMES) - set(wires.NAMES)
+    for place in ("one_node_gpu", "several_nodes_gpu"):
+        assert set(ALGORITHMS[place]) <= {*DEVICE_NAMES, "hierarchical"}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,9 @@ def test_a_wrong_row(row: Any, message: str) -> None:
 def test_a_row_that_is_missing_and_one_too_many() -> None:
     few = table_to_json(SHIPPED)
     del few["one_node"]
-    expected = "; expected one_node_readable, one_node, several_nodes, between_nodes$"
-    with pytest.raises(ValueError, match=f"^here has between_nodes, one_node_readable, several_nodes{expected}"):
+    expected = f"; expected {', '.join(Table._fields)}$"
+    left = ", ".join(sorted(set(Table._fields) - {"one_node"}))
+    with pytest.raises(ValueError, match=f"^here has {left}{expected}"):
         table_from_json(few, "here")
     with pytest.raises(ValueError, match=f"has .*, two_nodes{expected}"):
         table_from_json({**table_to_json(SHIPPED), "two_nodes": []}, "here")

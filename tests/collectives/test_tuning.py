@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,14 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Communicator
+from mpidist.arrays.cupy_module import find_cupy
 from mpidist.collectives import tuning
-from mpidist.collectives.algorithms import NAMES, gather_reduce, wires
+from mpidist.collectives.algorithms import DEVICE_NAMES, NAMES, gather_reduce, wires
 from mpidist.collectives.choice import place_of
-from mpidist.collectives.table import SHIPPED, Row, Table, check_table, look_up
+from mpidist.collectives.table import ALGORITHMS, SHIPPED, Row, Table, check_table, look_up
 from mpidist.collectives.tuning import CANDIDATES, SIZES, Timing, best_row, decide
 from mpidist.collectives.tuning_file import Setup, merge, read, setup_of
-from mpidist.core.errors import AlgorithmError
+from mpidist.core.errors import AlgorithmError, DeviceError
 
 SETTING = "MPIDIST_TUNING_FILE"
 ELSEWHERE = Setup("some CPU, 4 cores", "some MPI 1.0", "9 nodes x 9 ranks")
@@ -110,7 +113,7 @@ def test_where_no_way_between_nodes_works_mpi_is_left() -> None:
 
 
 def test_candidates_are_algorithms() -> None:
-    assert {name for names in CANDIDATES.values() for name in names} <= set(NAMES)
+    assert {name for names in CANDIDATES.values() for name in names} <= {*NAMES, *DEVICE_NAMES}
     assert set(CANDIDATES["several_nodes"]) == {"mpi", *wires.NAMES}
 
 
@@ -167,7 +170,8 @@ def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
 @pytest.mark.usefixtures("few_sizes")
 def test_rows_of_other_places_stay_as_they_are_in_the_file(tmp_path: Path, comm: Communicator) -> None:
     setup, place = setup_of(comm._channel.node), place_of(comm._channel.node)
-    before = Table(*[((77, "mpi"), (None, "reduce_broadcast"))] * 3, ((77, "ring"), (None, "pairwise")))
+    rows = [((77, "mpi"), (None, "reduce_broadcast"))] * 3
+    before = Table(*rows, ((77, "ring"), (None, "pairwise")), *[((77, "nccl"), (None, "staged"))] * 2)
     merge(tmp_path / "t", setup, before)
     table = mpidist.tune(tmp_path / "t", seconds=0.05)
     measured = {place, "between_nodes"} if place == "several_nodes" else {place}
@@ -232,3 +236,27 @@ def test_one_rank_alone_has_nothing_to_compare(comm: Communicator, caplog: pytes
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="seconds is .*; expected more than 0"):
         mpidist.tune(seconds=seconds)
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
+def test_tuning_for_arrays_on_gpus(fake_gpus: Any, comm: Communicator) -> None:
+    place = place_of(comm._channel.node, "gpu")
+    tuned = tuning.run(None, 0.05, device=f"gpu:{comm.rank}")
+    assert tuned.place == place
+    assert set(tuned.timings[0].seconds) == set(ALGORITHMS[place])
+    for row in Table._fields:
+        assert row == place or getattr(tuned.table, row) == getattr(SHIPPED, row)
+    with fake_gpus.cuda.Device(comm.rank), Communicator(table=tuned.table) as communicator:
+        assert communicator.all_reduce("SUM", fake_gpus.ones(3)).get().tolist() == [comm.size] * 3
+
+
+def test_tuning_for_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    find_cupy.cache_clear()
+    try:
+        with pytest.raises(DeviceError, match="need CuPy, which is not installed"):
+            mpidist.tune(device="gpu")
+    finally:
+        find_cupy.cache_clear()

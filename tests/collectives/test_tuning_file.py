@@ -20,8 +20,9 @@ from mpidist.experimental import CommunicationOptions
 HERE = Setup("some CPU, 4 cores", "some MPI 1.0", "1 node x 4 ranks")
 SETTING = "MPIDIST_TUNING_FILE"
 # Works at every place, and is in no shipped row of one node.
-MPI_ONLY = Table(*[((None, "mpi"),)] * 3, ((None, "ring"),))
-REDUCE_BROADCAST = Table(*[((None, "reduce_broadcast"),)] * 3, ((None, "ring"),))
+GPU = [((None, "nccl"),)] * 2
+MPI_ONLY = Table(*[((None, "mpi"),)] * 3, ((None, "ring"),), *GPU)
+REDUCE_BROADCAST = Table(*[((None, "reduce_broadcast"),)] * 3, ((None, "ring"),), *GPU)
 
 
 def taken(comm: Communicator, **options: Any) -> str:

@@ -14,18 +14,20 @@ from tests.support.mpirun import ROOT, child_environment, run_script
 
 pytestmark = pytest.mark.one_rank
 
-for _module in ("sklearn", "matplotlib", "tqdm", "safetensors"):
+for _module in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
 
 SCRIPT = ROOT / "examples" / "train.py"
+# Starts a script in a process that has two pretended GPUs.
+ON_GPUS = ROOT / "tests" / "support" / "fake_cupy" / "__main__.py"
 
 
-def train(out: Path, *arguments: str, ranks: int | None = None) -> str:
+def train(out: Path, *arguments: str, ranks: int | None = None, on_gpus: bool = False) -> str:
     """Run it, without mpirun where ``ranks`` is None; return what it printed."""
-    options = ("--out", str(out), *arguments)
+    script, *options = [*([ON_GPUS] if on_gpus else []), SCRIPT, "--out", str(out), *arguments]
     if ranks is None:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), *options],
+            [sys.executable, str(script), *map(str, options)],
             env=child_environment(),
             cwd=ROOT,
             capture_output=True,
@@ -34,7 +36,7 @@ def train(out: Path, *arguments: str, ranks: int | None = None) -> str:
             check=False,
         )
     else:
-        done = run_script(SCRIPT, ranks, *options, timeout=60)
+        done = run_script(script, ranks, *map(str, options), timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -76,6 +78,23 @@ def test_all_layouts_agree_after_20_steps(
     with np.load(tmp_path / "weights.npz") as weights:
         assert sorted(weights.files) == sorted(reference)
         assert weights["losses"].shape == (20,)
+        for name in weights.files:
+            np.testing.assert_allclose(weights[name], reference[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "replicas"),
+    [("one_device", None, 1), ("mirrored", None, 2), ("multi_worker", None, 2), ("multi_worker", 2, 2)],
+)
+def test_gpus_agree_with_the_cpu(
+    strategy: str, ranks: int | None, replicas: int, reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    dump = ("--dump-weights", str(tmp_path / "weights.npz"))
+    output = train(
+        tmp_path, "--device", "gpu", "--strategy", strategy, "--steps", "20", *dump, ranks=ranks, on_gpus=True
+    )
+    assert f"{strategy}: {replicas} replica(s) in sync, {ranks or 1} rank(s)" in output
+    with np.load(tmp_path / "weights.npz") as weights:
         for name in weights.files:
             np.testing.assert_allclose(weights[name], reference[name], rtol=0, atol=1e-10)
 
@@ -123,6 +142,7 @@ def test_wrong_options(tmp_path: Path) -> None:
     for options, message in [
         (("--strategy", "default", "--devices", "2"), "needs --strategy mirrored or multi_worker"),
         (("--epochs", "0"), "expected 1 or more"),
+        (("--device", "gpu", "--strategy", "default"), "needs a strategy that places things"),
     ]:
         done = subprocess.run(
             [sys.executable, str(SCRIPT), *options],

@@ -71,25 +71,68 @@ def test_the_graph_remembers_its_files(paths):
     assert list(Dataset.range(3).batch(2)._node.files()) == []
 
 
-def test_on_one_worker_auto_cuts_batches_as_of_any_other_source(paths):
+def test_on_one_worker_auto_fills_batches_in_order(paths):
     distributed = distribute_dataset(
-        Dataset.from_files(paths, lines).batch(4), InputWorkers(1, 0, (2,), None, True), None
+        Dataset.from_files(paths, lines).batch(6), InputWorkers(1, 0, (2,), None, True), None
     )
-    assert steps_of(distributed) == [([0, 1], [2, 3]), ([4, 5], [6, 7]), ([8], [])]
+    assert steps_of(distributed) == [([0, 1, 2], [3, 4, 5]), ([6, 7, 8], [])]
 
 
-def test_on_several_workers_auto_names_data_and_data_works(paths):
+def test_on_several_workers_auto_deals_files_and_data_deals_batches(paths):
     dataset = Dataset.from_files(paths, lines).batch(4)
-    errors = run_workers(lambda workers: distribute_dataset(dataset, workers, None), (1, 1))
-    for error in errors:
-        assert type(error) is NotImplementedError
-        assert "with_options(auto_shard_policy=AutoShardPolicy.DATA)" in str(error)
-        assert str(paths[0]) in str(error)
+    assert run_workers(lambda workers: steps_of(distribute_dataset(dataset, workers, None)), (1, 1)) == [
+        [([0, 1],), ([2, 3],), ([4, 5],), ([6, 7],), ([8],)],
+        [([],), ([],), ([],), ([],), ([],)],
+    ]
     data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
     assert run_workers(lambda workers: steps_of(distribute_dataset(data, workers, None)), (1, 1)) == [
         [([0, 1],), ([4, 5],), ([8],)],
         [([2, 3],), ([6, 7],), ([],)],
     ]
+
+
+def test_files_by_a_pattern(paths, monkeypatch):
+    folder = paths[0].parent
+    names = [str(path) for path in paths]
+    for pattern in (f"{folder}/*", folder / "*", [f"{folder}/[bc]", f"{folder}/[ab]"], (folder / "?",)):
+        assert list(Dataset.list_files(pattern, shuffle=False)) == names
+    monkeypatch.chdir(folder)
+    dataset = Dataset.list_files("**/[ac]", shuffle=False)
+    assert list(dataset) == ["a", "c"]
+    assert (len(dataset), list(dataset._node.files())) == (2, ["a", "c"])
+    assert repr(dataset).startswith("<Dataset list_files('a' and 1 more [")
+    assert [x.tolist() for x in dataset.map(lambda path: np.array(read_all(path)[:2]))] == [[0, 1], [4, 5]]
+    rows = dataset.interleave(lambda path: Dataset.from_files([path], lines), cycle_length=2)
+    assert [int(x) for x in rows] == [0, 4, 1, 5, 2, 6, 3, 7, 8]
+
+
+def test_files_by_a_pattern_come_in_another_order_in_each_pass(tmp_path):
+    for number in range(6):
+        (tmp_path / str(number)).touch()
+    files = Dataset.list_files(f"{tmp_path}/*")
+    orders = [tuple(files) for _ in range(20)]
+    assert {tuple(sorted(order)) for order in orders} == {tuple(sorted(map(str, tmp_path.iterdir())))}
+    assert len(set(orders)) > 1
+    seeded = [[list(Dataset.list_files(f"{tmp_path}/*", seed=seed)) for seed in (1, 2)] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    assert seeded[0][0] != seeded[0][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("/nowhere/*.txt",), ValueError, "no file that matches '/nowhere/"),
+        (([],), ValueError, "no file that matches"),
+        ((5,), TypeError, "5 of type int"),
+        ((["a", b"b"],), TypeError, "of type bytes"),
+        (("*", False, 3), ValueError, "seed=3 with shuffle=False"),
+    ],
+)
+def test_bad_patterns(arguments, error, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").touch()
+    with pytest.raises(error, match=text):
+        Dataset.list_files(*arguments)
 
 
 def test_each_worker_may_read_files_of_its_own(paths):

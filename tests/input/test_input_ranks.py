@@ -9,8 +9,9 @@ from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
 from mpidist.input.input_options import AutoShardPolicy
 from mpidist.input.input_workers import InputWorkers
+from tests.input.policy_helpers import read
 from tests.input.test_dealing import reference
-from tests.input.worker_threads import steps_of
+from tests.input.worker_threads import lists, steps_of
 
 
 @pytest.fixture
@@ -131,11 +132,35 @@ def test_files(communicator):
 
     dataset = Dataset.from_files(["0", "1", "2"], reader).batch(5)
     workers = workers_of(communicator)
-    if communicator.size > 1:
-        with pytest.raises(NotImplementedError, match=r"auto_shard_policy=AutoShardPolicy\.DATA"):
+    if communicator.size > 3:
+        with pytest.raises(ValueError, match=r"auto_shard_policy=AutoShardPolicy\.DATA"):
             distribute_dataset(dataset, workers, None)
+    else:
+        rows = [row for (part,) in steps_of(distribute_dataset(dataset, workers, None)) for row in part]
+        assert rows == [row for path in "012"[communicator.rank :: communicator.size] for row in reader(path)]
     data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
     steps = steps_of(distribute_dataset(data, workers, None))
     everything = [row for rank in communicator.all_gather_object(steps) for (part,) in rank for row in part]
     assert len(steps) == 3
     assert sorted(everything) == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, AutoShardPolicy.FILE, AutoShardPolicy.OFF], ids=str)
+def test_going_on_from_a_state_on_these_ranks_and_alone(communicator, policy):
+    names = [f"{10 * i}:{10 - i}" for i in range(communicator.size + 1)]
+    dataset = Dataset.from_files(names, read).shuffle(6).batch(6).with_options(auto_shard_policy=policy)
+    iterator = iter(distribute_dataset(dataset, workers_of(communicator), None))
+    next(iterator)
+    state = iterator.state()
+    assert communicator.all_gather_object(state) == [state] * communicator.size
+    rest = [lists(step) for step in iterator]
+
+    again = iter(distribute_dataset(dataset, workers_of(communicator), None))
+    again.restore(state)
+    assert [lists(step) for step in again] == rest
+
+    alone = iter(dataset)
+    alone.restore(state)
+    steps = zip(*communicator.all_gather_object(rest), strict=True)
+    together = [sorted(row for (part,) in parts for row in part) for parts in steps]
+    assert [sorted(batch.tolist()) for batch in alone] == together

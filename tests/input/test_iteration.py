@@ -60,7 +60,7 @@ def test_close_ends_a_pass_and_only_that(distributed):
     assert len(list(dataset)) == 3
 
 
-def test_an_iterator_goes_on_after_an_error_of_a_function():
+def test_an_iterator_has_failed_for_good_after_an_error():
     def fail_at_1(x):
         if x == 1:
             raise RuntimeError("no")
@@ -70,6 +70,10 @@ def test_an_iterator_goes_on_after_an_error_of_a_function():
     assert next(iterator) == 0
     with pytest.raises(RuntimeError, match="no"):
         iterator.get_next()
+    with pytest.raises(RuntimeError, match=r"failed before, with RuntimeError: no; begin another pass"):
+        iterator.get_next()
+    assert iterator.state()["steps"] == 1
+    iterator.restore({**iterator.state(), "steps": 2})
     assert iterator.get_next() == 2
 
 

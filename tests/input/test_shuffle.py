@@ -66,3 +66,36 @@ def test_batches_are_shuffled_as_wholes():
     batches = [batch.tolist() for batch in rows(40).batch(4).shuffle(seed=0)]
     assert sorted(batches) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
     assert batches != sorted(batches)
+
+
+def test_blocks_are_read_in_windows_and_each_pass_has_its_own():
+    dataset = rows(100).shuffle(20, seed=3, block_size=5)
+    first, second = numbers(dataset), numbers(dataset)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    for start in range(0, 100, 20):
+        window = first[start : start + 20]
+        assert len({x // 5 for x in window}) == 4
+        assert window != sorted(window)
+    assert [x // 5 for x in first[::20]] != sorted(x // 5 for x in first[::20])
+    assert numbers(rows(100).shuffle(20, seed=3, block_size=5)) == first
+
+
+def test_blocks_of_rows_that_were_chosen_before():
+    dataset = rows(50).skip(10).shard(2, 1).repeat(2).shuffle(8, seed=3, block_size=4)
+    assert sorted(numbers(dataset)) == sorted([*range(11, 50, 2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "text"),
+    [
+        (rows(10), {"block_size": 2}, r"shuffle\(buffer_size=128, block_size=2\)"),
+        (rows(10), {"block_size": 0, "buffer_size": 4}, "1 or more"),
+        (rows(10).batch(2), {"block_size": 2, "buffer_size": 4}, "before batch"),
+        (rows(10).repeat(), {"block_size": 2, "buffer_size": 4}, "before batch.. and repeat"),
+        (stream(10), {"block_size": 2, "buffer_size": 4}, "read by number"),
+    ],
+)
+def test_blocks_where_there_are_none(dataset, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        dataset.shuffle(**arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from mpidist.collectives.channel import open_channels
+from mpidist.collectives.leaving import open_channels
 
 # A thread that was told to stop may need a moment to do so.
 _STOPPING_SECONDS = 1.0
@@ -21,7 +21,7 @@ class Inventory:
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
-        self._communicators = list(open_channels())
+        self._communicators = list(open_channels)
 
     def leaked(self) -> list[str]:
         """Return a line for each thread and communicator that came since and is still there."""
@@ -32,7 +32,7 @@ class Inventory:
         before = {id(communicator) for communicator in self._communicators}
         lines += [
             f"{communicator!r} is still open; close() the strategy or communicator"
-            for communicator in open_channels()
+            for communicator in open_channels
             if id(communicator) not in before
         ]
         return lines

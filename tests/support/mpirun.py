@@ -95,6 +95,7 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
     ranks_per_node: int | None = None,
+    flags: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script on ``ranks`` ranks; returns stdout, stderr and returncode, whatever it is.
 
@@ -105,16 +106,17 @@ def run_script(
         env: Environment variables to add.
         timeout: Seconds until the job is killed.
         ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
+        flags: More flags of mpirun.
 
     Raises:
         MpirunTimeoutError: The job hung.
     """
     if isinstance(script, Path) or ("\n" not in script and Path(script).is_file()):
-        return _launch([str(script), *args], ranks, env, timeout, ranks_per_node)
+        return _launch([str(script), *args], ranks, env, timeout, ranks_per_node, flags)
     with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
         path = Path(folder, "script.py")
         path.write_text(textwrap.dedent(script))
-        return _launch([str(path), *args], ranks, env, timeout, ranks_per_node)
+        return _launch([str(path), *args], ranks, env, timeout, ranks_per_node, flags)
 
 
 def mpirun_command() -> list[str]:
@@ -182,8 +184,9 @@ def _launch(
     env: Mapping[str, str] | None,
     timeout: float,
     ranks_per_node: int | None,
+    flags: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    full = [*mpirun_command(), "-n", str(ranks), sys.executable, *command]
+    full = [*mpirun_command(), *flags, "-n", str(ranks), sys.executable, *command]
     job = uuid.uuid4().hex
     process = subprocess.Popen(
         full,

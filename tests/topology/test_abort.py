@@ -103,9 +103,17 @@ def test_not_at_a_prompt_nor_in_another_process(state: str) -> None:
 
 
 def test_a_wrong_setting_is_an_error_when_it_is_read() -> None:
-    done = _python("-c", INSTALL, MPIDIST_ABORT_ON_EXCEPTION="yes")
-    assert done.returncode == 1
-    assert "MPIDIST_ABORT_ON_EXCEPTION='yes': expected 0 or 1" in done.stderr
+    # It is read before MPI starts, or with MPI at the first use; `import mpidist` alone leaves it to doctor.
+    uses = (
+        "import mpidist.topology; mpidist.topology.import_mpi()",
+        "import mpidist.topology; from mpi4py import MPI; mpidist.topology.world_topology()",
+        MPI + INSTALL,
+    )
+    for script in uses:
+        done = _python("-c", script, MPIDIST_ABORT_ON_EXCEPTION="yes")
+        assert done.returncode == 1, script
+        assert "MPIDIST_ABORT_ON_EXCEPTION='yes': expected 0 or 1" in done.stderr
+    assert _python("-c", INSTALL, MPIDIST_ABORT_ON_EXCEPTION="yes").returncode == 0
 
 
 def test_installing_twice_is_installing_once(monkeypatch: pytest.MonkeyPatch) -> None:

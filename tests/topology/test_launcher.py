@@ -10,15 +10,16 @@ import pytest
 from mpi4py import MPI
 
 from mpidist.core.errors import LaunchError
-from mpidist.topology import launcher
 from mpidist.topology.launcher import (
     LauncherInfo,
+    _needed_environment,
     check_world,
     cores_are_short,
     import_mpi,
     prepare_environment,
     read_launcher,
 )
+from mpidist.topology.mpi_library import library_of, loaded_library
 from tests.support.mpirun import child_environment, run_script
 
 # The environment of one process, made up or in a job of its own.
@@ -121,6 +122,13 @@ def test_a_variable_that_is_no_number_is_named() -> None:
         read_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "many"})
 
 
+def test_under_fault_tolerance_mpi_does_not_wait_for_all_at_its_end(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    assert _needed_environment()["OMPI_MCA_async_mpi_finalize"] == "1"
+    no_launcher.setenv("OMPI_MCA_mpi_ft_enable", "0")
+    assert "OMPI_MCA_async_mpi_finalize" not in _needed_environment()
+
+
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Hide the launcher of this session."""
@@ -155,7 +163,7 @@ def test_check_world_refuses_worlds_of_one(no_launcher, environ: dict[str, str],
     _set_launcher(no_launcher, environ)
     with pytest.raises(LaunchError, match=said) as caught:
         check_world(1)
-    assert MPI.Get_library_version().splitlines()[0].split(",")[0].strip(" \0") in str(caught.value)
+    assert str(library_of(MPI.Get_library_version(), None)) in str(caught.value)
 
 
 def test_check_world_in_two_real_processes_of_a_foreign_launcher() -> None:
@@ -298,6 +306,6 @@ def test_mpi_that_does_not_run(lines: str, said: str) -> None:
 
 
 def test_the_library_that_is_loaded_is_found() -> None:
-    library = launcher._loaded_mpi_library()
+    library = loaded_library()
     assert library is not None
     assert library.exists()

@@ -1,6 +1,7 @@
-"""The algorithms of an all-reduce, one file each, over lists of flat arrays.
+"""The algorithms of an all-reduce, one file each, over lists of flat arrays in host memory.
 
-Each is made for one communicator, collectively, the first time it is used.
+Those for arrays on GPUs are beside them (``nccl``, ``device_hierarchical``, ``staged``); see
+``mpidist.collectives.device_choice``. Each is made for one communicator, collectively, the first time it is used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mpidist.collectives.algorithms.two_level import TwoLevel
 from mpidist.collectives.packing import Reduction
 from mpidist.collectives.table import Row
 from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 IN_NODE = ("gather_reduce",)
 TWO_LEVEL = ("hierarchical", "neighbours", "window", *wires.NAMES)
 NAMES = tuple(sorted(("mpi", "reduce_broadcast", *IN_NODE, *TWO_LEVEL)))
+# For arrays on GPUs alone; "hierarchical" and the ways between nodes are for them, too.
+DEVICE_NAMES = ("nccl", "staged")
 
 
 class Algorithm(Protocol):
@@ -54,8 +58,11 @@ class Algorithm(Protocol):
 
 def check_name(name: str | None) -> None:
     """Raise ValueError unless there is an algorithm of that name, or it is None."""
-    if name is not None and name not in NAMES:
-        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or None")
+    if name is not None and name not in (*NAMES, *DEVICE_NAMES):
+        raise ValueError(
+            f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, for arrays on GPUs {', '.join(DEVICE_NAMES)}, "
+            "or None"
+        )
 
 
 def kind_of(name: str, node: Node) -> str:
@@ -77,6 +84,11 @@ def make(kind: str, comm: MPI.Intracomm, node: Node, between_nodes: Row) -> Step
     Raises:
         AlgorithmError: It does not work here; on all ranks.
     """
+    if kind in DEVICE_NAMES:
+        raise AlgorithmError(
+            f"algorithm {kind!r} is for arrays on GPUs, and was asked for arrays in host memory; leave algorithm out, "
+            f"or take one of {', '.join(NAMES)}"
+        )
     if kind == "mpi":
         return Mpi(comm)
     if kind == "reduce_broadcast":

@@ -1,4 +1,4 @@
-"""The command line: python -m tests.cluster.lab up|down|run|on|off|boot|cut|mend|rate; see README.md."""
+"""The command line: python -m tests.cluster.lab check|up|down|run|on|off|boot|cut|mend|rate; see README.md."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from tests.cluster.lab.lab import Lab, LabError
+from tests.cluster.lab.requirements import missing
 from tests.cluster.lab.settings import LOGIN, Settings
 
 _FAULTS = {
@@ -23,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m tests.cluster.lab", description=__doc__)
     top.add_argument("--name", default=Settings.name, help=f"which lab, if several are up ({Settings.name})")
     commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="say whether a lab can come up on this machine; installs nothing")
     up = commands.add_parser("up", help="bring the cluster up")
     run = commands.add_parser("run", help="bring it up, run a command on its login host, take it down")
     for parser in (up, run):
@@ -61,6 +63,11 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
+    if options.command == "check":
+        reason = missing()
+        if reason is not None:
+            print(reason)
+        return int(reason is not None)
     if options.command == "up":
         Lab(_settings(options)).up()
         print("up; for example: python -m tests.cluster.lab on login srun -N2 hostname")

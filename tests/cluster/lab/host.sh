@@ -12,6 +12,10 @@ mount --bind "$folder/etc" /etc/slurm
 mount -t tmpfs -o mode=755 tmpfs /run/munge
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 
+# The kernel is one, and its id of this boot tells machines apart.
+cat /proc/sys/kernel/random/uuid > "$folder/local/$name.boot_id"
+mount --bind "$folder/local/$name.boot_id" /proc/sys/kernel/random/boot_id
+
 # With one /tmp for all, `srun --mpi=pmix` fails on more than one host: their daemons make the same folder there.
 for private in $PRIVATE; do
   mkdir -p "$folder/local/$name$private"

@@ -1,0 +1,271 @@
+"""The operations of ``DeviceOps`` for CuPy arrays; ``device_ops`` makes the one CupyOps of the process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.host_ops import check_copy
+
+if TYPE_CHECKING:
+    from mpidist.arrays.convert import Array
+    from mpidist.arrays.dtypes import DType
+    from mpidist.arrays.kernels import Kernels
+
+
+# Arrays go to a GPU through pinned memory: the bytes of a piece, and of all that are on their way at a time.
+_PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
+# cudaErrorNotReady, which CuPy has no name for.
+_NOT_READY = 600
+
+
+class CupyEvent:
+    """A CUDA event that has been recorded."""
+
+    def __init__(self, cupy: ModuleType, raw: Any) -> None:
+        self._runtime = cupy.cuda.runtime
+        self.raw = raw
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything before it has happened.
+
+        Raises:
+            CUDARuntimeError: The device has failed, as after an illegal access of a kernel: it never will.
+        """
+        # Event.done would be False for ever after such an error.
+        status = int(self._runtime.eventQuery(self.raw.ptr))
+        if status == _NOT_READY:
+            return False
+        if status:
+            raise self._runtime.CUDARuntimeError(status)
+        return True
+
+    def synchronize(self) -> None:
+        """Block until everything before it has happened; other Python threads run meanwhile."""
+        self.raw.synchronize()
+
+
+class CupyStream:
+    """A CUDA stream together with its device, which CuPy's default stream does not know; for any thread."""
+
+    def __init__(self, cupy: ModuleType, device: int, raw: Any) -> None:
+        self._cupy = cupy
+        self._device = device
+        self.raw = raw
+        self._entered = threading.local()
+
+    def _on_device(self) -> Any:
+        # An object of its own each time: it remembers what was current before, of the thread that entered it.
+        return self._cupy.cuda.Device(self._device)
+
+    @property
+    def handle(self) -> int:
+        """The cudaStream_t as a number."""
+        return int(self.raw.ptr)
+
+    def record(self) -> CupyEvent:
+        """Return a new event after everything that was given so far."""
+        # An event belongs to the device that is current when it is made, and must be that of its stream.
+        with self._on_device():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.raw)
+        return CupyEvent(self._cupy, event)
+
+    def wait(self, event: Any) -> None:
+        """Let what is given from now on wait for ``event``; one of the CPU is waited for at once."""
+        if isinstance(event, CupyEvent):
+            with self._on_device():
+                self.raw.wait_event(event.raw)
+        else:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Block until everything has happened."""
+        with self._on_device():
+            self.raw.synchronize()
+
+    def __enter__(self) -> CupyStream:
+        # CuPy refuses a stream whose device is not current.
+        device = self._on_device()
+        device.__enter__()
+        before = self._cupy.cuda.get_current_stream()
+        try:
+            self.raw.use()
+        except BaseException:
+            device.__exit__()
+            raise
+        self._entered.__dict__.setdefault("stack", []).append((device, before))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        device, before = self._entered.stack.pop()
+        # Leaving CuPy's own block would return to the block around it, and undo a use() of the program's.
+        before.use()
+        device.__exit__(kind, error, traceback)
+
+
+class CupyOps:
+    """Operations on CuPy arrays.
+
+    Args:
+        cupy: The module, which sees a GPU.
+    """
+
+    kind = "gpu"
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._sending = _Sending()
+
+    def device_of(self, array: Array) -> int:
+        """Return the number of the GPU on which ``array`` lies."""
+        return int(array.data.device_id)  # type: ignore[attr-defined]
+
+    def on(self, device: int) -> AbstractContextManager[Any]:
+        """Make ``device`` current in this thread."""
+        context: AbstractContextManager[Any] = self._cupy.cuda.Device(device)
+        return context
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Return an array with any content."""
+        with self.on(device):
+            array: Array = self._cupy.empty(shape, dtype)
+        return array
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Return an array of zeros."""
+        with self.on(device):
+            array: Array = self._cupy.zeros(shape, dtype)
+        return array
+
+    def from_host(self, array: Array, device: int) -> Array:
+        """Return a copy of a NumPy array, C-contiguous; ``array`` may be changed on return."""
+        # cupy.asarray would not do: it reads pinned memory later, while the caller writes there again.
+        target = self.empty(array.shape, array.dtype, device)
+        source, flat = np.ascontiguousarray(array).reshape(-1), target.reshape(-1)
+        stream, per_piece = self.current_stream(device), max(1, _PIECE_BYTES // array.itemsize)
+        for start in range(0, source.size, per_piece):
+            piece = source[start : start + per_piece]
+            staged = self._sending.room(self, piece.nbytes)
+            np.copyto(staged.view(array.dtype), piece)
+            self.copy_to_device(flat[start : start + per_piece], staged, stream)
+            self._sending.keep(stream.record(), staged)
+        return target
+
+    def to_host(self, array: Array) -> Array:
+        """Return a copy as a NumPy array; waits for it."""
+        # get() takes the current stream of the current device, wherever the array is.
+        with self.on(self.device_of(array)):
+            copy: Array = array.get()  # type: ignore[attr-defined]
+        return copy
+
+    def copy(self, array: Array, device: int | None = None) -> Array:
+        """Return a C-contiguous copy on ``device``, or on the device where ``array`` is."""
+        source = self.device_of(array)
+        if device is None or device == source:
+            with self.on(source):
+                same: Array = array.copy()
+            return same
+        # CuPy orders a copy between devices on the target's stream only.
+        with self.on(source):
+            contiguous = self._cupy.ascontiguousarray(array)
+        there, here = self.current_stream(source), self.current_stream(device)
+        here.wait(there.record())
+        target = self.empty(array.shape, array.dtype, device)
+        with self.on(device):
+            target.data.copy_from_device_async(contiguous.data, contiguous.nbytes, here.raw)  # type: ignore[attr-defined]
+        there.wait(here.record())
+        return target
+
+    def pointer(self, array: Array) -> int:
+        """Return the address of the first element in the memory of its GPU."""
+        return int(array.data.ptr)  # type: ignore[attr-defined]
+
+    def is_contiguous(self, array: Array) -> bool:
+        """Whether the elements lie one after the other in C order."""
+        return bool(array.flags.c_contiguous)
+
+    def pinned(self, nbytes: int) -> Array:
+        """Return page-locked host memory as an array of uint8."""
+        if nbytes == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def stream(self, device: int) -> CupyStream:
+        """Return a new stream, which waits for no other one."""
+        with self.on(device):
+            return CupyStream(self._cupy, device, self._cupy.cuda.Stream(non_blocking=True))
+
+    def current_stream(self, device: int) -> CupyStream:
+        """Return the stream that is current on ``device`` in this thread."""
+        with self.on(device):
+            return CupyStream(self._cupy, device, self._cupy.cuda.get_current_stream())
+
+    def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
+        """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; returns before it is done."""
+        check_copy(target, source)
+        with self.on(self.device_of(source)):
+            source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+    def copy_to_device(self, target: Array, source: Array, stream: Any) -> None:
+        """Copy the bytes of ``source``, a NumPy array over pinned memory; returns before it is done."""
+        check_copy(target, source)
+        with self.on(self.device_of(target)):
+            target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
+        """Cast contiguous arrays to the dtype of ``flat`` and put them into it, one after the other."""
+        self._kernels.pack(sources, flat, stream)
+
+    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
+        """Fill contiguous arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
+        self._kernels.unpack(flat, targets, divisor, stream)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        from mpidist.arrays.kernels import Kernels
+
+        return Kernels(self._cupy)
+
+
+class _Sending:
+    """Pinned memory that a GPU may still be reading: CuPy's pool would hand it out again without looking.
+
+    What is pinned stays with the pool for good, so there is a limit to what is on its way at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[tuple[CupyEvent, Array]] = deque()
+
+    def room(self, ops: CupyOps, nbytes: int) -> Array:
+        """Return pinned memory, once enough of what was sent before has arrived."""
+        oldest = self._oldest(nbytes)
+        while oldest is not None:
+            oldest[0].synchronize()
+            oldest = self._oldest(nbytes)
+        return ops.pinned(nbytes)
+
+    def _oldest(self, nbytes: int) -> tuple[CupyEvent, Array] | None:
+        """Return what was sent first and has to arrive before as many bytes are sent; let go of what has arrived."""
+        with self._lock:
+            while self._items and self._items[0][0].is_done:
+                self._items.popleft()
+            if sum(memory.nbytes for _, memory in self._items) + nbytes <= _MOST_ON_ITS_WAY or not self._items:
+                return None
+            return self._items.popleft()
+
+    def keep(self, event: CupyEvent, memory: Array) -> None:
+        """Keep ``memory`` until ``event`` is done."""
+        with self._lock:
+            self._items.append((event, memory))

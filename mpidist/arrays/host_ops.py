@@ -1,0 +1,160 @@
+"""The operations of ``DeviceOps`` for NumPy arrays: one device, one stream, and everything happens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.dtypes import HALF
+
+if TYPE_CHECKING:
+    from mpidist.arrays.convert import Array
+    from mpidist.arrays.dtypes import DType
+
+
+class HostEvent:
+    """A point in the past."""
+
+    is_done = True
+
+    def synchronize(self) -> None:
+        """Return: it has happened."""
+
+
+class HostStream:
+    """The one stream of the CPU, on which nothing is ever left to do."""
+
+    handle = 0
+
+    def record(self) -> HostEvent:
+        """Return an event that is done."""
+        return HostEvent()
+
+    def wait(self, event: Any) -> None:
+        """Wait for ``event``, which may be one of a GPU: on the CPU the caller is the one who waits."""
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Return: nothing is left to do."""
+
+    def __enter__(self) -> HostStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+
+class HostOps:
+    """Operations on NumPy arrays."""
+
+    kind = "cpu"
+
+    def device_of(self, array: Array) -> int:
+        """Return 0, the only device."""
+        return 0
+
+    def on(self, device: int) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Return an array with any content."""
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Return an array of zeros."""
+        return np.zeros(shape, dtype)
+
+    def from_host(self, array: Array, device: int) -> Array:
+        """Return a C-contiguous copy."""
+        return np.array(array, order="C")
+
+    def to_host(self, array: Array) -> Array:
+        """Return a C-contiguous copy."""
+        return np.array(array, order="C")
+
+    def copy(self, array: Array, device: int | None = None) -> Array:
+        """Return a C-contiguous copy."""
+        return np.array(array, order="C")
+
+    def pointer(self, array: Array) -> int:
+        """Return the address of the first element."""
+        return int(array.ctypes.data)
+
+    def is_contiguous(self, array: Array) -> bool:
+        """Whether the elements lie one after the other in C order."""
+        return array.flags.c_contiguous
+
+    def pinned(self, nbytes: int) -> Array:
+        """Return ordinary memory: no device reads it."""
+        return np.empty(nbytes, np.uint8)
+
+    def stream(self, device: int) -> HostStream:
+        """Return the stream."""
+        return _STREAM
+
+    def current_stream(self, device: int) -> HostStream:
+        """Return the stream."""
+        return _STREAM
+
+    def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
+        """Copy the bytes of ``source`` into ``target``."""
+        check_copy(target, source)
+        if source.nbytes:
+            np.copyto(_bytes(target), _bytes(source))
+
+    def copy_to_device(self, target: Array, source: Array, stream: Any) -> None:
+        """Copy the bytes of ``source`` into ``target``."""
+        self.copy_to_host(target, source, stream)
+
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
+        """Cast arrays to the dtype of ``flat`` and put them into it, one after the other."""
+        for source, piece in pieces(sources, flat):
+            np.copyto(piece, source.reshape(-1), casting="unsafe")
+
+    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
+        """Fill arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
+        for target, piece in pieces(targets, flat):
+            if divisor is not None:
+                # Halves are divided in float32, as on a GPU: one rounding, at the cast.
+                wide = piece.astype(np.float32) if piece.dtype.name in HALF else piece
+                piece = np.true_divide(wide, wide.dtype.type(divisor))
+            np.copyto(target.reshape(-1), piece, casting="unsafe")
+
+
+_STREAM = HostStream()
+
+
+def pieces(arrays: Sequence[Array], flat: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield each array with its part of ``flat``.
+
+    Raises:
+        ValueError: Together they have more elements than ``flat``, or one is not contiguous.
+    """
+    start = 0
+    for array in arrays:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"an array of shape {array.shape} to pack is not contiguous; expected C order")
+        end = start + array.size
+        if end > flat.size:
+            raise ValueError(f"the arrays to pack have {end} elements or more; the buffer has room for {flat.size}")
+        yield array, flat[start:end]
+        start = end
+
+
+def check_copy(target: Array, source: Array) -> None:
+    """Raise ValueError unless both arrays are contiguous and have the same number of bytes."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"cannot copy {source.nbytes} bytes into {target.nbytes}; expected arrays of one size")
+    if not (target.flags.c_contiguous and source.flags.c_contiguous):
+        raise ValueError("an array to copy as bytes is not contiguous; expected both in C order")
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,255 @@
+"""CheckpointManager: numbers checkpoints, keeps the newest, and finds the one to go on from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpidist.checkpoint.agreement import chief_does
+from mpidist.checkpoint.checkpoint import Checkpoint, warn_of_unusable
+from mpidist.checkpoint.leftovers import clean_leftovers
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.naming import Found, checkpoints_in
+from mpidist.checkpoint.retention import Retention
+from mpidist.checkpoint.save_steps import SaveOptions
+from mpidist.values import Variable
+
+
+class CheckpointManager:
+    """Saves numbered checkpoints into one directory and removes old ones (tf.train.CheckpointManager).
+
+    Collective, as every method but the properties: make it on every rank, with equal arguments. The first rank
+    looks, writes and removes. What writers that were killed have left in the directory is removed.
+
+    Args:
+        checkpoint: What to save.
+        directory: Where; made where it is missing.
+        max_to_keep: How many checkpoints to keep; None for all. A checkpoint is removed only when a newer one is safe
+            on the disk. Damaged ones are neither counted nor removed.
+        keep_checkpoint_every_n_hours: One checkpoint per so many hours is kept beyond ``max_to_keep``, for good.
+        checkpoint_name: Checkpoints are called ``NAME-1``, ``NAME-2`` and so on; others are left alone.
+        step_counter: Tells the step: a variable, or a function such as ``lambda: checkpoint.step``; the same on all
+            ranks.
+        checkpoint_interval: ``save`` does nothing before so many steps have passed since it last saved.
+        init_fn: Called by ``restore_or_initialize`` where there is no checkpoint.
+        sharded: As for ``Checkpoint.save``. Extension.
+        async_save: As for ``Checkpoint.save``. Extension.
+
+    Raises:
+        TypeError, ValueError: An argument without meaning.
+        OSError: The directory cannot be read or cleaned; on the first rank. The others raise PeerError.
+
+    >>> import tempfile
+    >>> checkpoint = Checkpoint(step=0)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     manager = CheckpointManager(checkpoint, directory, max_to_keep=2)
+    ...     for checkpoint.step in range(1, 6):
+    ...         path = manager.save()
+    ...     again = CheckpointManager(Checkpoint(step=0), directory, max_to_keep=2)
+    ...     restored = again.restore_or_initialize()
+    ...     [os.path.basename(path) for path in again.checkpoints], again.checkpoint.step
+    (['ckpt-4', 'ckpt-5'], 5)
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Variable | Callable[[], Any] | None = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        sharded: bool = False,
+        async_save: bool = False,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"checkpoint is {checkpoint!r}; expected a mpidist.Checkpoint")
+        _check_count("max_to_keep", max_to_keep, "None for all")
+        _check_count("checkpoint_interval", checkpoint_interval, "None to save always")
+        _check_callable("init_fn", init_fn)
+        if not isinstance(step_counter, Variable):
+            _check_callable("step_counter", step_counter, "a variable, or ")
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError("checkpoint_interval needs step_counter; pass step_counter=lambda: checkpoint.step")
+        if keep_checkpoint_every_n_hours is not None and not keep_checkpoint_every_n_hours > 0:
+            raise ValueError(f"keep_checkpoint_every_n_hours is {keep_checkpoint_every_n_hours}; expected more than 0")
+        if (
+            not checkpoint_name
+            or checkpoint_name.startswith(".")
+            or os.path.basename(checkpoint_name) != checkpoint_name
+        ):
+            raise ValueError(f"checkpoint_name is {checkpoint_name!r}; expected a name such as 'ckpt', without a path")
+        self._checkpoint = checkpoint
+        self._directory = os.fspath(directory)
+        self._name = checkpoint_name
+        self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        self._is_sharded, self._is_async = sharded, async_save
+        self._last_step: int | None = None
+        self._retention: Retention | None = None
+
+        def look() -> Any:
+            clean_leftovers(Path(directory))
+            self._retention = Retention(self._find(), max_to_keep, keep_checkpoint_every_n_hours)
+            return self._retention.checkpoints, self._highest_number()
+
+        strategy = checkpoint._strategy("CheckpointManager()")
+        checkpoints, highest = chief_does(strategy, f"listing the checkpoints of {self._directory}", look)
+        self._checkpoints: list[str] = checkpoints
+        self._highest: int = highest
+
+    # What there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where."""
+        return self._directory
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """How many steps lie between two checkpoints at least."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the managed checkpoints, those saved last at the end; the same on all ranks.
+
+        Those that are kept for good do not count, and one that a thread is still writing is not among them.
+        """
+        return list(self._checkpoints)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest of ``checkpoints``, None where there is none."""
+        return self._checkpoints[-1] if self._checkpoints else None
+
+    # What to do ---------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
+        """Save a checkpoint and remove those that are too many; collective as ``Checkpoint.save``.
+
+        Args:
+            checkpoint_number: Number for the name, or a variable that holds it; by default it goes on from the
+                greatest in the directory, also after a restart, so that nothing is replaced.
+            check_interval: Whether ``checkpoint_interval`` counts.
+
+        Returns:
+            The path; None where it was too early.
+
+        Raises:
+            Exception: As ``Checkpoint.save``.
+        """
+        step = self._step() if self._interval is not None else None
+        if step is not None and check_interval and self._last_step is not None:
+            assert self._interval is not None
+            if step - self._last_step < self._interval:
+                return None
+        given = None if checkpoint_number is None else _whole(checkpoint_number)
+        self._checkpoint.wait()
+        counter = self._checkpoint.save_counter + 1 if given is not None else self._next_number()
+        number = counter if given is None else given
+        path = Path(self._directory, f"{self._name}-{number}")
+
+        def finish(manifest: Manifest) -> list[str]:
+            assert self._retention is not None
+            self._retention.add(path, manifest)
+            return self._retention.checkpoints
+
+        def told(checkpoints: list[str]) -> None:
+            self._checkpoints, self._highest = checkpoints, max(self._highest, number)
+
+        before, self._last_step = self._last_step, step
+
+        def failed() -> None:
+            self._last_step = before
+
+        kept = None if self._retention is None else self._retention.kept_after(path)
+        options = SaveOptions(self._is_sharded, self._is_async, kept, finish, told, failed)
+        try:
+            return self._checkpoint._write(path, counter, options)
+        except BaseException:
+            failed()
+            raise
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint, or call ``init_fn`` where there is none; collective as ``restore``.
+
+        Instead of a damaged checkpoint the one before it is restored, on all ranks; the first rank warns of that.
+
+        Returns:
+            The path of what was restored; None where there was nothing.
+
+        Raises:
+            DamagedCheckpointError: There are checkpoints, and all are damaged.
+            ValueError: It does not fit the objects.
+        """
+        doing = f"restoring the latest checkpoint of {self._directory}"
+        status, unusable = self._checkpoint._restore_newest(self._find, doing)
+        if status is None:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        self._checkpoints = [path for path in self._checkpoints if path not in unusable]
+        if self._interval is not None:
+            self._last_step = self._step()
+        if self._retention is not None:
+            self._retention.forget(*unusable)
+        if unusable and self._checkpoint._is_chief():
+            warn_of_unusable(unusable, status.path)
+        return status.path
+
+    def wait(self) -> None:
+        """Return once what ``save`` began is on the disk; collective, as ``Checkpoint.wait``. Extension."""
+        self._checkpoint.wait()
+
+    def sync(self) -> None:
+        """Do what :meth:`wait` does (tf.train.CheckpointManager.sync)."""
+        self.wait()
+
+    def _find(self) -> Found:
+        return checkpoints_in(Path(self._directory), self._number_in)
+
+    def _number_in(self, name: str) -> re.Match[str] | None:
+        return re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
+
+    def _highest_number(self) -> int:
+        # Damaged ones count, too: what is left of them is not replaced.
+        entries = os.listdir(self._directory) if os.path.isdir(self._directory) else []
+        numbers = [int(match[1]) for entry in entries if (match := self._number_in(entry))]
+        return max(numbers, default=0)
+
+    def _next_number(self) -> int:
+        return max(self._checkpoint.save_counter, self._highest) + 1
+
+    def _step(self) -> int:
+        counter = self._step_counter
+        return int(counter.numpy() if isinstance(counter, Variable) else counter())  # type: ignore[misc]
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+        raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more, or {otherwise}")
+
+
+def _check_callable(name: str, value: Any, otherwise: str = "") -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {value!r}; expected {otherwise}a function without arguments, or None")
+
+
+def _whole(value: Any) -> int:
+    array = value.numpy() if isinstance(value, Variable) else np.asarray(value)
+    if array.ndim or array.dtype.kind not in "iu" or array < 0:
+        raise ValueError(f"checkpoint_number is {value!r}; expected a whole number of 0 or more, or None")
+    return int(array)

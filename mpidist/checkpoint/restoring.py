@@ -1,0 +1,154 @@
+"""Restoring: which checkpoint is read, whether it fits the objects, and putting its values where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint import storage
+from mpidist.checkpoint.agreement import every_rank_does
+from mpidist.checkpoint.containers import describe_container
+from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.leaves import Leaves, restore_variable
+from mpidist.checkpoint.manifest import Manifest, dtype_of
+from mpidist.checkpoint.naming import Found
+from mpidist.checkpoint.status import LoadStatus
+from mpidist.core.protocols import StrategyLike
+from mpidist.values.placement import place_of
+
+
+@dataclass
+class Read:
+    """What the first rank has read.
+
+    Attributes:
+        path: The checkpoint.
+        manifest: Its manifest.
+        arrays: Its tensors by key.
+        unusable: Newer ones that cannot be used, and why.
+    """
+
+    path: Path
+    manifest: Manifest
+    arrays: dict[str, Array]
+    unusable: dict[str, str] = field(default_factory=dict)
+
+
+def read_newest(find: Callable[[], Found]) -> Read | None:
+    """Return the newest checkpoint all of which is as it was written; None where there is none at all.
+
+    Args:
+        find: Says what there is.
+
+    Raises:
+        DamagedCheckpointError: There are checkpoints, and none can be used.
+    """
+    found = find()
+    while found.checkpoints:
+        path, manifest = found.checkpoints.pop()
+        try:
+            return Read(path, manifest, storage.read_arrays(path, manifest), found.unusable)
+        except DamagedCheckpointError as error:
+            if path.exists():
+                found.unusable[str(path)] = str(error)
+            else:  # removed by another process, which has saved a newer one before
+                found = find()
+    if found.unusable:
+        reasons = "; ".join(found.unusable.values())
+        raise DamagedCheckpointError(
+            f"none of the checkpoints that are there can be used: {reasons}. To start from scratch, take another "
+            "directory or move them away"
+        )
+    return None
+
+
+def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
+    """Raise ValueError unless the checkpoint can fill the objects of this rank."""
+    problems = []
+    targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
+    for key, target in targets.items():
+        tensor = manifest.tensors.get(key)
+        if tensor is None and key in manifest.values:
+            problems.append(f"{key!r} is {manifest.values[key]!r} in the checkpoint and an array here")
+        elif tensor is not None and (tensor.shape, tensor.dtype) != (target.shape, target.dtype.name):
+            problems.append(
+                f"{key!r} has shape {tensor.shape} and dtype {tensor.dtype} in the checkpoint, and shape "
+                f"{target.shape} and dtype {target.dtype.name} here"
+            )
+        elif tensor is not None and isinstance(target, np.ndarray) and not target.flags.writeable:
+            problems.append(f"{key!r} is a read-only array here, and cannot be filled")
+    for key in sorted(leaves.places.keys() & manifest.tensors.keys()):
+        problems.append(f"{key!r} is an array in the checkpoint and a value here")
+    for key in sorted(leaves.places.keys() & set(manifest.iterators)):
+        problems.append(f"{key!r} is the state of an iterator in the checkpoint and a value here")
+    for key in sorted(leaves.iterators.keys() & (manifest.tensors.keys() | manifest.values.keys())):
+        if key not in manifest.iterators:
+            problems.append(f"{key!r} is no state of an iterator in the checkpoint, and an iterator here")
+    for key, container in leaves.containers.items():
+        kind, kind_here = manifest.containers.get(key, [None])[0], describe_container(container)[0]
+        if kind != kind_here and "dict" in (kind, kind_here) and kind is not None:
+            problems.append(f"{key!r} is a {kind} in the checkpoint and a {kind_here} here")
+    if problems:
+        raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
+    here = {*leaves, *leaves.deferring, *leaves.containers}
+    if here and not any(_belongs(key, here) for key in (*manifest.tensors, *manifest.values, *manifest.containers)):
+        raise ValueError(
+            f"checkpoint {path} has nothing of what is asked for: it holds {sorted(manifest.tensors)} and "
+            f"{sorted(manifest.values)}, the objects are {sorted(here)}; expected the names that it was saved under"
+        )
+
+
+def _belongs(key: str, names: set[str]) -> bool:
+    return key in names or any(key.startswith(f"{name}/") for name in names)
+
+
+def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, doing: str) -> None:
+    """Let the iterators go on where they stood (collective where there are any).
+
+    Raises:
+        Exception: What one of them raised; on the other ranks PeerError.
+    """
+    mine = {key: iterator for key, iterator in leaves.iterators.items() if key in manifest.iterators}
+
+    def restore() -> None:
+        for key, iterator in mine.items():
+            iterator.restore(manifest.values[key])
+
+    if mine:
+        every_rank_does(strategy, doing, restore)
+
+
+def fill(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, arrays: dict[str, Array]) -> LoadStatus:
+    """Broadcast what the first rank has read, and put it where it belongs (collective)."""
+    deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
+    unused = []
+    for key, tensor in sorted(manifest.tensors.items()):
+        owner = next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
+        if key not in leaves.variables and key not in leaves.arrays and owner is None:
+            unused.append(key)
+            continue
+        mine = arrays.pop(key) if key in arrays else np.empty(tensor.shape, dtype_of(tensor))
+        value = np.asarray(strategy.extended._broadcast_from_first(mine))
+        if key in leaves.variables:
+            restore_variable(leaves.variables[key], value)
+        elif key in leaves.arrays:
+            target = leaves.arrays[key]
+            with place_of(target).current():
+                np.copyto(target, place_of(target).brings(value))
+        elif owner is not None:
+            deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
+    for name, owner_object in leaves.deferring.items():
+        owner_object._checkpoint_defer(deferred[name])
+    for key, value in manifest.values.items():
+        if key in leaves.places:
+            container, place = leaves.places[key]
+            container[place] = value
+        elif key not in leaves.iterators:
+            unused.append(key)
+    missing = [key for key in leaves if key not in manifest.tensors and key not in manifest.values]
+    return LoadStatus(path, missing, unused, deferred)

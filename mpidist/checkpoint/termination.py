@@ -1,0 +1,147 @@
+"""TerminationConfig: how a job learns that it is to end, what it does then; and the thread that watches for it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+# What a scheduler takes as: start this job again.
+EXIT_CODE = 42
+_LOOK_SECONDS = 1.0
+
+
+class TerminationConfig:
+    """How PreemptionCheckpointHandler learns that the job is to end, and what it does then.
+
+    Args:
+        termination_watcher_fn: Asked once a second, in a thread, on every rank; returns True when the job is to end.
+            By default signals say so.
+        exit_fn: Called on all ranks after the last save; by default ``sys.exit(42)``.
+        grace_period: Seconds between the notice and the end. With it the job saves at once, trains on, and saves again
+            shortly before the end. None and 0: it saves and exits.
+        save_fn: Called instead of ``save`` of the checkpoint manager, on all ranks.
+        signals: What to take as the notice: SIGTERM, and SIGUSR1, which Slurm sends with ``--signal=USR1@120``.
+            Extension.
+
+    Raises:
+        TypeError: Something is no function.
+        ValueError: A negative grace period, or no signals.
+
+    Source: ``tf.distribute.experimental.TerminationConfig``.
+
+    >>> TerminationConfig(grace_period=60.0).grace_period
+    60.0
+    """
+
+    def __init__(
+        self,
+        termination_watcher_fn: Callable[[], bool] | None = None,
+        exit_fn: Callable[[], Any] | None = None,
+        grace_period: float | None = None,
+        save_fn: Callable[..., Any] | None = None,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+    ) -> None:
+        functions = {"termination_watcher_fn": termination_watcher_fn, "exit_fn": exit_fn, "save_fn": save_fn}
+        for name, function in functions.items():
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is {function!r}; expected a function or None")
+        if grace_period is not None and not grace_period >= 0:
+            raise ValueError(f"grace_period is {grace_period}; expected seconds, 0 or more")
+        if termination_watcher_fn is None and not signals:
+            raise ValueError("signals is empty, and there is no termination_watcher_fn; expected signal numbers")
+        self.termination_watcher_fn = termination_watcher_fn
+        self.exit_fn = exit_fn or _exit
+        self.grace_period = grace_period or 0.0
+        self.save_fn = save_fn
+        self.signals = tuple(signals)
+
+
+def _exit() -> None:
+    sys.exit(EXIT_CODE)
+
+
+class TerminationWatch:
+    """A thread that waits for the notice, also while the program is inside a call that Python cannot interrupt.
+
+    Args:
+        config: What to watch for.
+        on_notice: Called in the thread, once, with what the notice was.
+
+    Raises:
+        ValueError: Signals are to be watched, and this is not the main thread.
+    """
+
+    def __init__(self, config: TerminationConfig, on_notice: Callable[[str], None]) -> None:
+        self._on_notice = on_notice
+        self._ask = config.termination_watcher_fn
+        self._signals = () if self._ask is not None else config.signals
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self.error: Exception | None = None
+        """What ``termination_watcher_fn`` raised."""
+        self._previous_handlers: dict[int, Any] = {}
+        self._previous_fd = -1
+        if self._signals:
+            self._take_signals()
+        self._thread = threading.Thread(target=self._run, name="mpidist-termination", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more, and give the signals back."""
+        if self._previous_handlers:
+            signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+
+    def _take_signals(self) -> None:
+        try:
+            # Python itself writes the number of each signal there at once; its handlers wait for the main thread.
+            self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        except ValueError as error:
+            os.close(self._reader)
+            os.close(self._writer)
+            raise ValueError(
+                "signals can only be watched by the main thread; make PreemptionCheckpointHandler there, or give "
+                "TerminationConfig a termination_watcher_fn"
+            ) from error
+        for number in self._signals:
+            self._previous_handlers[number] = signal.signal(number, _nothing)
+
+    def _run(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._reader], [], [], None if self._ask is None else _LOOK_SECONDS)
+            numbers = os.read(self._reader, 256) if readable else b""
+            if readable and not numbers:  # closed
+                return
+            if self._previous_fd >= 0:
+                os.write(self._previous_fd, numbers)
+            reason = self._notice(numbers)
+            if reason is not None:
+                self._on_notice(reason)
+
+    def _notice(self, numbers: bytes) -> str | None:
+        for number in numbers:
+            if number in self._signals:
+                return f"signal {signal.Signals(number).name}"
+        if self._ask is None:
+            return None
+        try:
+            return f"{getattr(self._ask, '__name__', 'termination_watcher_fn')}()" if self._ask() else None
+        except Exception as error:  # for the program, at the end of its step
+            self.error = error
+            self._ask = None
+            return None
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: the thread has been told already."""

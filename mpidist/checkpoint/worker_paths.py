@@ -1,0 +1,77 @@
+"""Paths for programs that let every rank write a file of which only that of the first rank is to stay.
+
+Checkpoint needs none of this: one rank writes for all. It is here for what else a program saves, by the names that
+Keras has (keras.src.distribute.distributed_file_utils).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from mpidist.checkpoint.agreement import extended_of
+from mpidist.core.context import get_strategy
+from mpidist.core.protocols import StrategyLike
+
+
+def write_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> str:
+    """Return the directory in which this rank is to write what belongs into ``dirpath``.
+
+    It is ``dirpath`` itself on the rank that writes checkpoints, and in a program of one process; on the others it is a
+    directory in it, made here, that ``remove_temp_dirpath`` removes.
+
+    Args:
+        dirpath: The directory.
+        strategy: Whose ranks write; the current one by default.
+
+    >>> write_dirpath("out")
+    'out'
+    """
+    path = os.fspath(dirpath)
+    name = _temporary_name(strategy)
+    if name is None:
+        return path
+    if os.path.basename(path) != name:
+        path = os.path.join(path, name)
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def write_filepath(filepath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> str:
+    """Return the file that this rank is to write in place of ``filepath``: see :func:`write_dirpath`.
+
+    >>> write_filepath("out/model.npz")
+    'out/model.npz'
+    """
+    directory, name = os.path.split(os.fspath(filepath))
+    return os.path.join(write_dirpath(directory, strategy), name)
+
+
+def remove_temp_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> None:
+    """Remove this rank's temporary directory; nothing on the rank whose files stay.
+
+    Args:
+        dirpath: What ``write_dirpath`` was given, or what it returned.
+        strategy: Whose ranks write; the current one by default.
+    """
+    name = _temporary_name(strategy)
+    if name is None:
+        return
+    path = os.fspath(dirpath)
+    if os.path.basename(path) != name:
+        path = os.path.join(path, name)
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+
+
+def remove_temp_dir_with_filepath(filepath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> None:
+    """Remove the temporary directory of a file that ``write_filepath`` was given, or returned."""
+    remove_temp_dirpath(os.path.dirname(os.fspath(filepath)), strategy)
+
+
+def _temporary_name(strategy: StrategyLike | None) -> str | None:
+    """Return the name of this rank's temporary directory; None where it needs none."""
+    extended = extended_of(strategy if strategy is not None else get_strategy())
+    if not extended.experimental_between_graph or extended.should_checkpoint:
+        return None
+    return f"workertemp_{extended._input_workers().worker_id}"

@@ -1,0 +1,74 @@
+"""WriterLock: one writer per checkpoint, and a way to tell whether it is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+# What a file system without locks answers. Writers of one name are not kept apart there, and leftovers left alone.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class WriterLock:
+    """The right to write one checkpoint, which the system takes back when the process ends, however it ends.
+
+    Args:
+        path: The checkpoint.
+
+    Attributes:
+        is_real: Whether the file system has locks.
+
+    Raises:
+        BlockingIOError: Someone else writes it.
+        OSError: The lock's file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.parent / f".{path.name}.lock"
+        self._descriptor: int | None = self._take()
+
+    def _take(self) -> int:
+        while True:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self.is_real = _lock(descriptor)
+                # Whoever had the lock may have removed the file since it was opened.
+                if _is_still(self._file, descriptor):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Let others write, and leave no trace; once."""
+        if self._descriptor is None:
+            return
+        # Removed while it is held: nobody may take a lock that then loses its file.
+        with contextlib.suppress(FileNotFoundError):
+            self._file.unlink()
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))

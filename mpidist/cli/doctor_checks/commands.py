@@ -1,0 +1,75 @@
+"""What to type to start the job in another way, by the table of launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
+from mpidist.topology.environments import LAUNCHERS, Launcher
+
+_PROGRAM = "python train.py"
+_VARIABLE = "{variable}"
+_WITHOUT = LAUNCHERS["Open MPI mpirun"]
+
+
+def start(
+    job: JobFacts,
+    ranks: int,
+    *,
+    unbound: bool = False,
+    settings: Mapping[str, str] | None = None,
+    options: str = "",
+    program: str = _PROGRAM,
+) -> str:
+    """Return the command that starts so many ranks by the launcher of this job.
+
+    Args:
+        job: The job as it is.
+        ranks: How many.
+        unbound: Whether they may run on any core.
+        settings: Environment variables that all ranks get.
+        options: More of them, for the launcher.
+        program: What each rank runs.
+    """
+    row, hosts = _row(job.first), len(job.machines)
+    places = (row.unbound if unbound else row.count).format(ranks=ranks, hosts=hosts, each=-(-ranks // hosts))
+    given = [f"{name}={value}" for name, value in (settings or {}).items()]
+    words = [_command(row, job.first), options, places]
+    if _VARIABLE in row.passes:
+        words += _passed(row, given)
+    else:
+        words = [*given, *words]
+    return " ".join(filter(None, [*words, program]))
+
+
+def with_all_gpus(job: JobFacts, gpus: int) -> str | None:
+    """Return the command whose ranks each see so many GPUs of their node; None where the launcher hides none."""
+    options = _row(job.first).all_gpus.format(gpus=gpus)
+    return start(job, len(job.ranks), options=options) if options else None
+
+
+def with_settings(facts: RankFacts, names: Sequence[str]) -> str:
+    """Return the command that gives all ranks the variables of the shell."""
+    row = _row(facts)
+    export = "" if _VARIABLE in row.passes else f"export {' '.join(names)};"
+    return " ".join(filter(None, [export, _command(row, facts), *_passed(row, names), _PROGRAM]))
+
+
+def show_hosts(job: JobFacts, ranks: int) -> str:
+    """Return the command that prints the host of every rank."""
+    return start(job, ranks, program=f"sh -c 'echo ${_row(job.first).rank} $(hostname)'")
+
+
+def _row(facts: RankFacts) -> Launcher:
+    return _WITHOUT if facts.launcher is None else LAUNCHERS[facts.launcher.name]
+
+
+def _command(row: Launcher, facts: RankFacts) -> str:
+    return row.starts.get(facts.mpi.vendor, row.command)
+
+
+def _passed(row: Launcher, variables: Sequence[str]) -> list[str]:
+    """Return the options with which the ranks get variables, NAME or NAME=VALUE each."""
+    if _VARIABLE in row.passes:
+        return [row.passes.format(variable=variable) for variable in variables]
+    return [row.passes]

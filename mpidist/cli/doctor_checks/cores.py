@@ -1,0 +1,100 @@
+"""Whether each rank has cores of its own, and room for its threads on them."""
+
+from __future__ import annotations
+
+import math
+
+from mpidist.cli.doctor_checks import commands
+from mpidist.cli.doctor_checks.finding import WARNING, Finding, names_text, ranks_text
+from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
+
+
+def check(job: JobFacts) -> list[Finding]:
+    """Check ranks against cores, then how they are bound, and the threads of BLAS."""
+    return _crowded(job) or _doubled(job) or _pinned(job) or _threads(job)
+
+
+def _of_machine(cores: CoreFacts) -> int:
+    """Return the cores of the machine, or as many as the container may use the time of."""
+    return min(cores.machine, math.ceil(cores.quota)) if cores.quota else cores.machine
+
+
+def _shared(job: JobFacts, ranks: list[int]) -> int:
+    """Return how many cores there are for the ranks of one machine."""
+    seen = [job.known[rank].cores for rank in ranks]
+    if all(len(cores.allowed) == 1 for cores in seen):
+        # Bound one by one: which cores the others are bound to says nothing on how many there are.
+        return _of_machine(seen[0])
+    return min(_of_machine(seen[0]), len({core for cores in seen for core in cores.allowed}))
+
+
+def _crowded(job: JobFacts) -> list[Finding]:
+    machines = [ranks for ranks in job.machines.values() if _shared(job, ranks) < len(ranks)]
+    if not machines:
+        return []
+    cores = _shared(job, machines[0])
+    hosts = names_text(job.known[ranks[0]].host for ranks in machines)
+    text = (
+        f"{len(machines[0])} ranks share {cores} core{'s' if cores > 1 else ''} on {hosts}: a rank that computes keeps "
+        "others waiting."
+    )
+    fitting = sum(min(len(ranks), _shared(job, ranks)) for ranks in job.machines.values())
+    command = commands.start(job, fitting, unbound=True, settings={"OMP_NUM_THREADS": "1"})
+    return [Finding(WARNING, "cores", text, command)]
+
+
+def _doubled(job: JobFacts) -> list[Finding]:
+    for ranks in job.machines.values():
+        by_core: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            by_core.setdefault(job.known[rank].cores.allowed, []).append(rank)
+        for allowed, several in by_core.items():
+            if len(allowed) < len(several):
+                text = (
+                    f"{ranks_text(several)} on {job.host(several[0])} are bound to core {', '.join(map(str, allowed))} "
+                    f"of {_of_machine(job.known[several[0]].cores)}, which they share, while others are idle."
+                )
+                return [Finding(WARNING, "binding", text, _unbound(job))]
+    return []
+
+
+def _pinned(job: JobFacts) -> list[Finding]:
+    cores = {rank: facts.cores for rank, facts in job.known.items()}
+    pinned = [rank for rank, seen in cores.items() if len(seen.allowed) == 1 and _of_machine(seen) > 1]
+    if not pinned:
+        return []
+    text = (
+        f"{ranks_text(pinned)} may run on one core only, of {_of_machine(cores[pinned[0]])}: the threads of BLAS and "
+        "the one that moves collectives on in the background share it with the program."
+    )
+    return [Finding(WARNING, "binding", text, _unbound(job))]
+
+
+def _unbound(job: JobFacts) -> str:
+    if job.first.launcher is None:
+        return f"taskset --cpu-list 0-{job.first.cores.machine - 1} python train.py"
+    share = min(_of_machine(job.known[ranks[0]].cores) // len(ranks) for ranks in job.machines.values())
+    settings = {"OMP_NUM_THREADS": str(max(1, share))}
+    return commands.start(job, len(job.ranks), unbound=True, settings=settings)
+
+
+def _threads(job: JobFacts) -> list[Finding]:
+    for ranks in job.machines.values():
+        cores = _shared(job, ranks)
+        # A library starts a thread for each core that it may run on, unless it is told otherwise.
+        threads = sum(
+            len(seen.allowed) for seen in (job.known[rank].cores for rank in ranks) if not seen.thread_settings
+        )
+        if len(ranks) > 1 and threads > cores:
+            text = (
+                f"{len(ranks)} ranks on {job.host(ranks[0])} share {cores} cores, and nothing limits the threads of "
+                f"BLAS: all together start {threads}."
+            )
+            settings = {"OMP_NUM_THREADS": str(max(1, cores // len(ranks)))}
+            command = commands.start(job, len(job.ranks), unbound=_are_unbound(job), settings=settings)
+            return [Finding(WARNING, "threads", text, command)]
+    return []
+
+
+def _are_unbound(job: JobFacts) -> bool:
+    return all(len(facts.cores.allowed) == facts.cores.machine for facts in job.known.values())

@@ -1,0 +1,93 @@
+"""Whether the GPUs of each node can be used, and each rank has one of its own."""
+
+from __future__ import annotations
+
+import re
+
+from mpidist.cli.doctor_checks import commands
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text
+from mpidist.cli.doctor_facts.facts import JobFacts
+from mpidist.topology.gpus import devices_of_each
+
+_NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
+
+
+def check(job: JobFacts) -> list[Finding]:
+    """Check driver, CuPy, NCCL, and which rank has which GPU."""
+    return [*_unusable(job), *_without_driver(job), *_differing(job), *_shared(job)]
+
+
+def devices(job: JobFacts) -> dict[int, tuple[str, ...]]:
+    """Return the bus ids of the GPUs that each rank is to use, by rank."""
+    found = {}
+    for ranks in job.machines.values():
+        seen = [job.known[rank].gpus.visible for rank in ranks]
+        for rank, visible, numbers in zip(ranks, seen, devices_of_each(seen), strict=True):
+            found[rank] = tuple(visible[number] for number in numbers)
+    return found
+
+
+def _unusable(job: JobFacts) -> list[Finding]:
+    findings = {}
+    for rank, facts in job.known.items():
+        problem = facts.gpus.problem or facts.gpus.nccl_problem
+        if problem and problem not in findings:
+            findings[problem] = Finding(WARNING, "GPU", f"Rank {rank} on {facts.host}: {problem}", _install(problem))
+    return list(findings.values())
+
+
+def _install(problem: str) -> str:
+    """Return the command in the text of a problem."""
+    named = re.search(r"pip install ('[^']+'|[\w.-]+)", problem)
+    return f"python -m {named[0]}" if named else "nvidia-smi && python -c 'import cupy; cupy.show_config()'"
+
+
+def _without_driver(job: JobFacts) -> list[Finding]:
+    for rank, facts in job.known.items():
+        variable = facts.gpus.variable or ""
+        if not facts.gpus.has_driver and _NAMES_GPUS.match(variable):
+            text = f"Rank {rank} has CUDA_VISIBLE_DEVICES={variable}, and {facts.host} shows no NVIDIA driver."
+            return [Finding(WARNING, "GPU", text, f"nvidia-smi   # on {facts.host}")]
+    return []
+
+
+def _differing(job: JobFacts) -> list[Finding]:
+    """Ranks with GPUs and ranks without cannot reduce arrays on GPUs together."""
+    with_gpus = [rank for rank, facts in job.known.items() if facts.gpus.visible]
+    without = [rank for rank, facts in job.known.items() if not facts.gpus.visible]
+    if not with_gpus or not without:
+        return []
+    text = (
+        f"{ranks_text(with_gpus)} see{'s' if len(with_gpus) == 1 else ''} GPUs and {ranks_text(without)} "
+        f"(on {job.host(without[0])}) none."
+    )
+    return [Finding(ERROR, "GPU", text, _ask(job))]
+
+
+def _ask(job: JobFacts) -> str:
+    most = max(len(facts.gpus.visible) for facts in job.known.values())
+    return commands.with_all_gpus(job, most) or f"unset CUDA_VISIBLE_DEVICES; {commands.start(job, len(job.ranks))}"
+
+
+def _shared(job: JobFacts) -> list[Finding]:
+    owned = devices(job)
+    for ranks in job.machines.values():
+        users: dict[str, list[int]] = {}
+        for rank in ranks:
+            for device in owned[rank]:
+                users.setdefault(device, []).append(rank)
+        for device, several in users.items():
+            if len(several) > 1:
+                text = (
+                    f"{ranks_text(several)} on {job.host(several[0])} share GPU {device}: NCCL refuses that, so their "
+                    "arrays go by way of host memory, which is slow."
+                )
+                return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
+    return []
+
+
+def _one_each(job: JobFacts) -> int:
+    """Return the number of ranks with which each has a GPU of its own."""
+    return sum(
+        len({device for rank in ranks for device in job.known[rank].gpus.visible}) for ranks in job.machines.values()
+    )

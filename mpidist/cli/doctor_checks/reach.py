@@ -1,0 +1,109 @@
+"""Which ranks do not reach one another."""
+
+from __future__ import annotations
+
+import ipaddress
+from itertools import groupby
+
+from mpidist.cli.doctor_checks import commands
+from mpidist.cli.doctor_checks.finding import ERROR, Finding, ranks_text
+from mpidist.cli.doctor_facts.facts import Interface, JobFacts, Reach
+
+_MOST_FINDINGS = 8
+Pair = tuple[int, int]
+
+
+def check(job: JobFacts) -> list[Finding]:
+    """Check that every pair exchanged a message; pairs of the same two hosts are one finding."""
+    reach = job.reach
+    if reach is None or not reach.failed:
+        return []
+    lonely = [rank for rank in reach.silent if rank not in reach.hosts]
+    findings = [_of_lonely(job, reach, lonely)] if lonely else []
+    pairs = [pair for pair in reach.failed if not set(pair) & set(lonely)]
+
+    def hosts(pair: Pair) -> tuple[str, str]:
+        return str(job.host(pair[0])), str(job.host(pair[1]))
+
+    for _, group in groupby(sorted(pairs, key=lambda pair: (hosts(pair), pair)), hosts):
+        findings.append(_of_hosts(job, reach, list(group)))
+    rest = len(findings) - _MOST_FINDINGS
+    if rest <= 0:
+        return findings
+    text = f"{rest} more pairs of hosts exchanged no message."
+    command = "ssh HOST python -m mpidist doctor   # host by host; --json lists all pairs"
+    return [*findings[:_MOST_FINDINGS], Finding(ERROR, "reach", text, command)]
+
+
+def _of_lonely(job: JobFacts, reach: Reach, lonely: list[int]) -> Finding:
+    rank = lonely[0]
+    text = (
+        f"No rank heard from {ranks_text(lonely)}{_on(job, rank)} within {reach.seconds:g} s; rank 0 is on "
+        f"{job.first.host}."
+    )
+    return Finding(ERROR, "reach", text, _command(job, 0, rank))
+
+
+def _of_hosts(job: JobFacts, reach: Reach, pairs: list[Pair]) -> Finding:
+    (one, other), more = pairs[0], len(pairs) - 1
+    also = f" and {more} more pair{'s' if more > 1 else ''} of these hosts" if more else ""
+    text = (
+        f"Rank {one}{_on(job, one)} and rank {other}{_on(job, other)}{also} exchanged no message within "
+        f"{reach.seconds:g} s."
+    )
+    return Finding(ERROR, "reach", text, _command(job, one, other))
+
+
+def _on(job: JobFacts, rank: int) -> str:
+    host = job.host(rank)
+    return "" if host is None else f" on {host}"
+
+
+def _command(job: JobFacts, one: int, other: int) -> str:
+    first, second = job.ranks[one], job.ranks[other]
+    here, there = job.host(one), job.host(other)
+    if here is None or there is None:
+        return f"{commands.show_hosts(job, len(job.ranks))}   # tells the host of rank {other}; then ping it"
+    if first is None or second is None:
+        return _ping(there, here)
+    networks = common_networks(first.interfaces, second.interfaces)
+    if not networks:
+        return f"{_ping(there, here)}; they show no IP network in common"
+    network, address = networks[0]
+    if sum(bool(interface.network) for interface in (*first.interfaces, *second.interfaces)) == 2:
+        return _ping(address, here)
+    name = next(interface.name for interface in first.interfaces if _is_in(interface, network))
+    return (
+        f"{_choice(first.mpi.vendor, network, name)}   # the network they share; does it carry? {_ping(address, here)}"
+    )
+
+
+def _ping(target: str, host: str) -> str:
+    return f"ping -c 3 {target}   # on {host}; where it answers, let firewalls pass all TCP ports between the hosts"
+
+
+def common_networks(first: tuple[Interface, ...], second: tuple[Interface, ...]) -> list[tuple[str, str]]:
+    """Return the IP networks that two hosts share, each with the second one's address.
+
+    Networks in which both have the same address are not shared: every host has one of its own, such as docker0.
+    """
+    found = []
+    for here in first:
+        for there in second:
+            if here.network and there.network and here.network != there.network:
+                network = ipaddress.ip_interface(here.network).network
+                if network == ipaddress.ip_interface(there.network).network:
+                    found.append((str(network), there.network.partition("/")[0]))
+    return found
+
+
+def _is_in(interface: Interface, network: str) -> bool:
+    return bool(interface.network) and str(ipaddress.ip_interface(interface.network).network) == network
+
+
+def _choice(vendor: str, network: str, name: str) -> str:
+    if vendor == "Open MPI":
+        return f"export OMPI_MCA_btl_tcp_if_include={network} PRTE_MCA_prte_if_include={network}"
+    if vendor == "Intel MPI":
+        return f"export FI_TCP_IFACE={name} I_MPI_HYDRA_IFACE={name}"
+    return f"export UCX_NET_DEVICES={name} FI_TCP_IFACE={name} HYDRA_IFACE={name}"

@@ -1,0 +1,67 @@
+"""What mpidist's collectives do on the ranks of this job: nodes, the table of algorithms, GPUs and MPI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.cli.doctor_facts.facts import CollectiveFacts
+from mpidist.collectives.choice import place_of
+from mpidist.collectives.gpu_aware_mpi import takes_device_memory
+from mpidist.collectives.node import Node
+from mpidist.collectives.table import SHIPPED, Table, table_text
+from mpidist.collectives.tuning_file import Setup, read, setup_of
+from mpidist.core.settings import TUNING_FILE
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def collective_facts(comm: MPI.Intracomm, has_gpus: bool) -> CollectiveFacts:
+    """Return what collectives over ``comm`` do (collective); what the tuning file says is right on rank 0 only.
+
+    Args:
+        comm: All ranks.
+        has_gpus: Whether any rank has GPUs; the same on every rank.
+    """
+    # Node does not keep the communicator: it splits it once.
+    node = Node(comm)
+    try:
+        place = place_of(node)
+        table, origin, error = _table(setup_of(node))
+        takes = _run_to_the_end(comm) if has_gpus else None
+        return CollectiveFacts(
+            node_of_rank=node.topology.node_of_rank,
+            reads_neighbours=node.reads_neighbours,
+            place=place,
+            table=table_text(table, place),
+            table_origin=origin,
+            table_error=error,
+            gpu_table=table_text(table, place_of(node, "gpu")) if has_gpus else "",
+            mpi_takes_gpu_memory=takes,
+        )
+    finally:
+        node.close()
+
+
+def _table(setup: Setup) -> tuple[Table, str, str]:
+    """Return the table in force, where it comes from, and what is wrong with the file."""
+    path = TUNING_FILE.read()
+    if path is None:
+        return SHIPPED, "the shipped table", ""
+    try:
+        tables = read(path)
+    except ValueError as error:
+        return SHIPPED, f"{path} cannot be used", str(error)
+    if setup in tables:
+        return tables[setup], f"from {path}", ""
+    return SHIPPED, "the shipped table", f"{path} has no table for {', '.join(setup)}"
+
+
+def _run_to_the_end(comm: MPI.Intracomm) -> bool:
+    """Return whether MPI takes pointers to GPU memory on all ranks."""
+    steps = takes_device_memory(comm)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return bool(stop.value)

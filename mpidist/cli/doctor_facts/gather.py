@@ -1,0 +1,211 @@
+"""The course of doctor on the ranks of a job: each looks at itself, all look at one another, rank 0 gets it all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpidist.cli.doctor_facts import links, machine, messages, reach
+from mpidist.cli.doctor_facts.collectives import collective_facts
+from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, Link, RankFacts, Reach
+from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.core.settings import RANKS_PER_NODE
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_GO_ON, _STOP = b"+", b"-"
+# Stages with calls of MPI that block, such as making shared windows, and with the import of CuPy.
+_STAGE_SECONDS = 60.0
+_LOOK = "gdb -batch -ex 'thread apply all bt' -p {}   # on its host, while it hangs"
+# Ranks come to a stage one after the other, and some have waited for a message that never came.
+_PATIENCE = 2
+
+
+class UnreachableError(RuntimeError):
+    """Ranks do not reach one another; on rank 0 with all that is known."""
+
+    def __init__(self, job: JobFacts | None) -> None:
+        super().__init__("ranks of the job do not reach one another")
+        self.job = job
+
+
+def gather(me: RankFacts, seconds: float, watch: Watch) -> JobFacts | None:
+    """Return what there is to know of the job; on rank 0 only, None on the others (collective).
+
+    Args:
+        me: The facts of this rank but for its GPUs.
+        seconds: How long a message is waited for.
+        watch: Of this process.
+
+    Raises:
+        UnreachableError: Some ranks did not hear from one another; MPI_Finalize would hang.
+        NoAnswerError: A rank did not answer that had answered before.
+    """
+    comm: MPI.Intracomm = import_mpi().COMM_WORLD
+    if comm.Get_size() == 1:
+        return _alone(comm, replace(me, gpus=machine.gpus()))
+    stages = _Stages(watch, f"rank {comm.Get_rank()} of {comm.Get_size()} on {me.host}")
+    everyone, found = _acquaint(comm, me, seconds, stages)
+    job = _together(comm, everyone, found, seconds, stages)
+    watch.idle()
+    return job
+
+
+class _Stages:
+    """Says to the watch what this rank does.
+
+    Args:
+        watch: Of this process.
+        who: This rank.
+    """
+
+    def __init__(self, watch: Watch, who: str) -> None:
+        self._watch = watch
+        self._who = who
+        self._look = _LOOK.format(os.getpid())
+
+    def first_messages(self, seconds: float) -> None:
+        """Ranks exchange their first messages, for which MPI makes connections."""
+        does = f"{self._who} exchanges first messages with other ranks"
+        self._watch.stage(
+            _STAGE_SECONDS + seconds,
+            Ending(f"{does} for {_STAGE_SECONDS + seconds:g} s and MPI blocks in that", self._look),
+            Ending(
+                f"{self._who} was ended while it exchanged first messages with other ranks. Where MPI names a peer on "
+                "stderr, that host refuses its connections: let firewalls pass all TCP ports between these hosts, or "
+                "name the network between them",
+                "export OMPI_MCA_btl_tcp_if_include=10.0.0.0/24   # with their network",
+            ),
+        )
+
+    def waits(self) -> None:
+        """The rank waits for others with a deadline of its own."""
+        self._watch.idle()
+
+    def __call__(self, doing: str) -> None:
+        """Say what is done from now on."""
+        self._watch.stage(
+            _STAGE_SECONDS,
+            Ending(
+                f"{self._who} is {doing} for {_STAGE_SECONDS:g} s and does not come back, although every message "
+                "arrived before: a rank has died since, or the MPI library is broken on these hosts",
+                self._look,
+            ),
+        )
+
+
+def _alone(comm: MPI.Intracomm, me: RankFacts) -> JobFacts:
+    usable = not me.wrong_settings
+    return JobFacts((me,), collectives=collective_facts(comm, bool(me.gpus.visible)) if usable else None)
+
+
+# First meeting --------------------------------------------------------------------------------------------------------
+
+
+def _acquaint(comm: MPI.Intracomm, me: RankFacts, seconds: float, stages: _Stages) -> tuple[list[RankFacts], Reach]:
+    """Return the facts of all ranks once every pair has exchanged a message; the same on every rank."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    job = _meet(comm, reach.first_partners(rank, size), me, seconds, stages)
+    stages("telling one another what they know")
+    everyone, found = _from_first(comm, job)
+    if size > reach.ALL_PAIRS_RANKS:
+        machines: dict[str, list[int]] = {}
+        for other, facts in enumerate(everyone):
+            machines.setdefault(facts.machine, []).append(other)
+        job = _meet(comm, reach.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
+        stages("telling one another what they know")
+        _, second = _from_first(comm, job)
+        found = replace(found, tested=found.tested + second.tested)
+    return everyone, found
+
+
+def _meet(comm: MPI.Intracomm, partners: list[int], me: RankFacts, seconds: float, stages: _Stages) -> JobFacts | None:
+    """Exchange messages with partners, and return all reports on rank 0.
+
+    Raises:
+        UnreachableError: Somebody was not heard.
+    """
+    size = comm.Get_size()
+    stages.first_messages(seconds)
+    heard = reach.exchange(comm, partners, me.host, seconds)
+    stages.waits()
+    patience = _PATIENCE * seconds
+    if comm.Get_rank() > 0:
+        messages.send_report(comm, pickle.dumps((me, heard)), patience)
+        # Rank 0 waits once for messages, and twice for reports; where it does not answer it ends the job.
+        if messages.receive_verdict(comm, (1 + 3 * _PATIENCE) * seconds) == _STOP:
+            raise UnreachableError(None)
+        return None
+    # A rank of a large job that is not a partner may still report.
+    silent = set(heard.partners) - set(heard.hosts)
+    content = messages.receive_reports(comm, set(range(1, size)) - silent, patience)
+    reports = {rank: pickle.loads(report) for rank, report in content.items()} | {0: (me, heard)}
+    found = reach.merged(size, seconds, {rank: report[1] for rank, report in reports.items()}, me.host)
+    job = JobFacts(tuple(reports[rank][0] if rank in reports else None for rank in range(size)), reach=found)
+    messages.send_verdict(comm, _STOP if found.failed else _GO_ON)
+    if found.failed:
+        raise UnreachableError(job)
+    return job
+
+
+def _from_first(comm: MPI.Intracomm, job: JobFacts | None) -> tuple[list[RankFacts], Reach]:
+    told: tuple[list[RankFacts], Reach] = comm.bcast(None if job is None else (list(job.known.values()), job.reach))
+    return told
+
+
+# Together -------------------------------------------------------------------------------------------------------------
+
+
+def _together(
+    comm: MPI.Intracomm, everyone: list[RankFacts], found: Reach, seconds: float, stages: _Stages
+) -> JobFacts | None:
+    """Find out the rest, now that every message arrives."""
+    rank = comm.Get_rank()
+    stages("looking at its GPUs")
+    gpus = comm.allgather(machine.gpus())
+    everyone = [replace(facts, gpus=seen) for facts, seen in zip(everyone, gpus, strict=True)]
+    layouts = {facts.settings.get(RANKS_PER_NODE.name) for facts in everyone}
+    if any(facts.wrong_settings for facts in everyone) or len(layouts) > 1:
+        # What follows reads the settings, and this one decides who takes part in what.
+        return JobFacts(tuple(everyone), found) if rank == 0 else None
+    stages("setting up what the ranks of a node share")
+    collectives = collective_facts(comm, any(seen.visible for seen in gpus))
+    stages("measuring")
+    speeds, used = _speeds(comm, everyone, collectives, seconds, stages)
+    stages("gathering the results")
+    all_speeds, all_used = comm.gather(speeds), comm.gather(used)
+    if all_speeds is None or all_used is None:
+        return None
+    return JobFacts(
+        ranks=tuple(everyone),
+        reach=found,
+        links=tuple(link for some in all_speeds for link in some),
+        in_use={facts.host: names for facts, names in zip(everyone, all_used, strict=True) if names},
+        collectives=collectives,
+    )
+
+
+def _speeds(
+    comm: MPI.Intracomm,
+    everyone: list[RankFacts],
+    collectives: CollectiveFacts,
+    seconds: float,
+    stages: _Stages,
+) -> tuple[list[Link], tuple[str, ...]]:
+    """Return the links of which this rank is the first, and the interfaces that measuring between nodes took."""
+    hosts = [facts.host for facts in everyone]
+    nodes: list[list[int]] = [[] for _ in range(max(collectives.node_of_rank) + 1)]
+    for rank, node in enumerate(collectives.node_of_rank):
+        nodes[node].append(rank)
+    speeds = [links.measured(comm, links.pairs_inside(nodes), hosts, False, seconds)]
+    before = machine.traffic()
+    for pairs in links.rounds_between(nodes):
+        stages(f"measuring between nodes, {len(pairs)} pairs of hosts")
+        speeds.append(links.measured(comm, pairs, hosts, True, seconds))
+    took_part = comm.Get_rank() in {ranks[0] for ranks in nodes} and len(nodes) > 1
+    used = links.in_use(before, machine.traffic(), links.LEAST_BYTES) if took_part else ()
+    return [link for link in speeds if link is not None], used

@@ -1,0 +1,163 @@
+"""Facts of the machine that a rank is on: cores, /dev/shm, network interfaces, GPUs; asked of the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
+from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, SharedMemoryFacts
+from mpidist.collectives.nccl_library import nccl_binding, nccl_problem, nccl_version
+from mpidist.topology.gpus import visible_devices
+
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_SHARED_MEMORY = "/dev/shm"
+_NETWORK = Path("/sys/class/net")
+_INFINIBAND = Path("/sys/class/infiniband")
+# Counters of InfiniBand count words of four bytes.
+_WORD = 4
+# linux/sockios.h: the address and the mask of an interface.
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+
+
+def identity() -> str:
+    """Return a text that is equal for processes that share host name, kernel, processes and /dev/shm."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    with contextlib.suppress(OSError):
+        parts.append(str(os.stat(_SHARED_MEMORY).st_dev))
+    return " ".join(parts)
+
+
+def cores() -> CoreFacts:
+    """Return the cores that this process may run on, and what limits its threads."""
+    settings = {name: os.environ[name] for name in THREAD_SETTINGS if os.environ.get(name)}
+    return CoreFacts(tuple(sorted(os.sched_getaffinity(0))), os.cpu_count() or 1, _quota(), settings)
+
+
+def _quota() -> float | None:
+    """Return how many cores' time the container of this process gives it; None without a limit."""
+    groups = Path("/sys/fs/cgroup")
+    # cgroup v2, else v1; a system without either has no limit to tell of.
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (groups / "cpu.max").read_text().split()
+        return int(quota) / int(period) if quota != "max" else None
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((groups / "cpu/cpu.cfs_quota_us").read_text())
+        return limit / int((groups / "cpu/cpu.cfs_period_us").read_text()) if limit > 0 else None
+    return None
+
+
+def shared_memory() -> SharedMemoryFacts | None:
+    """Return the size of /dev/shm, None where there is none."""
+    try:
+        info = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return None
+    return SharedMemoryFacts(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
+
+
+# Network --------------------------------------------------------------------------------------------------------------
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Return the network interfaces that are up, without the one to this machine itself."""
+    found = [_interface(path) for path in _listed(_NETWORK) if path.name != "lo" and _is_up(path)]
+    found += [_infiniband(path) for path in _listed(_INFINIBAND) if _active_ports(path)]
+    return tuple(found)
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _read(path: Path) -> str:
+    # Interfaces come and go, and some have no answer to some questions.
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _is_up(path: Path) -> bool:
+    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
+    return _read(path / "operstate") in ("up", "unknown")
+
+
+def _interface(path: Path) -> Interface:
+    speed = _read(path / "speed")
+    known = speed.isdigit() and int(speed) > 0
+    return Interface(path.name, _network_of(path.name), int(speed) if known else None)
+
+
+def _network_of(name: str) -> str:
+    """Return address and prefix length of an interface, empty where it has no IPv4 address."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
+        address = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24])
+        mask = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFNETMASK, request)[20:24])
+        return ipaddress.ip_interface(f"{address}/{mask}").with_prefixlen
+    return ""
+
+
+def _active_ports(device: Path) -> list[Path]:
+    return [port for port in _listed(device / "ports") if "ACTIVE" in _read(port / "state")]
+
+
+def _infiniband(device: Path) -> Interface:
+    rates = [_read(port / "rate").split() for port in _active_ports(device)]
+    gigabits = max((float(rate[0]) for rate in rates if rate), default=0.0)
+    return Interface(device.name, "", round(gigabits * 1000) or None, is_infiniband=True)
+
+
+def traffic() -> dict[str, int]:
+    """Return the bytes that each network interface of this machine has moved so far, both ways."""
+    moved = {}
+    for path in _listed(_NETWORK):
+        if path.name != "lo":
+            counters = [_read(path / "statistics" / name) for name in ("rx_bytes", "tx_bytes")]
+            moved[path.name] = sum(int(counter or 0) for counter in counters)
+    for device in _listed(_INFINIBAND):
+        counters = [
+            _read(port / "counters" / name)
+            for port in _active_ports(device)
+            for name in ("port_rcv_data", "port_xmit_data")
+        ]
+        moved[device.name] = sum(int(counter or 0) for counter in counters) * _WORD
+    return moved
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------------
+
+
+def gpus() -> GpuFacts:
+    """Return the GPUs of this machine as this process sees them; imports CuPy only where there may be any."""
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not gpus_may_be_present():
+        return GpuFacts(variable=variable)
+    state = find_cupy()
+    if state.module is None:
+        return GpuFacts(has_driver=True, problem=state.problem, variable=variable)
+    problem = nccl_problem() or ""
+    devices = visible_devices()
+    return GpuFacts(
+        has_driver=True,
+        visible=devices,
+        names=tuple(_name(state.module, device) for device in range(len(devices))),
+        nccl="" if problem else nccl_version(nccl_binding()),
+        nccl_problem=problem,
+        variable=variable,
+    )
+
+
+def _name(cupy: Any, device: int) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)

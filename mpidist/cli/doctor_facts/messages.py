@@ -1,0 +1,114 @@
+"""Messages with deadlines: point to point, polled, so that a dead link between two ranks holds up nobody for ever.
+
+They go over MPI.COMM_WORLD itself. Duplicating it takes every link to work, and doctor is the only one that uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NAP_SECONDS = 1e-4
+_LOOKS_BEFORE_NAP = 1000
+_LENGTH_BYTES = 8
+# Requests that were given up: MPI may still write into their buffers, which they hold.
+_given_up: list[MPI.Request] = []
+LENGTH_TAG, CONTENT_TAG, VERDICT_TAG, HELLO_TAG, PING_TAG = range(7101, 7106)
+
+
+class NoAnswerError(RuntimeError):
+    """A rank did not answer in time; the text says which."""
+
+
+def finished(requests: Mapping[int, MPI.Request], seconds: float) -> set[int]:
+    """Wait until all requests are complete or the time is up; return the keys of the complete ones.
+
+    One that MPI reports an error for, such as a connection that was refused, counts as never complete.
+    """
+    failure = import_mpi().Exception
+    waiting = dict(requests)
+    done: set[int] = set()
+    deadline = time.monotonic() + seconds
+    looks = 0
+    while waiting:
+        for key, request in list(waiting.items()):
+            try:
+                if request.Test():
+                    done.add(key)
+                    del waiting[key]
+            except failure:
+                del waiting[key]
+        looks += 1
+        if looks > _LOOKS_BEFORE_NAP:
+            time.sleep(_NAP_SECONDS)
+            if time.monotonic() > deadline:
+                break
+        else:
+            os.sched_yield()
+    give_up(waiting.values())
+    return done
+
+
+def give_up(requests: Iterable[MPI.Request]) -> None:
+    """Wait for these no more."""
+    _given_up.extend(requests)
+
+
+def wait_for(request: MPI.Request, peer: int, seconds: float, doing: str) -> None:
+    """Wait until a request is complete.
+
+    Raises:
+        NoAnswerError: It is not in time.
+    """
+    if not finished({peer: request}, seconds):
+        rank = import_mpi().COMM_WORLD.Get_rank()
+        raise NoAnswerError(f"rank {rank} got no answer from rank {peer} within {seconds:g} s while {doing}")
+
+
+def meet(comm: MPI.Intracomm, seconds: float, doing: str) -> None:
+    """Wait until all ranks have come here (collective; MPI_Ibarrier).
+
+    Raises:
+        NoAnswerError: They have not in time.
+    """
+    if not finished({0: comm.Ibarrier()}, seconds):
+        raise NoAnswerError(f"rank {comm.Get_rank()} waited {seconds:g} s for all others, {doing}")
+
+
+def send_report(comm: MPI.Intracomm, content: bytes, seconds: float) -> bool:
+    """Send this rank's report to rank 0; whether it went out in time."""
+    length = len(content).to_bytes(_LENGTH_BYTES, "little")
+    requests = {0: comm.Isend(length, 0, LENGTH_TAG), 1: comm.Isend(content, 0, CONTENT_TAG)}
+    return len(finished(requests, seconds)) == len(requests)
+
+
+def receive_reports(comm: MPI.Intracomm, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
+    """Return the reports of ``ranks`` that came to rank 0 in time."""
+    lengths = {rank: bytearray(_LENGTH_BYTES) for rank in ranks}
+    announced = finished({rank: comm.Irecv(length, rank, LENGTH_TAG) for rank, length in lengths.items()}, seconds)
+    contents = {rank: bytearray(int.from_bytes(lengths[rank], "little")) for rank in announced}
+    came = finished({rank: comm.Irecv(content, rank, CONTENT_TAG) for rank, content in contents.items()}, seconds)
+    return {rank: bytes(contents[rank]) for rank in came}
+
+
+def send_verdict(comm: MPI.Intracomm, verdict: bytes) -> None:
+    """Send a verdict of one byte from rank 0 to all others; does not wait for them."""
+    give_up([comm.Isend(verdict, rank, VERDICT_TAG) for rank in range(1, comm.Get_size())])
+
+
+def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
+    """Return the verdict of rank 0.
+
+    Raises:
+        NoAnswerError: It did not come in time.
+    """
+    verdict = bytearray(1)
+    wait_for(comm.Irecv(verdict, 0, VERDICT_TAG), 0, seconds, "waiting for what it has to say")
+    return bytes(verdict)

@@ -1,0 +1,220 @@
+"""Doctor's report as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from mpidist.cli.doctor_checks import gpus
+from mpidist.cli.doctor_checks.finding import Finding
+from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
+from mpidist.cli.tune import time_text
+from mpidist.collectives.table import size_text
+from mpidist.core.version import __version__
+
+_WIDTH = 118
+_LABEL = 12
+_MOST_LINES = 16
+
+
+def report(job: JobFacts, findings: Sequence[Finding]) -> str:
+    """Return the whole report."""
+    machines = len(job.machines)
+    size = len(job.ranks)
+    silent = f"; {_count(size - len(job.known), 'rank')} did not answer" if len(job.known) < size else ""
+    title = f"mpidist {__version__} doctor: {_count(size, 'rank')}, {_count(machines, 'host')}{silent}"
+    lines = [title, "", *_software(job), *_ranks(job), *_machines(job), *_together(job)]
+    return "\n".join([*lines, "", *findings_text(findings)])
+
+
+def findings_text(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings, each with what to type."""
+    if not findings:
+        return ["nothing wrong found"]
+    lines = []
+    for finding in findings:
+        lines += _wrapped(f"{finding.level.upper()} {finding.subject}: ", finding.text)
+        lines.append(f"    type: {finding.command}")
+    return lines
+
+
+def _wrapped(label: str, text: str, indent: str = "    ") -> list[str]:
+    # A command or a path that is longer than a line stays whole, so that it can be copied.
+    return textwrap.wrap(label + text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _line(label: str, text: str) -> list[str]:
+    return _wrapped(f"{label:<{_LABEL}}", text, " " * _LABEL)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _software(job: JobFacts) -> Iterator[str]:
+    first = job.first
+    path = f" ({first.mpi.path})" if first.mpi.path else ""
+    yield from _line("MPI", f"{first.mpi.name}{path}, {first.mpi.thread_level}")
+    yield from _line("launcher", launcher_text(first))
+    versions = (f"{name} {version}" for name, version in first.software.items() if name != "mpidist")
+    yield from _line("software", ", ".join(versions))
+
+
+def launcher_text(facts: RankFacts) -> str:
+    """Return who started the ranks, and whether MPI knows as many."""
+    info, size = facts.launcher, facts.mpi.size
+    if info is None:
+        several = "python -m mpidist launch -n 2 -m mpidist doctor"
+        return f"none; to look at several ranks type: {several}" if size == 1 else "unknown"
+    says = "says not how many" if info.size is None else f"says {_count(info.size, 'rank')}"
+    return f"{info.name}, which {says}; the MPI world has {size}"
+
+
+# Ranks and machines ---------------------------------------------------------------------------------------------------
+
+
+def _ranks(job: JobFacts) -> Iterator[str]:
+    owned = gpus.devices(job)
+    rows = [("rank", "host", "cores", "device")]
+    for rank, facts in job.known.items():
+        devices = ", ".join(f"GPU {device}" for device in owned[rank])
+        rows.append((str(rank), facts.host, cores_text(facts.cores), devices or "CPU"))
+    rows += [(str(rank), job.host(rank) or "?", "?", "?") for rank in range(len(job.ranks)) if rank not in job.known]
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
+    lines = [
+        "".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
+    ]
+    for number, line in enumerate(lines[: _MOST_LINES + 1]):
+        yield f"{'ranks' if number == 0 else '':<{_LABEL}}{line}"
+    if len(lines) > _MOST_LINES + 1:
+        yield f"{'':<{_LABEL}}and {_count(len(lines) - _MOST_LINES - 1, 'rank')} more, see --json"
+
+
+def cores_text(cores: CoreFacts) -> str:
+    """Return which cores a rank may run on.
+
+    >>> cores_text(CoreFacts((0, 1, 2, 5), 8)), cores_text(CoreFacts((0, 1), 2, 0.5))
+    ('0-2,5 of 8', '0-1 of 2, limited to 0.5')
+    """
+    runs = []
+    for _, group in groupby(enumerate(cores.allowed), lambda item: item[1] - item[0]):
+        members = [core for _, core in group]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    limit = "" if cores.quota is None else f", limited to {cores.quota:g}"
+    return f"{','.join(runs)} of {cores.machine}{limit}"
+
+
+def _machines(job: JobFacts) -> Iterator[str]:
+    """Return what hosts are like, one line for hosts that are alike."""
+    hosts: dict[str, dict[str, list[str]]] = {"/dev/shm": {}, "GPUs": {}, "network": {}}
+    for ranks in job.machines.values():
+        facts = job.known[ranks[0]]
+        shared = facts.shared_memory
+        room = "none" if shared is None else f"{size_text(shared.free)} free of {size_text(shared.total)}"
+        used = job.in_use.get(facts.host)
+        described = {
+            "/dev/shm": room,
+            "GPUs": gpus_text(facts),
+            "network": network_text(facts.interfaces),
+        }
+        if used is not None:
+            described["network"] += f"; between hosts: {', '.join(used)}"
+        for label, text in described.items():
+            hosts[label].setdefault(text, []).append(facts.host)
+    for label, texts in hosts.items():
+        lines = [text if len(job.machines) == 1 else f"{_hosts(names)}: {text}" for text, names in texts.items()]
+        for number, line in enumerate(lines[:_MOST_LINES]):
+            yield from _line(label if number == 0 else "", line)
+
+
+def _hosts(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def gpus_text(facts: RankFacts) -> str:
+    """Return the GPUs of a rank, and what can be done with them."""
+    seen = facts.gpus
+    if not seen.has_driver:
+        return "none (no NVIDIA driver)" if seen.variable is None else f"none (CUDA_VISIBLE_DEVICES={seen.variable})"
+    if seen.problem:
+        return "cannot be used"
+    names = ", ".join(f"{seen.names.count(name)} x {name}" for name in dict.fromkeys(seen.names))
+    return f"{names}; {f'NCCL {seen.nccl}' if seen.nccl else 'no NCCL'}"
+
+
+def network_text(interfaces: Sequence[Interface]) -> str:
+    """Return the network interfaces of a host; those without an address only where there is no other."""
+    named = [interface for interface in interfaces if interface.network or interface.is_infiniband]
+    return ", ".join(map(interface_text, named or interfaces)) or "none but this machine's own"
+
+
+def interface_text(interface: Interface) -> str:
+    """Return a network interface.
+
+    >>> interface_text(Interface("eth0", "10.0.0.1/24", 10000))
+    'eth0 10.0.0.1/24 (10 Gbit/s)'
+    """
+    speed = interface.mbit_per_second
+    fast = "" if speed is None else f" ({speed / 1000:g} Gbit/s)"
+    return " ".join(filter(None, (interface.name, interface.network))) + fast
+
+
+# Together -------------------------------------------------------------------------------------------------------------
+
+
+def _together(job: JobFacts) -> Iterator[str]:
+    if job.reach is not None:
+        broken = set(job.reach.failed)
+        ring = job.reach.ring
+        works = f"ring: {len(set(ring) - broken)} of {len(ring)} hops"
+        pairs = f"pairs: {job.reach.tested - len(broken)} of {job.reach.tested}"
+        yield from _line("reach", f"{works}; {pairs}")
+    inside = [link for link in job.links if not link.between_nodes]
+    between = [link for link in job.links if link.between_nodes]
+    for number, (label, links) in enumerate((("in a node", inside), ("between nodes", between))):
+        if links:
+            yield from _line("speed" if number == 0 or not inside else "", f"{label}: {links_text(links)}")
+    if job.collectives is not None:
+        yield from _collectives(job)
+
+
+def links_text(links: Sequence[Link]) -> str:
+    """Return the speed of links, the range of several."""
+    latencies = sorted(link.latency_seconds for link in links)
+    speeds = sorted(link.bytes_per_second for link in links)
+    if len(links) == 1:
+        one, other = links[0].ranks
+        return f"{time_text(latencies[0])}, {speed_text(speeds[0])} (ranks {one} and {other})"
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    latency = f"{time_text(latencies[0])} to {time_text(latencies[-1])}"
+    speed = f"{speed_text(speeds[0])} to {speed_text(speeds[-1])}"
+    return f"{latency}, {speed}, slowest: {' - '.join(slowest.hosts)} (ranks {slowest.ranks[0]} and {slowest.ranks[1]})"
+
+
+def speed_text(bytes_per_second: float) -> str:
+    """Return a bandwidth.
+
+    >>> speed_text(1.25e8), speed_text(1.234e10)
+    ('125 MB/s', '12.3 GB/s')
+    """
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"
+
+
+def _collectives(job: JobFacts) -> Iterator[str]:
+    facts = job.collectives
+    assert facts is not None
+    if len(job.ranks) == 1:
+        yield from _line("all-reduce", "one rank has nothing to reduce with")
+        return
+    counts = [facts.node_of_rank.count(node) for node in range(max(facts.node_of_rank) + 1)]
+    each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    reads = "may" if facts.reads_neighbours else "may not"
+    nodes = f"{_count(len(counts), 'node')} x {each}; ranks of a node {reads} read one another's memory"
+    yield from _line("nodes", nodes)
+    yield from _line("all-reduce", f"{facts.table} ({facts.table_origin})")
+    if facts.gpu_table:
+        takes = "takes" if facts.mpi_takes_gpu_memory else "does not take"
+        yield from _line("", f"on GPUs: {facts.gpu_table}; MPI {takes} pointers to GPU memory")

@@ -1,0 +1,27 @@
+"""``python -m mpidist flight``: shows the flight records of all ranks beside one another."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mpidist.collectives.flight_merge import merged_text, read_folder
+
+HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they went apart"
+_USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("folder", metavar="DIR", help="where flight-rank-0000.bin and the others are")
+    parser.add_argument("--last", type=int, default=10, metavar="N", help="collectives shown of each communicator")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print them."""
+    try:
+        print(merged_text(read_folder(arguments.folder), arguments.last))
+    except (OSError, ValueError) as error:
+        print(f"python -m mpidist flight: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return 0

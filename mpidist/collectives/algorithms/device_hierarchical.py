@@ -1,0 +1,314 @@
+"""All-reduce of arrays on GPUs in two levels: NCCL inside each node, MPI between the nodes, overlapped by chunks.
+
+The flat array is cut into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces the slices
+of a chunk to the ranks of the node that have them; each passes through page-locked memory to its rail and back, or
+straight from and to the device where MPI takes its memory; NCCL spreads the slices over the node. The host waits for
+the device only where MPI needs the bytes. NCCL calls are made in the same order on all ranks of a node: first the
+reductions of all chunks, then, chunk by chunk, the spreading.
+
+The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event
+from mpidist.collectives.algorithms.device_ring import DeviceRing
+from mpidist.collectives.algorithms.wires import Wire, Wires
+from mpidist.collectives.chunks import slices
+from mpidist.collectives.device_packing import DeviceReduction
+from mpidist.collectives.gathering import agreed_minimum
+from mpidist.collectives.lane import Lane
+from mpidist.collectives.nccl import NcclComm
+from mpidist.collectives.node import Node
+from mpidist.collectives.objects import gather_objects
+from mpidist.collectives.staging import Slot, StagingRing
+from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
+from mpidist.core import settings
+from mpidist.core.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Slices of device memory that MPI has at a time: each takes as much again.
+MOST_ON_DEVICE = 4
+
+
+class DeviceHierarchical:
+    """NCCL in the node, MPI between the nodes.
+
+    Args:
+        node: The node of this rank.
+        level: NCCL in the node.
+        wires: What happens between nodes on host memory.
+        ring: What happens between nodes on device memory; None where MPI does not take it.
+        lane: Where it works.
+        slice_bytes: Of a slice, at most; the same on all ranks.
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing | None, lane: Lane, slice_bytes: int
+    ) -> None:
+        self._board = node.board
+        self._level = level
+        self._wires = wires
+        self._ring = ring
+        self._lane = lane
+        self._staging = StagingRing(lane, slice_bytes)
+
+    @classmethod
+    def made(
+        cls, comm: MPI.Intracomm, node: Node, wires: Wires, lane: Lane, takes_device_memory: bool
+    ) -> Steps[DeviceHierarchical]:
+        """Return a new one (collective).
+
+        Args:
+            comm: The communicator.
+            node: Its node of this rank.
+            wires: What happens between nodes on host memory.
+            lane: Where it works.
+            takes_device_memory: Whether MPI does, on all ranks.
+
+        Raises:
+            AlgorithmError: NCCL does not work on some node; on all ranks.
+        """
+        made: NcclComm | str | None = None
+        if node.size > 1:
+            made = yield from NcclComm.made(node.comm, lane.device)
+        problems = yield from gather_objects(comm, made if isinstance(made, str) else None)
+        nccl = None if isinstance(made, str) else made
+        problem = next((text for text in problems if text is not None), None)
+        if problem is not None:
+            if nccl is not None:
+                nccl.close()
+            raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
+        if nccl is not None:
+            lane.watch(nccl)
+        level = _InNode(nccl, node.rank, min(len(ranks) for ranks in node.ranks), lane)
+        ring = None
+        if takes_device_memory and level.has_slice:
+            ring = DeviceRing(comm, [ranks[node.rank] for ranks in node.ranks], node.topology.node_index, lane)
+        slice_bytes = yield from agreed_minimum(comm, settings.STAGING_BYTES.read())
+        return cls(node, level, wires, ring, lane, slice_bytes)
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        lane, level = self._lane, self._level
+        per_slice = self._staging.nbytes // job.dtype.itemsize
+        _, wire = self._wires.choose(min(-(-job.nbytes // level.rails), self._staging.nbytes), job.options)
+        rounds = job.options.wire_dtype is not None
+        run = _Run(job, level, wire, None if rounds else self._ring, self._staging, lane)
+        with lane.on():
+            run.start(per_slice)
+        looks = 0
+        while not run.is_over:
+            with lane.on():
+                moved = run.move()
+            looks = 0 if moved else looks + 1
+            if looks:
+                self._board.pause(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+                yield
+        with lane.on():
+            return job.store()
+
+    def close(self) -> None:
+        """Destroy the NCCL communicator (collective over the node) and let go of the memory."""
+        self._level.close()
+
+
+class _InNode:
+    """What NCCL does in one node.
+
+    Args:
+        nccl: Its communicator; None for a rank that is alone on its node.
+        rank: In the node.
+        rails: Ranks of the node that have a slice.
+        lane: Where it works.
+    """
+
+    def __init__(self, nccl: NcclComm | None, rank: int, rails: int, lane: Lane) -> None:
+        self._nccl = nccl
+        self._rank = rank
+        self.rails = rails
+        self._stream = lane.stream
+        self.has_slice = rank < rails
+        self.is_alone = nccl is None
+
+    def slice_of(self, chunk: Array) -> Array:
+        """Return this rank's slice of a chunk."""
+        return self._slices(chunk)[self._rank]
+
+    def _slices(self, chunk: Array) -> list[Array]:
+        return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
+
+    def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
+        """Reduce each slice of a chunk to the rank that has it; a rank that is alone on its node has copied it."""
+        nccl, targets = self._nccl, self._slices(target)
+        if nccl is None:
+            return
+        if nccl.size == self.rails:
+            nccl.reduce_scatter(source, targets[self._rank], job.op, self._stream)
+        else:
+            with nccl.group():
+                for root, part in enumerate(self._slices(source)):
+                    nccl.reduce(part, targets[root], job.op, root, self._stream)
+
+    def spread(self, chunk: Array) -> None:
+        """Give every rank all slices of a chunk."""
+        nccl, parts = self._nccl, self._slices(chunk)
+        if nccl is None:
+            return
+        if nccl.size == self.rails:
+            nccl.all_gather(parts[self._rank], chunk, self._stream)
+        else:
+            with nccl.group():
+                for root, part in enumerate(parts):
+                    nccl.broadcast(part, part, root, self._stream)
+
+    def close(self) -> None:
+        """Destroy the communicator (collective over the node)."""
+        if self._nccl is not None:
+            self._nccl.close()
+
+
+class _Run:
+    """One reduction: how far each of its chunks has got.
+
+    Args:
+        job: The reduction.
+        level: NCCL in the node.
+        wire: What happens between nodes on host memory.
+        ring: What happens between nodes on device memory, which is then taken; or None.
+        staging: What chunks pass through.
+        lane: Where it works.
+    """
+
+    def __init__(
+        self,
+        job: DeviceReduction,
+        level: _InNode,
+        wire: Wire,
+        ring: DeviceRing | None,
+        staging: StagingRing,
+        lane: Lane,
+    ) -> None:
+        self._job, self._level, self._wire, self._ring = job, level, wire, ring
+        self._staging, self._lane = staging, lane
+        self._chunks: list[Array] = []
+        self._reduced: list[Event] = []
+        self._crossing: deque[_Crossing] = deque()
+        self._begun = self._spread = 0
+
+    def start(self, per_slice: int) -> None:
+        """Cut the flat array, and have all chunks reduced in the node."""
+        level, lane, job = self._level, self._lane, self._job
+        per_chunk = per_slice * level.rails
+        if level.is_alone:
+            job.copy()
+        for start in range(0, job.target.size, per_chunk):
+            chunk = job.target[start : start + per_chunk]
+            level.reduce(job, job.source[start : start + per_chunk], chunk)
+            self._chunks.append(chunk)
+            self._reduced.append(lane.stream.record())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all chunks have been handed to NCCL to be spread."""
+        return self._spread == len(self._chunks)
+
+    def move(self) -> bool:
+        """Move chunks on; whether any has got further."""
+        moved = self._begin()
+        for crossing in self._crossing:
+            crossing.move()
+        while self._crossing and self._crossing[0].is_done and not self._waits_for_mpi():
+            arrived = self._crossing.popleft().arrived
+            if arrived is not None:
+                self._lane.stream.wait(arrived)
+            self._level.spread(self._chunks[self._spread])
+            self._spread += 1
+            moved = True
+        return moved
+
+    def _nccl_is_done(self) -> bool:
+        """Whether all chunks have been reduced in the node."""
+        return self._reduced[-1].is_done
+
+    def _waits_for_mpi(self) -> bool:
+        """Whether NCCL has to wait: it and MPI are not to be at work on one device at the same time."""
+        all_crossed = self._begun == len(self._chunks) and all(crossing.is_done for crossing in self._crossing)
+        return self._ring is not None and not all_crossed
+
+    def _begin(self) -> bool:
+        """Begin the crossing of the next chunk, if there is one and room for it."""
+        chunk = self._begun
+        if chunk == len(self._chunks):
+            return False
+        steps: Steps[Event | None] | Steps[None] | None = None
+        if self._level.has_slice:
+            part = self._level.slice_of(self._chunks[chunk])
+            if self._ring is not None:
+                crossing = sum(not one.is_done for one in self._crossing)
+                if crossing == MOST_ON_DEVICE or not self._nccl_is_done():
+                    return False
+                steps = self._ring.all_reduce(part, self._job.op, chunk)
+            else:
+                slot = self._staging.take()
+                if slot is None:
+                    return False
+                steps = self._through(slot, part, chunk)
+        self._crossing.append(_Crossing(steps))
+        self._begun += 1
+        return True
+
+    def _through(self, slot: Slot, part: Array, chunk: int) -> Steps[Event | None]:
+        """Take a slice to the host, over the wire and back."""
+        lane, job = self._lane, self._job
+        memory = slot.array(part.size, part.dtype)
+        lane.to_host.wait(self._reduced[chunk])
+        lane.ops.copy_to_host(memory, part, lane.to_host)
+        yield from until_event(lane.to_host.record(), relaxes=False)
+        yield from self._wire.all_reduce(memory, memory, job.op, chunk, self._residual(chunk, memory))
+        lane.ops.copy_to_device(part, memory, lane.to_device)
+        arrived = lane.to_device.record()
+        self._staging.give_back(slot, arrived)
+        return arrived
+
+    def _residual(self, chunk: int, like: Array) -> Array | None:
+        residuals = self._job.residuals
+        if residuals is None:
+            return None
+        if chunk not in residuals:
+            residuals[chunk] = np.zeros_like(like)
+        return residuals[chunk]
+
+
+class _Crossing:
+    """A chunk between having been reduced in this node and having been reduced over all.
+
+    Args:
+        steps: What is left to do, which returns what its arrival on the device is told by; None for nothing.
+    """
+
+    def __init__(self, steps: Steps[Event | None] | Steps[None] | None) -> None:
+        self._steps = steps
+        self.arrived: Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._steps is None
+
+    def move(self) -> None:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration as stop:
+                self.arrived = stop.value
+                self._steps = None

@@ -1,0 +1,54 @@
+"""All-reduce of arrays on GPUs by NCCL alone, over all ranks of the communicator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.device_packing import DeviceReduction
+from mpidist.collectives.lane import Lane
+from mpidist.collectives.nccl import NcclComm
+from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Nccl:
+    """One NCCL call per pack (ncclAllReduce).
+
+    Args:
+        comm: The NCCL communicator of all ranks; closed with this object.
+        lane: Where it works.
+    """
+
+    name = "nccl"
+
+    def __init__(self, comm: NcclComm, lane: Lane) -> None:
+        self._comm = comm
+        self._lane = lane
+
+    @classmethod
+    def made(cls, comm: MPI.Intracomm, lane: Lane) -> Steps[Nccl]:
+        """Return a new one (collective).
+
+        Raises:
+            AlgorithmError: NCCL does not work on some rank; on all ranks.
+        """
+        made = yield from NcclComm.made(comm, lane.device)
+        if isinstance(made, str):
+            raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
+        lane.watch(made)
+        return cls(made, lane)
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        yield from ()
+        with self._lane.on():
+            self._comm.all_reduce(job.source, job.target, job.op, self._lane.stream)
+            return job.store()
+
+    def close(self) -> None:
+        """Destroy the NCCL communicator (collective)."""
+        self._comm.close()

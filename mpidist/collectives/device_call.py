@@ -1,0 +1,154 @@
+"""DeviceCall: the arrays of one call that lie on a GPU, and the order of its work among the caller's own.
+
+Made in the thread that calls, whose current stream tells what the arrays wait for. The collective itself runs on
+streams of the communicator, perhaps in another thread; the caller's stream, never the host, waits for its results.
+
+Whatever may fail on one rank alone, for lack of memory above all, happens here, before the ranks meet: they would
+wait for it on their devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_of
+from mpidist.collectives.device_queue import queue_of
+from mpidist.collectives.packing import overlapping
+
+if TYPE_CHECKING:
+    from mpidist.collectives.device_packing import DevicePack
+    from mpidist.collectives.lane import Lane
+    from mpidist.collectives.plan import ReductionPlan
+
+
+def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
+    """Return the kind and number of the device on which those of ``arrays`` lie that are not on the host.
+
+    Raises:
+        ValueError: They lie on different devices.
+    """
+    devices = {(ops_of(array).kind, ops_of(array).device_of(array)) for array in arrays if is_device_array(array)}
+    if len(devices) > 1:
+        names = " and ".join(sorted({device_name(array) for array in arrays if is_device_array(array)}))
+        raise ValueError(f"arrays on {names} in one call; expected all on one device, which a rank keeps to")
+    return devices.pop()
+
+
+class DeviceCall:
+    """The device arrays of one reduction.
+
+    Args:
+        plan: Of the reduction.
+        arrays: All arrays of the call.
+        out: Where the results go; None for new arrays.
+        lane: Where it happens.
+        multiple: Of which the lengths of flat arrays have to be.
+        timeout: Seconds that it may take on the device.
+        is_void: Whether it will never happen, because its communicator has been given up.
+
+    Attributes:
+        inputs: The arrays by their index in the call, contiguous.
+        results: The results by index; contiguous, written when ``done`` is.
+        ready: When the inputs are there, and the results may be written.
+        done: When the results are there; None until the work has been handed to the device.
+        flats: For each pack, the flat input and where its reduction goes, often the same.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        lane: Lane,
+        multiple: int,
+        timeout: float,
+        is_void: Callable[[], bool],
+    ) -> None:
+        self.lane = lane
+        self.timeout = timeout
+        self.is_void = is_void
+        self._out = out
+        self._delivered: Event | None = None
+        self._queue = queue_of(lane.device)
+        self.done: Event | None = None
+        indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
+        ops = lane.ops
+        with lane.on():
+            self.inputs = {index: arrays[index] for index in indices}
+            for index in indices:
+                if not ops.is_contiguous(arrays[index]) or self._is_written_early(arrays[index], index, indices):
+                    self.inputs[index] = ops.copy(arrays[index])
+            self.results = {index: self._result(plan, index) for index in indices}
+            stream = ops.current_stream(lane.device)
+            self.ready: Event = stream.record()
+            self._caller = stream.handle
+            lane.stream.wait(self.ready)
+            self.flats = [self.load(pack, multiple) for pack in plan.device_packs]
+        self._queue.enter(self)
+
+    def _is_written_early(self, array: Array, index: int, indices: Sequence[int]) -> bool:
+        """Whether ``array`` overlaps results, its own but where it is exactly that one."""
+        if self._out is None:
+            return False
+        others = [self._out[i] for i in indices if i != index or not _is_same(array, self._out[i])]
+        return overlapping(array, others)
+
+    def _result(self, plan: ReductionPlan, index: int) -> Array:
+        if self._out is not None and self.lane.ops.is_contiguous(self._out[index]):
+            return self._out[index]
+        shape, dtype = plan.result_signature[index]
+        return self.lane.ops.empty(shape, dtype, self.lane.device)
+
+    def load(self, pack: DevicePack, multiple: int) -> tuple[Array, Array]:
+        """Return the flat input of a pack and where its reduction goes, on the lane's stream."""
+        lane = self.lane
+        length = -(-pack.count // multiple) * multiple
+        if pack.is_plain and length == pack.count:
+            (index,) = pack.indices
+            return self.inputs[index].reshape(-1), self.results[index].reshape(-1)
+        flat = lane.empty(length, pack.dtype)
+        lane.ops.pack([self.inputs[index] for index in pack.indices], flat[: pack.count], lane.stream)
+        if length > pack.count:
+            with lane.stream:
+                flat[pack.count :] = 0
+        return flat, flat
+
+    def leave(self) -> None:
+        """Let later calls use the device; any number of times."""
+        self._queue.leave(self)
+
+    def join(self, results: list[Array]) -> list[Array]:
+        """Have the current stream of this thread wait for the results, and return them."""
+        lane = self.lane
+        with lane.on():
+            stream = lane.ops.current_stream(lane.device)
+            self.wait_here()
+            for index, result in self.results.items():
+                if self._out is not None and result is not self._out[index]:
+                    np.copyto(self._out[index], result)
+                    results[index] = self._out[index]
+                    self._delivered = stream.record()
+        if stream.handle == self._caller:
+            # Memory that is let go goes back to the stream that asked for it; that one waits for the last use now.
+            self.let_go()
+        return results
+
+    def wait_here(self) -> None:
+        """Have the current stream of this thread wait for the results."""
+        event = self._delivered or self.done
+        if event is not None:
+            with self.lane.on():
+                self.lane.ops.current_stream(self.lane.device).wait(event)
+
+    def let_go(self) -> None:
+        """Keep the arrays no longer."""
+        self.inputs, self.results, self.flats = {}, {}, []
+
+
+def _is_same(array: Array, other: Array) -> bool:
+    same = ops_of(array).pointer(array) == ops_of(other).pointer(other)
+    return same and (array.shape, array.strides, array.dtype) == (other.shape, other.strides, other.dtype)

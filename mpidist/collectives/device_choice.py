@@ -1,0 +1,140 @@
+"""DeviceChoice: which algorithm a reduction of arrays on a GPU takes, and those that have been made for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.algorithms.alone import Alone
+from mpidist.collectives.algorithms.device_hierarchical import DeviceHierarchical
+from mpidist.collectives.algorithms.nccl import Nccl
+from mpidist.collectives.algorithms.staged import Staged
+from mpidist.collectives.algorithms.wires import NAMES as WIRES
+from mpidist.collectives.algorithms.wires import Wires
+from mpidist.collectives.choice import Choice, place_of
+from mpidist.collectives.device_packing import DevicePack, DeviceReduction
+from mpidist.collectives.gpu_aware_mpi import takes_device_memory
+from mpidist.collectives.lane import Lane
+from mpidist.collectives.memory import Pool
+from mpidist.collectives.table import ALGORITHMS, Row, Table, look_up
+from mpidist.collectives.waiting import Steps
+from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpidist.collectives.node import Node
+
+_log = logging.getLogger("mpidist")
+
+
+class DeviceAlgorithm(Protocol):
+    """What an algorithm for arrays on GPUs offers."""
+
+    name: str
+    """What ran last, for reports."""
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """Reduce over all ranks, which have met; returns the results once all work has been put on the lane."""
+
+    def close(self) -> None:
+        """Free what the algorithm holds (collective)."""
+
+
+class DeviceChoice:
+    """The algorithms of one communicator for arrays on one device.
+
+    Args:
+        comm: The communicator.
+        node: Its node of this rank.
+        table: Which algorithm is taken where.
+        lane: Where they work.
+        on_host: The choice for arrays in host memory.
+        pool: Host memory.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node: Node, table: Table, lane: Lane, on_host: Choice, pool: Pool) -> None:
+        self._comm = comm
+        self._node = node
+        self._table = table
+        self.lane = lane
+        self._on_host = on_host
+        self._pool = pool
+        self._made: dict[str, DeviceAlgorithm] = {}
+        self._without: set[str] = set()
+
+    @property
+    def rails(self) -> int:
+        """Of which the lengths of flat arrays have to be a multiple: slices between nodes are of one length."""
+        return 1 if self._node.is_alone else min(len(ranks) for ranks in self._node.ranks)
+
+    @property
+    def place(self) -> str:
+        """The row of the table that counts."""
+        return place_of(self._node, self.lane.ops.kind)
+
+    def name_for(self, pack: DevicePack, options: CommunicationOptions) -> str:
+        """Return the algorithm for a pack: the same on every rank.
+
+        Sums in a fixed order are formed on the host, and so is what NCCL does not know.
+        """
+        if self._comm.Get_size() == 1:
+            return "alone"
+        if not pack.suits_nccl or options.deterministic:
+            return "staged"
+        row: Row = getattr(self._table, self.place)
+        name = options.algorithm or look_up(row, pack.nbytes)
+        if name in WIRES or (not self._node.is_alone and options.wire_dtype is not None):
+            name = "hierarchical"
+        if name == "hierarchical" and self._node.is_alone:
+            name = "nccl"
+        return "staged" if options.algorithm is None and name in self._without else name
+
+    def made(self, pack: DevicePack, options: CommunicationOptions) -> DeviceAlgorithm | None:
+        """Return the algorithm for a pack if it has been made."""
+        return self._made.get(self.name_for(pack, options))
+
+    def make(self, pack: DevicePack, options: CommunicationOptions) -> Steps[DeviceAlgorithm]:
+        """Make the algorithm for a pack (collective).
+
+        Where the table's own choice does not work the arrays are reduced on the host, and a warning says so.
+
+        Raises:
+            AlgorithmError: It was asked for by name and does not work here, or is not one for arrays on GPUs.
+        """
+        name = self.name_for(pack, options)
+        try:
+            self._made[name] = made = yield from self._make(name)
+        except AlgorithmError as error:
+            if options.algorithm is not None:
+                raise
+            if self._comm.Get_rank() == 0:
+                _log.warning("mpidist: %s. Arrays on GPUs are reduced in host memory, which is slow", error)
+            self._without.add(name)
+            return self.made(pack, options) or (yield from self.make(pack, options))
+        return made
+
+    def _make(self, name: str) -> Steps[DeviceAlgorithm]:
+        if name == "alone":
+            return Alone(self.lane)
+        if name == "staged":
+            return Staged(self._node, self.lane, self._on_host, self._pool)
+        if name == "nccl":
+            return (yield from Nccl.made(self._comm, self.lane))
+        if name == "hierarchical":
+            wires = Wires(self._comm, self._node, self._table.between_nodes)
+            aware = yield from takes_device_memory(self._comm)
+            return (yield from DeviceHierarchical.made(self._comm, self._node, wires, self.lane, aware))
+        raise AlgorithmError(
+            f"algorithm {name!r} is for arrays in host memory, and was asked for arrays on GPUs; "
+            f"leave algorithm out, or take one of {', '.join(ALGORITHMS[self.place])}"
+        )
+
+    def close(self) -> None:
+        """Free what the algorithms hold, once it is all done (collective)."""
+        self.lane.close()
+        for algorithm in self._made.values():
+            algorithm.close()
+        self._made.clear()

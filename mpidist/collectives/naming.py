@@ -1,0 +1,37 @@
+"""Names of communicators, which all their ranks find without talking to one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.core.wording import ranks_text
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_counts: dict[tuple[int, ...], int] = {}
+
+
+def ranks_in_job(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks of ``comm`` as those of the job."""
+    group, world = comm.Get_group(), import_mpi().COMM_WORLD.Get_group()
+    ranks = tuple(group.Translate_ranks(None, world))
+    group.Free()
+    world.Free()
+    return ranks
+
+
+def next_name(ranks: tuple[int, ...]) -> str:
+    """Return the name of one more communicator of these ranks of the job: which one of theirs it is."""
+    number = _counts[ranks] = _counts.get(ranks, 0) + 1
+    return _name(number, ranks)
+
+
+def first_name() -> str:
+    """Return the name of the first communicator of all ranks of the job."""
+    return _name(1, tuple(range(import_mpi().COMM_WORLD.Get_size())))
+
+
+def _name(number: int, ranks: tuple[int, ...]) -> str:
+    return f"communicator {number} of ranks {ranks_text(ranks)}"

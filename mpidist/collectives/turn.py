@@ -1,0 +1,48 @@
+"""Turn: whose turn it is to carry out the works of a channel."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Turn:
+    """Whose turn it is to carry out works: one thread of the program, or the thread that moves them on."""
+
+    def __init__(self) -> None:
+        self._program = threading.Lock()
+        self._anyone = threading.Lock()
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        if not self._program.acquire(blocking=False):
+            if self._is_over:
+                raise RuntimeError(
+                    "this process has taken leave of the other ranks; expected collectives before its program ends, "
+                    "and before MPI.Finalize()"
+                )
+            raise RuntimeError(
+                "two threads used one Communicator at the same time; collectives of one communicator are issued by one "
+                "thread, in the same order on every rank"
+            )
+        try:
+            self._anyone.acquire()
+        except BaseException:  # a signal handler that raises while the other thread takes its step
+            self._program.release()
+            raise
+
+    def take_for_good(self, seconds: float) -> bool:
+        """Take the turn from all other threads; whether that worked within some seconds."""
+        self._is_over = self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
+        return self._is_over
+
+    def __exit__(self, *_: object) -> None:
+        self._anyone.release()
+        self._program.release()
+
+    def take_if_free(self) -> bool:
+        """Take the turn, for one step, unless it is another thread's; whether that worked."""
+        return self._anyone.acquire(blocking=False)
+
+    def give_back(self) -> None:
+        """End the step."""
+        self._anyone.release()

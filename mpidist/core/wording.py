@@ -1,0 +1,20 @@
+"""How ranks are written in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as text, consecutive ones as a range.
+
+    >>> ranks_text([0, 1, 2, 5, 4])
+    '0-2,5,4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,128 @@
+"""All-reduce between the GPUs of one process by NCCL: arrays in one flat vector per dtype on each GPU."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import DeviceOps, Event, Stream, ops_for
+from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.collectives.device_packing import DevicePack
+from mpidist.collectives.nccl_local import LocalNccl
+from mpidist.collectives.nccl_types import nccl_dtype
+from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import DeviceError, NcclFailure
+
+_log = logging.getLogger("mpidist")
+
+
+class LocalAllReduce:
+    """The GPUs of one process, each of which gets the reduction of the arrays of all.
+
+    Closes itself when it is dropped, or at the end of the program. Where NCCL cannot be used that is said once, and
+    :meth:`suits` is False.
+
+    Args:
+        devices: Numbers of the GPUs, each once.
+        num_packs: In how many pieces a vector is reduced; 0 sends each array by itself.
+    """
+
+    def __init__(self, devices: Sequence[int], num_packs: int) -> None:
+        self.devices = list(devices)
+        self._num_packs = num_packs
+        self._ops: DeviceOps = ops_for("gpu")
+        self._nccl: LocalNccl | None = None
+        self._last: list[Event] = []
+        self._release: weakref.finalize[[LocalNccl, Sequence[Event]], LocalAllReduce] | None = None
+        try:
+            self._nccl = LocalNccl(self.devices)
+            # CuPy would destroy it whenever Python happens to collect it, at work or not.
+            self._release = weakref.finalize(self, _free, self._nccl, self._last)
+        except (DeviceError, NcclFailure) as error:
+            _log.warning("mpidist: %s. The GPUs %s are reduced by copies to the first of them", error, self.devices)
+
+    def suits(self, columns: Sequence[Sequence[Array]], op: ReduceOp) -> bool:
+        """Whether NCCL can reduce values, given as an array per GPU in the order of the devices."""
+        return self._nccl is not None and all(
+            [self._ops.device_of(array) for array in column] == self.devices
+            and nccl_dtype(reduction_dtypes(column[0].dtype, op)[0], op) is not None
+            for column in columns
+        )
+
+    def all_reduce(self, columns: Sequence[Sequence[Array]], op: ReduceOp, divisor: int) -> list[list[Array]]:
+        """Return new arrays, one per GPU for each of ``columns``; a mean divides by ``divisor``.
+
+        The work is on the current stream of each GPU.
+        """
+        streams = [self._ops.current_stream(device) for device in self.devices]
+        results: list[list[Array]] = [[] for _ in columns]
+        shapes = [column[0].shape for column in columns]
+        by_dtype: dict[DType, list[int]] = {}
+        for i, column in enumerate(columns):
+            by_dtype.setdefault(column[0].dtype, []).append(i)
+        for dtype, indices in by_dtype.items():
+            formed, result = reduction_dtypes(dtype, op)
+            for group in [[i] for i in indices] if self._num_packs == 0 else [indices]:
+                pack = DevicePack(group, shapes, formed, dtype, result, op)
+                reduced = self._reduce_pack(pack, [columns[i] for i in group], op, divisor, result, streams)
+                for i, arrays in zip(group, reduced, strict=True):
+                    results[i] = arrays
+        self._last[:] = [stream.record() for stream in streams]
+        return results
+
+    def _reduce_pack(
+        self,
+        pack: DevicePack,
+        columns: Sequence[Sequence[Array]],
+        op: ReduceOp,
+        divisor: int,
+        result: DType,
+        streams: Sequence[Stream],
+    ) -> list[list[Array]]:
+        ops = self._ops
+        sources, targets, reduced = [], [], []
+        for k, device in enumerate(self.devices):
+            with ops.on(device):
+                own = [column[k] if ops.is_contiguous(column[k]) else ops.copy(column[k]) for column in columns]
+                reduced.append([ops.empty(array.shape, result, device) for array in own])
+                if pack.is_plain:
+                    sources.append(own[0].reshape(-1))
+                    targets.append(reduced[k][0].reshape(-1))
+                else:
+                    flat = ops.empty((pack.count,), pack.dtype, device)
+                    ops.pack(own, flat, streams[k])
+                    sources.append(flat)
+                    targets.append(flat)
+        self._reduce_flat(sources, targets, ReduceOp.SUM if op is ReduceOp.MEAN else op, streams)
+        for k, device in enumerate(self.devices):
+            with ops.on(device):
+                if not pack.is_plain:
+                    ops.unpack(targets[k], reduced[k], divisor if op is ReduceOp.MEAN else None, streams[k])
+                elif op is ReduceOp.MEAN:
+                    ops.unpack(targets[k], [targets[k]], divisor, streams[k])
+        return [list(arrays) for arrays in zip(*reduced, strict=True)]
+
+    def _reduce_flat(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, streams: Sequence[Stream]
+    ) -> None:
+        assert self._nccl is not None
+        count, num_pieces = sources[0].size, max(self._num_packs, 1)
+        cuts = [count // num_pieces * k for k in range(num_pieces)] + [count]
+        for start, end in pairwise(cuts):
+            into = [target[start:end] for target in targets]
+            self._nccl.all_reduce([source[start:end] for source in sources], op, streams, into)
+
+    def close(self) -> None:
+        """Free what NCCL holds, once its work is done; any number of times."""
+        if self._release is not None:
+            self._release()
+        self._nccl = None
+
+
+def _free(nccl: LocalNccl, last: Sequence[Event]) -> None:
+    for event in last:
+        event.synchronize()
+    nccl.close()

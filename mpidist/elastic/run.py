@@ -1,0 +1,167 @@
+"""run: calls a training function again, on the ranks that are left, whenever ranks are lost."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from mpidist.collectives.leaving import abandon_all
+from mpidist.core import settings
+from mpidist.core.errors import RankLostError
+from mpidist.elastic.state import State
+from mpidist.topology import import_mpi, world_topology
+from mpidist.topology.faults import can_go_on, says_rank_is_lost
+from mpidist.topology.topology import replace_world
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_log = logging.getLogger("mpidist")
+T = TypeVar("T")
+
+
+def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
+    """Return what ``train(state)`` returns, going on with the ranks that are left whenever ranks are lost.
+
+    Collective: call it on every rank, once, with the same arguments. ``train`` makes its strategy, variables, optimizer
+    and dataset, gives them to ``state.track``, and commits now and then. When a rank is lost the others give up what
+    they are in, agree on who is left, and call ``train`` again: a strategy made then has the ranks that are left, and
+    ``track`` gives the objects the values of the last commit.
+
+    Ranks can be lost and the others go on with Open MPI 5 and ``mpirun --with-ft ulfm``. With any other MPI the
+    launcher ends the job, and this is the same as ``train(state)``: save checkpoints, and start the job again.
+
+    Args:
+        train: Called with ``state``.
+        state: What to go on from.
+        min_ranks: With fewer ranks the job ends with an error instead.
+
+    Raises:
+        RankLostError: Fewer ranks than ``min_ranks`` are left.
+        Exception: Whatever else ``train`` raises.
+
+    >>> def train(state):
+    ...     while state.step < 3:
+    ...         state.step += 1
+    ...         state.commit()
+    ...     return state.step
+    >>> run(train, State(step=0))
+    3
+    """
+    if not isinstance(min_ranks, int) or min_ranks < 1:
+        raise ValueError(f"min_ranks is {min_ranks!r}; expected a whole number of 1 or more")
+    if not isinstance(state, State):
+        raise TypeError(f"state is {state!r}; expected mpidist.elastic.State(step=0, ...)")
+    world = world_topology().world
+    if not can_go_on() or world.Get_size() == 1:
+        return train(state)
+    while True:
+        result: list[T] = []
+        lost: BaseException | None = None
+        try:
+            result.append(train(state))
+        except Exception as error:
+            if not _is_loss(error):
+                raise
+            lost = error
+        if _all_are_through(lost is None):
+            return result[0]
+        _go_on(state, lost, min_ranks)
+
+
+def _is_loss(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RankLostError) or says_rank_is_lost(seen):
+            return True
+        # Open MPI calls it an internal error where a collective that does not block meets a rank that is lost.
+        if isinstance(seen, import_mpi().Exception) and world_topology().world.Get_failed().Get_size():
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _all_are_through(mine: bool) -> bool:
+    """Whether all ranks have come to the end of the training, and none is lost (MPI_Comm_agree); the same on all."""
+    if not mine:
+        # Those that wait for this rank in a collective are to come here, too.
+        abandon_all()
+    return _agree(world_topology().world, mine, "agreeing that the training is over")
+
+
+def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
+    """Whether all ranks say so and none is lost; the same on all, whatever else they were in on ``world``."""
+    with _limited(doing):
+        try:
+            return bool(world.Agree(int(mine)))
+        except import_mpi().Exception as error:
+            if says_rank_is_lost(error):
+                return False
+            raise
+
+
+def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
+    """Let the ranks that are left be the world, with the newest commit on the first of them (collective)."""
+    start = time.monotonic()
+    abandon_all()
+    old = world_topology().world
+    before = old.Get_size()
+    while True:
+        with _limited("finding out which ranks are left"):
+            old.Revoke()
+            world = cast("MPI.Intracomm", old.Shrink())
+        state._forget_attempt()
+        try:
+            state._take_over(world)
+            replace_world(world)
+            is_well = True
+        except import_mpi().Exception as error:
+            if not says_rank_is_lost(error):
+                raise
+            # One more is lost. Those that wait for this rank are to come on, too.
+            is_well = False
+            world.Revoke()
+        # Ranks may have seen different things: all go on, or all look again.
+        if _agree(world, is_well, "agreeing to go on"):
+            break
+        old = world
+    if world.Get_size() < min_ranks:
+        raise RankLostError(
+            f"{before - world.Get_size()} of {before} ranks are lost, and {world.Get_size()} are left; expected "
+            f"{min_ranks} at least (min_ranks): start the job again, from its checkpoint"
+        ) from lost
+    if world.Get_rank() == 0:
+        _log.warning(
+            "mpidist: %d of %d ranks are lost; %d go on from commit %d, after %.2f s",
+            before - world.Get_size(), before, world.Get_size(), state.commits, time.monotonic() - start,
+        )  # fmt: skip
+
+
+class _limited:  # noqa: N801 - a block, like contextlib's
+    """A block that ends the job if it takes too long: MPI offers what is in it in a blocking form only."""
+
+    def __init__(self, doing: str) -> None:
+        self._timers = [
+            threading.Timer(settings.WARN_AFTER.read(), self._say, (f"still {doing}",)),
+            threading.Timer(settings.TIMEOUT.read(), self._end, (doing,)),
+        ]
+
+    def __enter__(self) -> None:
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _say(self, what: str) -> None:
+        print(f"mpidist: rank {import_mpi().COMM_WORLD.Get_rank()} is {what}", file=sys.stderr, flush=True)
+
+    def _end(self, doing: str) -> None:
+        self._say(f"not done with {doing}, and ends the job")
+        import_mpi().COMM_WORLD.Abort(1)

@@ -1,0 +1,195 @@
+"""Tables of Apache Arrow and Parquet files: rows by number, of which only the parts of a file that hold them are read.
+
+pyarrow is imported here, and only once somebody has given an object of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpidist.input.elements import owned, stack
+from mpidist.input.pipeline import Node
+from mpidist.input.row_indices import RowIndex, as_array
+from mpidist.input.row_steps import TableRows
+from mpidist.input.streams import Stream
+from mpidist.input.tables import Table
+
+# Its number of rows, and what loads it as a table or record batch of pyarrow.
+_Piece = tuple[int, Callable[[], Any]]
+Columns = dict[str, np.ndarray[Any, Any]]
+
+_KINDS = ("Table", "RecordBatch", "FileSystemDataset", "InMemoryDataset", "UnionDataset", "ParquetFile")
+# Bytes of pieces, record batches or row groups, that are kept unpacked; at least one piece.
+_KEPT_BYTES = 128 << 20
+
+
+def is_arrow(source: Any) -> bool:
+    """Whether ``source`` is a table or dataset of pyarrow."""
+    return type(source).__module__.split(".")[0] == "pyarrow" and type(source).__name__ in _KINDS
+
+
+def arrow_node(source: Any, columns: Sequence[str] | None = None) -> Node:
+    """Return the source node for what ``is_arrow``; the rules are those of ``Dataset.from_source``.
+
+    Raises:
+        ValueError: There is no column of a name in ``columns``.
+    """
+    kind = type(source).__name__
+    names = source.schema_arrow.names if kind == "ParquetFile" else source.schema.names
+    unknown = [name for name in columns or () if name not in names]
+    if unknown:
+        raise ValueError(f"columns has {unknown} in it; expected some of {names}")
+    chosen = list(names if columns is None else columns)
+    if kind in ("Table", "RecordBatch"):
+        source = source.select(chosen)
+        batches = source.to_batches() if kind == "Table" else [source]
+        pieces: list[_Piece] = [(batch.num_rows, partial(_loaded, batch)) for batch in batches]
+    elif kind == "ParquetFile":
+        sizes = [source.metadata.row_group(i).num_rows for i in range(source.num_row_groups)]
+        pieces = [(n, partial(source.read_row_group, i, columns=chosen)) for i, n in enumerate(sizes)]
+    else:
+        found = _row_groups(source, chosen)
+        if found is None:
+            return Stream(lambda: _stream(source, chosen), f"from_source({kind})", None)
+        pieces = found
+    return TableRows(ArrowTable(pieces, kind))
+
+
+def _loaded(batch: Any) -> Any:
+    return batch
+
+
+def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:
+    """Return the row groups of a dataset of Parquet files, None if it is none or has been filtered."""
+    from pyarrow.dataset import ParquetFileFragment
+
+    try:
+        fragments = list(dataset.get_fragments())
+    except ValueError:  # it has been filtered or projected
+        return None
+    if not all(isinstance(fragment, ParquetFileFragment) for fragment in fragments):
+        return None
+    groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
+    sizes = [group.row_groups[0].num_rows for group in groups]
+    schema = dataset.schema
+    return [
+        (size, partial(group.to_table, schema=schema, columns=columns))
+        for size, group in zip(sizes, groups, strict=True)
+    ]
+
+
+def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a dataset, which can only be gone through from its beginning."""
+    for batch in dataset.to_batches(columns=columns):
+        arrays = {name: _to_numpy(name, batch.column(name)) for name in columns}
+        for i in range(batch.num_rows):
+            yield _row(arrays, i)
+
+
+class ArrowTable(Table):
+    """Rows of pieces one after the other; a row is a dict of its columns.
+
+    Args:
+        pieces: For each its number of rows, and what loads it as a table or record batch of pyarrow.
+        kind: What it is.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], kind: str) -> None:
+        held = [(size, load) for size, load in pieces if size]
+        self._starts = np.array([0, *accumulate(size for size, _ in held)], np.int64)
+        super().__init__(int(self._starts[-1]), f"from_source({kind} of {int(self._starts[-1])})")
+        self._loaders = [load for _, load in held]
+        self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _piece(self, number: int) -> Columns:
+        """Return the columns of a piece, and keep it for the next time; several passes may ask at once."""
+        with self._lock:
+            if number not in self._kept:
+                loaded = self._loaders[number]()
+                columns = {name: _to_numpy(name, loaded.column(name)) for name in loaded.schema.names}
+                self._kept[number] = (loaded.nbytes, columns)
+                while len(self._kept) > 1 and sum(size for size, _ in self._kept.values()) > _KEPT_BYTES:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(number)
+            return self._kept[number][1]
+
+    def _rows(self, index: RowIndex) -> Columns:
+        """Return the rows of ``index`` of each column."""
+        rows = as_array(index)
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        bounds = np.searchsorted(ordered, self._starts)
+        parts: list[Columns] = []
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            local = ordered[bounds[number] : bounds[number + 1]] - self._starts[number]
+            parts.append({name: column[local] for name, column in self._piece(number).items()})
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0]}
+
+    def row(self, index: int) -> Any:
+        """Return row ``index``."""
+        return self.some(range(index, index + 1))[0]
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return the rows of ``index`` one by one."""
+        columns = self._rows(index)
+        return [_row(columns, i) for i in range(len(index))]
+
+    def read(self, index: RowIndex) -> Any:
+        """Return the rows of ``index`` of each column; texts, lists and structs as those of any other source."""
+        columns = self._rows(index)
+        return {name: _stacked(column) for name, column in columns.items()}
+
+
+def _row(columns: Columns, number: int) -> dict[str, Any]:
+    row = {name: column[number] for name, column in columns.items()}
+    # Lists are views of pyarrow's memory.
+    return {name: owned(value) if columns[name].dtype == object else value for name, value in row.items()}
+
+
+def _stacked(column: np.ndarray[Any, Any]) -> Any:
+    # An array of fixed-size bytes would lose zeros at their ends.
+    if column.dtype != object or any(isinstance(value, bytes) for value in column):
+        return column
+    return stack(column.tolist())
+
+
+def _to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
+    """Return a column of pyarrow as an array with one row per row, without a copy where its memory allows it."""
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):  # what is too large for one array of texts
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if hasattr(column, "to_numpy_ndarray"):
+        tensors: np.ndarray[Any, Any] = column.to_numpy_ndarray()
+        return tensors
+    kind = column.type
+    fixed = pa.types.is_fixed_size_list(kind)
+    if column.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or fixed):
+        raise ValueError(
+            f"column {name!r} of type {kind} has {column.null_count} nulls, for which NumPy has no {kind}; fill them "
+            "before, as table[name].fill_null(0) does, or choose others: from_source(table, columns=[...])"
+        )
+    if fixed:
+        values = _to_numpy(name, column.flatten())
+        return values.reshape(len(column), kind.list_size, *values.shape[1:])
+    if pa.types.is_nested(kind) and not (pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type)):
+        objects = np.empty(len(column), object)
+        for i, value in enumerate(column.to_pylist()):
+            objects[i] = value
+        return objects
+    values = column.to_numpy(zero_copy_only=False)
+    return np.asarray(values)

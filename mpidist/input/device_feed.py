@@ -1,0 +1,214 @@
+"""Batches on their way to devices: read into page-locked memory by a thread, and copied from there ahead of use.
+
+The memory of a batch on the device is taken on the caller's stream, when the batch before it is handed out: whatever
+had that memory before was used by work that the copy waits for, and CuPy may hand it out again when the caller drops
+the batch, as it may any array of his. So a copy runs beside the work on the batch before, and waits for that on earlier
+ones.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event, Stream, is_device_array
+from mpidist.arrays.dtypes import DType
+from mpidist.core import nest
+from mpidist.input.input_options import InputOptions
+from mpidist.input.input_workers import InputWorkers
+from mpidist.input.local_batches import MISSING
+from mpidist.input.read_ahead import Readers
+from mpidist.values.placement import Place, place_at
+
+# At which multiples of bytes arrays start in page-locked memory.
+_ALIGNMENT = 256
+
+
+class _Buffer:
+    """Page-locked memory for the batch of one replica."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._memory: Array = np.empty(0, np.uint8)
+        self.copied: Event | None = None
+        """When the device has read it; None where it is not being read."""
+
+    def take(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return copies of ``arrays`` in this memory, once the device has read what was there before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._memory.nbytes:
+            with self._place.current():
+                self._memory = self._place.ops.pinned(end)
+        return [self._put(array, start) for array, start in zip(arrays, starts, strict=True)]
+
+    def _put(self, array: Array, start: int) -> Array:
+        staged = self._memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(staged, array)
+        return staged
+
+
+class _Staged:
+    """A batch of one replica with its arrays in page-locked memory."""
+
+    def __init__(self, batch: Any, indices: list[int], arrays: list[Array], buffer: _Buffer) -> None:
+        self.batch, self.indices, self.arrays, self.buffer = batch, indices, arrays, buffer
+
+
+class _Transfer:
+    """The copies to the device of one replica."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._stream: Stream = place.ops.stream(place.number)
+        self._free: deque[_Buffer] = deque()
+        self._made: list[_Buffer] = []
+
+    def stage(self, batch: Any) -> Any:
+        """Put the arrays of a batch into page-locked memory; in the reading thread."""
+        leaves = nest.flatten(batch)
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
+        try:
+            buffer = self._free.popleft()
+        except IndexError:
+            buffer = _Buffer(self.place)
+            self._made.append(buffer)
+        return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
+
+    def send(self, staged: _Staged) -> tuple[Any, Event]:
+        """Start copying, and return the batch on the device with the event when it is there; in the caller's thread."""
+        ops, device = self.place.ops, self.place.number
+        leaves = nest.flatten(staged.batch)
+        with self.place.current():
+            leaves = [self.place.brings(leaf) if is_device_array(leaf) else leaf for leaf in leaves]
+            targets = [ops.empty(array.shape, array.dtype, device) for array in staged.arrays]
+            self._stream.wait(ops.current_stream(device).record())
+            for target, array in zip(targets, staged.arrays, strict=True):
+                if math.prod(array.shape):
+                    ops.copy_to_device(target, array, self._stream)
+            event = self._stream.record()
+        staged.buffer.copied = event
+        self._free.append(staged.buffer)
+        for index, target in zip(staged.indices, targets, strict=True):
+            leaves[index] = target
+        return nest.pack_like(staged.batch, leaves), event
+
+    def receive(self, event: Event) -> None:
+        """Let the caller's stream wait for a batch."""
+        self.place.ops.current_stream(self.place.number).wait(event)
+
+    def drain(self) -> None:
+        """Wait until the device has read all that is on its way to it."""
+        for buffer in self._made:
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+
+
+class DeviceFeed(Iterator[list[Any]]):
+    """The steps of a pass with the batch of each local replica on its device, some of them copied ahead of use.
+
+    Args:
+        open_steps: Returns the steps, lists with a batch per local replica; called in a thread that reads them.
+        places: Where the batches of each replica go; those of the host stay as they are.
+        size: How many steps are held ready on the devices.
+        readers: The threads of the pass.
+    """
+
+    def __init__(
+        self,
+        open_steps: Callable[[], Iterator[list[Any]]],
+        places: Sequence[Place],
+        size: int,
+        readers: Readers,
+    ) -> None:
+        transfers = [None if place.is_host else _Transfer(place) for place in places]
+        self._transfers: list[_Transfer | None] = transfers
+        self._size = size
+        self._source = readers.open(lambda: (_staged(step, transfers) for step in open_steps()), size)
+        self._on_the_way: deque[list[tuple[Any, Event | None]]] = deque()
+        self._end: Exception | None = None
+        # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
+        self._finalizer = weakref.finalize(self, _drain, [transfer for transfer in transfers if transfer is not None])
+
+    def __next__(self) -> list[Any]:
+        if not self._on_the_way:
+            self._raise_end()
+            self._on_the_way.append(self._sent(next(self._source)))
+        ready = self._on_the_way.popleft()
+        self._send_ahead()
+        step = []
+        for transfer, (batch, event) in zip(self._transfers, ready, strict=True):
+            if transfer is not None and event is not None:
+                transfer.receive(event)
+            step.append(batch)
+        return step
+
+    def _send_ahead(self) -> None:
+        """Start the copies of what has been read already, for up to ``size`` steps."""
+        while len(self._on_the_way) < self._size and self._end is None and self._source.has_ready():
+            try:
+                self._on_the_way.append(self._sent(next(self._source)))
+            except Exception as error:  # the end, or an error of reading: raised after the steps before it
+                self._end = error
+
+    def _raise_end(self) -> None:
+        end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
+        try:
+            if end is not None:
+                raise end
+        finally:
+            del end  # its traceback holds this frame
+
+    def _sent(self, step: list[Any]) -> list[tuple[Any, Event | None]]:
+        return [
+            transfer.send(part) if transfer is not None and isinstance(part, _Staged) else (part, None)
+            for transfer, part in zip(self._transfers, step, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Let go of the steps that are held ready, once their copies are done."""
+        self._finalizer()
+        self._on_the_way.clear()
+
+
+def _staged(step: list[Any], transfers: Sequence[_Transfer | None]) -> list[Any]:
+    return [
+        batch if transfer is None or batch is MISSING else transfer.stage(batch)
+        for transfer, batch in zip(transfers, step, strict=True)
+    ]
+
+
+def _drain(transfers: Sequence[_Transfer]) -> None:
+    for transfer in transfers:
+        transfer.drain()
+
+
+def _can_travel(dtype: DType) -> bool:
+    """Whether a device can hold elements of ``dtype``; text and objects stay on the host."""
+    return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
+
+
+def on_place(place: Place, batch: Any) -> Any:
+    """Return ``batch`` with its arrays brought to ``place``."""
+    return nest.map_structure(
+        lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype) else leaf, batch
+    )
+
+
+def fetch_places(workers: InputWorkers, options: InputOptions | None) -> list[Place] | None:
+    """Return where the batches of the local replicas are to be copied; None where they all stay."""
+    if options is not None and options.experimental_fetch_to_device is False:
+        return None
+    places = [place_at(device) for device in workers.devices]
+    return None if all(place.is_host for place in places) else places

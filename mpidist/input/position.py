@@ -1,0 +1,120 @@
+"""Position: where an iterator stands, as it is saved and restored."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT = "mpidist iterator"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """How much of a pass has been taken, and all that the order of its elements depends on.
+
+    The numbers count from the beginning of the pass: first ``rows``, then ``steps``, then ``elements``. They, the
+    seeds and ``replica_counts`` are those of the ranks that began the pass, whoever goes on with it.
+
+    Attributes:
+        pass_number: Which pass over the dataset it is, from 0.
+        replica_counts: Local replicas of every worker.
+        division: By which rule the workers divided the dataset, see ``LocalBatches``.
+        pipelines: Outlines of the pipelines of all workers in turn; a single one where all are alike.
+        seeds: For each of them, those of its shuffles that were given none.
+        batch_size: Of the last ``batch`` of the first pipeline; None where there is none.
+        own_orders: Whether each worker has an order of its own.
+        rows: Rows that were taken by global batches of another size.
+        steps: Steps that were taken by all replicas in ``replica_counts``.
+        elements: Elements that were taken after these steps, in the order in which replicas would have got them.
+
+    >>> position = Position(0, (1, 1), "global batches", ("range(0, 10).batch(*)",), ((),), 4, False, steps=2)
+    >>> Position.from_json(position.to_json()) == position
+    True
+    """
+
+    pass_number: int
+    replica_counts: tuple[int, ...]
+    division: str
+    pipelines: tuple[str, ...]
+    seeds: tuple[tuple[int, ...], ...]
+    batch_size: int | None
+    own_orders: bool
+    rows: int = 0
+    steps: int = 0
+    elements: int = 0
+
+    def pipeline(self, number: int) -> tuple[str, tuple[int, ...]]:
+        """Return outline and seeds of the pipeline ``number`` of all workers."""
+        number = 0 if len(self.pipelines) == 1 else number
+        return self.pipelines[number], self.seeds[number]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in types that JSON has."""
+        lists = {
+            "replica_counts": list(self.replica_counts),
+            "pipelines": list(self.pipelines),
+            "seeds": [list(seeds) for seeds in self.seeds],
+        }
+        return {"format": FORMAT, "version": VERSION, **asdict(self), **lists}
+
+    @staticmethod
+    def from_json(content: Any) -> Position:
+        """Return what :meth:`to_json` gave.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: It is not the state of an iterator, or that of another version.
+        """
+        if not isinstance(content, dict):
+            raise TypeError(
+                f"state is {content!r} of type {type(content).__name__}; expected what state() of an iterator returned"
+            )
+        if content.get("format") != FORMAT or content.get("version") != VERSION:
+            raise ValueError(
+                f"state has format {content.get('format')!r} and version {content.get('version')!r}; expected "
+                f"{FORMAT!r} and {VERSION}, as state() of an iterator returns them"
+            )
+        for name, is_right in _CHECKS.items():
+            if name not in content or not is_right(content[name]):
+                raise ValueError(
+                    f"state is damaged: its {name} is {content.get(name)!r}; expected what state() of an iterator "
+                    "returned, unchanged"
+                )
+        if len(content["pipelines"]) != len(content["seeds"]):
+            raise ValueError("state is damaged: it has other numbers of pipelines and seeds")
+        found = {name: content[name] for name in _CHECKS}
+        found["replica_counts"] = tuple(content["replica_counts"])
+        found["pipelines"] = tuple(content["pipelines"])
+        found["seeds"] = tuple(map(tuple, content["seeds"]))
+        return Position(**found)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _is_list(value: object, is_right: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_right, value))
+
+
+def _are_seeds(value: object) -> bool:
+    return isinstance(value, list) and all(type(seed) is int and seed >= 0 for seed in value)
+
+
+_CHECKS = {
+    "pass_number": _is_count,
+    "replica_counts": lambda value: _is_list(value, _is_positive),
+    "division": lambda value: isinstance(value, str),
+    "pipelines": lambda value: _is_list(value, lambda text: isinstance(text, str)),
+    "seeds": lambda value: _is_list(value, _are_seeds),
+    "batch_size": lambda value: value is None or _is_positive(value),
+    "own_orders": lambda value: isinstance(value, bool),
+    "rows": _is_count,
+    "steps": _is_count,
+    "elements": _is_count,
+}

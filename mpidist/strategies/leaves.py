@@ -1,0 +1,105 @@
+"""The leaves of what strategies are given to reduce or gather: whether that can be done, and making up the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
+from mpidist.core import nest
+from mpidist.core.enums import ReduceOp
+from mpidist.values import DistributedValues, IndexedSlices
+from mpidist.values.placement import copy_of, place_of
+
+
+def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
+    """Raise ValueError unless ``out`` can take the result of reducing ``value`` over ``num_replicas`` replicas."""
+    for leaf, target_array in zip(nest.flatten(value), outputs_for(value, out), strict=True):
+        if isinstance(leaf, IndexedSlices):
+            raise ValueError("out was given for IndexedSlices, whose number of rows is not known; leave it out")
+        array = to_array(leaf)
+        dtype = reduction_dtypes(array.dtype, op)[1] if num_replicas > 1 else array.dtype
+        if (target_array.shape, target_array.dtype) != (array.shape, dtype):
+            raise ValueError(
+                f"out has {target_array.dtype}{target_array.shape}; expected {dtype}{array.shape}, as the result has"
+            )
+        if not getattr(target_array.flags, "writeable", True):  # CuPy's arrays always are
+            raise ValueError("out is read-only; expected arrays that can be written")
+
+
+def outputs_for(value: Any, out: Any) -> list[Array]:
+    """Return the arrays of ``out``, which has to have the structure of ``value``."""
+    try:
+        nest.assert_same_structure(value, out)
+    except ValueError as error:
+        raise ValueError(f"out does not fit the value: {error}") from None
+    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
+
+
+def copy_into(out: Any, value: Any) -> Any:
+    """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
+    nest.map_structure(lambda target, source: _copy_leaf(to_array(target, "out"), to_array(source)), out, value)
+    return out
+
+
+def _copy_leaf(target: Array, source: Array) -> None:
+    place = place_of(target)
+    with place.current():
+        np.copyto(target, place.brings(source))
+
+
+def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
+    """Raise TypeError unless ``op`` can reduce each of ``leaves``, so that one replica refuses what several would."""
+    for leaf in leaves:
+        reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
+
+
+def check_can_gather(value: Any, axis: int, method: str) -> None:
+    """Raise unless ``value`` can be concatenated along ``axis``."""
+    sample = value.values[0] if isinstance(value, DistributedValues) else value
+    if isinstance(sample, IndexedSlices):
+        raise NotImplementedError(f"{method} of IndexedSlices is not offered; gather their values and indices")
+    array = to_array(sample)
+    check_transportable(array.dtype, method)
+    if array.ndim == 0:
+        raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
+    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
+            f"expected an axis from {-array.ndim} to {array.ndim - 1}"
+        )
+
+
+def restored(sample: Any, array: Array) -> Any:
+    """Return ``array`` as an array of the kind of ``sample``."""
+    restore = restorer(sample)
+    return array if restore is None else restore(array)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of ``value``; IndexedSlices as they are."""
+    if isinstance(value, IndexedSlices):
+        return value
+    return restored(value, copy_of(to_array(value)))
+
+
+def concatenated(arrays: Sequence[Array], axis: int) -> Array:
+    """Return the arrays of the replicas, which lie in one place, one after the other along ``axis``.
+
+    Raises:
+        ValueError: They differ in dtype or along another axis.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    position = axis % arrays[0].ndim
+    kinds = [(a.dtype, a.ndim, *(n for i, n in enumerate(a.shape) if i != position)) for a in arrays]
+    if any(kind != kinds[0] for kind in kinds):
+        shown = ", ".join(f"{a.dtype}{a.shape}" for a in arrays)
+        raise ValueError(
+            f"the values of the replicas cannot be concatenated along axis {axis}: {shown}; "
+            "expected equal dtypes and equal sizes along every other axis"
+        )
+    return np.concatenate(arrays, axis)

@@ -1,0 +1,247 @@
+"""What CuPy leaves to its caller: the order between streams, devices that are not current, memory that is in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.arrays.device_ops import ops_for
+from tests.support.fake_cupy.devices import machine
+
+FLOAT = np.dtype("float32")
+
+
+class Gate:
+    """Holds a stream until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def hold(self, stream: Any) -> None:
+        with stream:  # the default stream is that of the current device
+            stream.raw.launch_host_func(lambda gate: gate.wait(30), self._open)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def ops(fake_gpus: Any) -> CupyOps:
+    made = ops_for("gpu")
+    assert isinstance(made, CupyOps)
+    return made
+
+
+@pytest.fixture
+def gate(fake_gpus: Any) -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+
+
+def test_a_stream_and_its_device_are_current_together(fake_gpus: Any, ops: CupyOps) -> None:
+    stream = ops.stream(1)
+    assert fake_gpus.cuda.runtime.getDevice() == 0
+    with stream:
+        assert fake_gpus.cuda.runtime.getDevice() == 1
+        assert fake_gpus.cuda.get_current_stream().ptr == stream.handle != 0
+        with ops.stream(0):
+            assert fake_gpus.cuda.runtime.getDevice() == 0
+        assert fake_gpus.cuda.runtime.getDevice() == 1
+    assert fake_gpus.cuda.runtime.getDevice() == 0
+    assert fake_gpus.cuda.get_current_stream(1).ptr == 0
+
+
+def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: CupyOps) -> None:
+    class Refused:
+        ptr = 0
+
+        def use(self) -> None:
+            raise RuntimeError("refused")
+
+    stream = ops.stream(1)
+    stream.raw = Refused()
+    with pytest.raises(RuntimeError, match="refused"), stream:
+        pass
+    assert fake_gpus.cuda.runtime.getDevice() == 0
+
+
+def test_a_stream_that_the_program_uses_stays_current(fake_gpus: Any, ops: CupyOps) -> None:
+    own, ours = fake_gpus.cuda.Stream(non_blocking=True), ops.stream(0)
+    own.use()
+    with ours, ours:
+        assert fake_gpus.cuda.get_current_stream().ptr == ours.handle
+    assert fake_gpus.cuda.get_current_stream().ptr == own.ptr
+
+
+def test_an_event_is_not_done_before_what_it_follows(ops: CupyOps, gate: Gate) -> None:
+    stream = ops.stream(1)
+    gate.hold(stream)
+    event = stream.record()
+    assert not event.is_done
+    gate.open()
+    event.synchronize()
+    assert event.is_done
+
+
+def test_an_event_of_a_failed_device_raises(fake_gpus: Any, ops: CupyOps) -> None:
+    runtime = fake_gpus.cuda.runtime
+
+    def fail(_: None) -> None:
+        raise runtime.CUDARuntimeError(700)
+
+    stream = ops.stream(1)
+    with stream:
+        stream.raw.launch_host_func(fail, None)
+    with pytest.raises(runtime.CUDARuntimeError, match="cudaErrorIllegalAddress"):
+        stream.synchronize()
+    with pytest.raises(runtime.CUDARuntimeError, match="cudaErrorIllegalAddress"):
+        stream.record()
+    event = ops.stream(0).record()
+    event.synchronize()
+    assert event.is_done
+
+
+def test_an_event_before_the_failure_raises_as_well(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+    def fail(_: None) -> None:
+        raise fake_gpus.cuda.runtime.CUDARuntimeError(700)
+
+    stream, other = ops.stream(0), ops.stream(0)
+    event = stream.record()
+    event.synchronize()
+    assert event.is_done
+    other.raw.launch_host_func(fail, None)
+    with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError):
+        other.synchronize()
+    with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        event.is_done
+
+
+def test_a_stream_waits_for_the_event_of_another_device(ops: CupyOps, gate: Gate) -> None:
+    first, second = ops.stream(0), ops.stream(1)
+    gate.hold(first)
+    second.wait(first.record())
+    event = second.record()
+    assert not event.is_done
+    gate.open()
+    second.synchronize()
+    assert event.is_done
+
+
+def test_pinned_memory_may_be_changed_once_it_was_given_away(ops: CupyOps, gate: Gate) -> None:
+    pinned = ops.pinned(400).view(FLOAT)
+    pinned[:] = 5
+    gate.hold(ops.current_stream(1))
+    array = ops.from_host(pinned, 1)
+    pinned[:] = -1
+    gate.open()
+    np.testing.assert_array_equal(ops.to_host(array), np.full(100, 5, FLOAT))
+
+
+def test_the_staging_of_arrays_is_kept_until_the_gpu_has_read_it(ops: CupyOps, gate: Gate) -> None:
+    gate.hold(ops.current_stream(0))
+    arrays = [ops.from_host(np.full(100, number, FLOAT), 0) for number in range(5)]
+    gate.open()
+    for number, array in enumerate(arrays):
+        np.testing.assert_array_equal(ops.to_host(array), np.full(100, number, FLOAT))
+    ops.from_host(np.zeros(1, FLOAT), 0)
+    ops.current_stream(0).synchronize()
+    ops.from_host(np.zeros(1, FLOAT), 0)
+    assert len(ops._sending._items) <= 1
+
+
+def test_large_arrays_pin_little_memory(fake_gpus: Any, ops: CupyOps) -> None:
+    for mebibytes in (9, 17, 33):
+        value = np.arange(mebibytes << 18, dtype=np.int32)
+        np.testing.assert_array_equal(ops.to_host(ops.from_host(value, 0)), value)
+    sizes = [block.nbytes for block in machine().pinned._blocks]
+    assert max(sizes) == 4 << 20
+    # The pool keeps what it pinned for each size apart: that of the pieces, and that of the ends of the arrays.
+    assert all(size * sizes.count(size) <= 32 << 20 for size in sizes)
+
+
+def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+    opening = threading.Timer(0.2, gate.open)
+    gate.hold(ops.current_stream(0))
+    opening.start()
+    arrays = [ops.from_host(np.full(1 << 20, number, np.int32), 0) for number in range(12)]
+    assert [int(ops.to_host(array).max()) for array in arrays] == list(range(12))
+    assert sum(block.nbytes for block in machine().pinned._blocks) <= 32 << 20
+    opening.join()
+
+
+def test_a_copy_to_another_device_waits_for_what_is_left_to_do_there(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+    array = ops.zeros((100,), FLOAT, 0)
+    late = ops.pinned(400)
+    late.view(FLOAT)[:] = 3
+    gate.hold(ops.current_stream(0))
+    ops.copy_to_device(array, late, ops.current_stream(0))
+    copy = ops.copy(array, 1)
+    gate.open()
+    np.testing.assert_array_equal(ops.to_host(copy), np.full(100, 3, FLOAT))
+
+
+def test_the_source_of_a_copy_may_be_overwritten_at_once(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+    array = ops.from_host(np.full(100, 3, FLOAT), 0)
+    other = ops.pinned(400)
+    other.view(FLOAT)[:] = -1
+    gate.hold(ops.current_stream(1))
+    copy = ops.copy(array, 1)
+    ops.copy_to_device(array, other, ops.current_stream(0))
+    gate.open()
+    np.testing.assert_array_equal(ops.to_host(copy), np.full(100, 3, FLOAT))
+
+
+def test_the_source_of_a_copy_may_be_dropped_at_once(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+    array = ops.from_host(np.arange(200, dtype=FLOAT).reshape(10, 20), 0)
+    gate.hold(ops.current_stream(1))
+    with ops.on(0):
+        copy = ops.copy(array.T, 1)
+    del array
+    gate.open()
+    np.testing.assert_array_equal(ops.to_host(copy), np.arange(200, dtype=FLOAT).reshape(10, 20).T)
+
+
+def test_reading_waits_for_the_stream_that_is_current_on_the_arrays_device(
+    fake_gpus: Any, ops: CupyOps, gate: Gate
+) -> None:
+    array = ops.zeros((100,), FLOAT, 1)
+    ops.current_stream(1).synchronize()
+    stream = ops.stream(1)
+    late = ops.pinned(400)
+    late.view(FLOAT)[:] = 4
+    gate.hold(stream)
+    ops.copy_to_device(array, late, stream)
+    opening = threading.Timer(0.2, gate.open)
+    opening.start()
+    with stream, ops.on(0):
+        np.testing.assert_array_equal(ops.to_host(array), np.full(100, 4, FLOAT))
+    opening.join()
+
+
+def test_copies_may_be_given_to_streams_while_another_device_is_current(fake_gpus: Any, ops: CupyOps) -> None:
+    array = ops.from_host(np.arange(100, dtype=FLOAT), 1)
+    for stream in (ops.stream(1), ops.current_stream(1)):
+        stream.wait(ops.current_stream(1).record())
+        host = ops.pinned(400)
+        ops.copy_to_host(host, array, stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(host.view(FLOAT), np.arange(100, dtype=FLOAT))
+
+
+def test_each_thread_has_its_own_current_device_and_stream(fake_gpus: Any, ops: CupyOps) -> None:
+    seen = []
+
+    def look() -> None:
+        seen.append((fake_gpus.cuda.runtime.getDevice(), ops.current_stream(1).handle))
+
+    with ops.stream(1):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert seen == [(0, 0)]

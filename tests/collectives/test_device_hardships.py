@@ -1,0 +1,247 @@
+"""Collectives on GPUs where something is scarce, late, broken or in an unusual order: a test for each hardship.
+
+On stand-ins for CuPy and NCCL (see tests/support/fake_cupy), whose GPUs do NCCL's calls one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist import Communicator
+from mpidist.collectives.algorithms import device_hierarchical, device_ring
+from mpidist.collectives.algorithms.wires import NAMES as WIRES
+from mpidist.core.errors import PeerError
+from mpidist.experimental import CommunicationOptions
+from mpidist.topology import import_mpi, world_topology
+from tests.support import fake_cupy
+from tests.support.fake_cupy import devices, memory
+from tests.support.fake_cupy import nccl as fake_nccl
+from tests.support.fake_cupy.nccl_messages import Steps
+
+pytestmark = [pytest.mark.min_ranks(2), pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)]
+HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
+# So long may take what has to happen, and is looked out for what must not.
+LIMIT_SECONDS, MOMENT_SECONDS = 20.0, 0.3
+
+
+@pytest.fixture
+def cupy(fake_gpus: Any) -> Iterator[Any]:
+    """Each rank has a GPU of its own."""
+    with fake_gpus.cuda.Device(world_topology().rank):
+        yield fake_gpus
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+@pytest.fixture
+def per_node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many ranks on each node, or one more on each than there are ranks."""
+    ranks: int = getattr(request, "param", 1)
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", str(ranks))
+    return ranks
+
+
+# The order of calls -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_node", [8, 2], indirect=True)
+def test_two_communicators_use_nccl_in_one_order_on_all_ranks(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int
+) -> None:
+    if per_node == 2 and world_topology().size < 4:
+        pytest.skip("two nodes with two ranks each")
+    order: list[int] = []
+    launch, barrier = fake_nccl._launch, import_mpi().COMM_WORLD.Barrier
+
+    def noted(raw: Any, calls: Any) -> None:
+        order.append(raw._transport._number)
+        launch(raw, calls)
+
+    monkeypatch.setattr(fake_nccl, "_launch", noted)
+    with Communicator() as one, Communicator() as other:
+        mine, total = cupy.full(100_000, one.rank + 1, "f4"), sum(range(1, one.size + 1))
+        values = [mine, mine * 2]
+        for number in range(30):
+            is_late = (one.rank + number) % 2
+            if is_late:
+                barrier()
+            works = [comm.all_reduce_async("SUM", value) for comm, value in zip((one, other), values, strict=True)]
+            if not is_late:
+                barrier()
+            for place in (0, 1) if is_late else (1, 0):
+                assert (works[place].wait().get() == total * (place + 1)).all()
+        orders = one.all_gather_object(order)
+    assert len(order) >= 60
+    assert order in [others for rank, others in enumerate(orders) if rank != one.rank]
+
+
+def test_each_wait_is_for_the_stream_that_is_current_there(cupy: Any, gate: threading.Event) -> None:
+    with Communicator() as comm:
+        comm.all_reduce("SUM", cupy.ones(3)).get()
+        lane_stream = comm._engine._on_device.lane.stream.raw
+        lane_stream.launch_host_func(lambda _: gate.wait(LIMIT_SECONDS), None)
+        # Forced, as small sums between nodes pass through the host, and there on the caller's stream alone.
+        options = CommunicationOptions(algorithm="nccl")
+        work = comm.all_reduce_async("SUM", cupy.full(1000, 7, "f4"), options=options)
+        early = [threading.Event() for _ in range(3)]
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in early]
+        for stream, event in zip(streams, early, strict=True):
+            with stream:
+                result = work.wait()
+                stream.launch_host_func(lambda event: event.set(), event)
+        assert not [event for event in early if event.wait(MOMENT_SECONDS)]
+        gate.set()
+        for stream in streams:
+            assert (result.get(stream=stream) == 7 * comm.size).all()
+
+
+# Results in the place of inputs -------------------------------------------------------------------------------------
+
+
+def test_an_input_and_its_result_overlap_while_another_device_is_current(fake_gpus: Any) -> None:
+    with Communicator() as comm:
+        size = comm.size
+        with fake_gpus.cuda.Device((comm.rank + 1) % 6):
+            same, base = fake_gpus.ones(1000, "f4"), fake_gpus.arange(10.0)
+            pair = [fake_gpus.full(5, 1.0), fake_gpus.full(5, 2.0)]
+        comm.all_reduce("SUM", same, out=same)
+        comm.all_reduce("SUM", base[:8], out=base[2:])
+        comm.all_reduce("SUM", pair, out=pair[::-1])
+        assert comm.all_reduce("SUM", 1.0) == size
+        assert (same.get() == size).all()
+        assert base.get().tolist() == [0, 1, *(size * value for value in range(8))]
+        assert [part.get()[0] for part in pair] == [2 * size, size]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("algorithm", ["nccl", "staged"])
+def test_a_call_in_place_copies_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, op: str, algorithm: str) -> None:
+    options = CommunicationOptions(deterministic=algorithm == "staged")
+    asked: list[int] = []
+    take = memory.Memory.__init__
+
+    def noted(self: Any, size: int) -> None:
+        asked.append(size)
+        take(self, size)
+
+    with Communicator() as comm:
+        array = cupy.ones(1 << 16, "f4")
+        comm.all_reduce(op, array, out=array, options=options)
+        monkeypatch.setattr(memory.Memory, "__init__", noted)
+        comm.all_reduce(op, array, out=array, options=options)
+        assert sum(asked) < array.nbytes
+        assert (array.get() == (comm.size**2 if op == "SUM" else 1)).all()
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: Any, after: int) -> None:
+    # A communicator of its own: it is not used any more where a rank was told of an error.
+    with Communicator(world_topology().world) as comm:
+        arrays = [cupy.ones(1000, "f4") for _ in range(3)]
+        for result in comm.all_reduce("SUM", arrays):
+            assert (result.get() == comm.size).all()
+        is_poor = comm.rank == comm.size - 1
+        if is_poor:
+            # For the results, and after them for the pack.
+            fake_cupy.fail_allocations(after=after)
+            with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+                comm.all_reduce("SUM", arrays)
+        else:
+            with pytest.raises(PeerError, match=f"rank {comm.size - 1}.*Out of memory"):
+                comm.all_reduce("SUM", arrays)
+        # It has let go of something.
+        assert comm.all_reduce("SUM", arrays)[2].get().tolist() == [comm.size] * 1000
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "staged"])
+def test_results_that_are_there_are_not_kept_until_the_next_call(cupy: Any, algorithm: str) -> None:
+    options = CommunicationOptions(deterministic=algorithm == "staged")
+    with Communicator() as comm:
+        array = cupy.ones(1 << 16, "f4")
+        comm.all_reduce("SUM", array, options=options).get()
+        before = _used_bytes()
+        with cupy.cuda.Stream(non_blocking=True):
+            work = comm.all_reduce_async("SUM", array, options=options)
+        assert (work.wait().get() == comm.size).all()
+        del work
+        give_up = time.monotonic() + LIMIT_SECONDS
+        while _used_bytes() > before:
+            assert time.monotonic() < give_up, f"{_used_bytes() - before} bytes are kept"
+            time.sleep(0.01)
+
+
+def _used_bytes() -> int:
+    return devices.machine().used[devices.current_device()]
+
+
+@pytest.mark.parametrize("count", [1000, 100_000, 700_000])
+def test_the_size_of_slices_is_the_smallest_that_a_rank_was_told(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, count: int
+) -> None:
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
+    with Communicator() as comm:
+        got = comm.all_reduce("SUM", cupy.arange(count, dtype="f4") % 97, options=HIERARCHICAL)
+        np.testing.assert_array_equal(got.get(), np.arange(count, dtype="f4") % 97 * comm.size)
+
+
+# MPI on device memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_node", [1, 2], indirect=True)
+def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int
+) -> None:
+    if per_node == 2 and world_topology().size < 4:
+        pytest.skip("two nodes with two ranks each")
+    monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
+    under_way: set[int] = set()
+    most, at_once = [], []
+    cross, carry_out = device_ring.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
+
+    def counted(self: Any, flat: Any, op: Any, chunk: int) -> Steps[None]:
+        under_way.add(chunk)
+        most.append(len(under_way))
+        yield from cross(self, flat, op, chunk)
+        under_way.discard(chunk)
+
+    def looked_at(self: Any, turn: int, calls: Any) -> None:
+        at_once.append(len(under_way))
+        carry_out(self, turn, calls)
+        at_once.append(len(under_way))
+
+    with Communicator() as comm:
+        comm.all_reduce("SUM", cupy.ones(10, "f4"), options=HIERARCHICAL).get()
+        monkeypatch.setattr(device_ring.DeviceRing, "all_reduce", counted)
+        monkeypatch.setattr(fake_nccl.NcclCommunicator, "_carry_out", looked_at)
+        got = comm.all_reduce("SUM", cupy.ones(1 << 20, "f4"), options=HIERARCHICAL)
+        assert (got.get() == comm.size).all()
+    assert 1 < max(most) <= device_hierarchical.MOST_ON_DEVICE
+    assert not any(at_once)
+    assert per_node == 1 or at_once
+
+
+# Names of algorithms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_node", [8, 1], indirect=True)
+@pytest.mark.parametrize("name", ["hierarchical", *WIRES])
+def test_a_way_between_nodes_may_be_asked_for_on_any_number_of_nodes(cupy: Any, per_node: int, name: str) -> None:
+    with Communicator() as comm:
+        got = comm.all_reduce("SUM", cupy.ones(10_000, "f4"), options=CommunicationOptions(algorithm=name))
+        assert (got.get() == comm.size).all()
+        assert comm.last_algorithm == ("nccl" if per_node == 8 else "hierarchical")

@@ -1,0 +1,105 @@
+"""Flight records: the last collectives of each rank, which survive whatever ends it, and those of all ranks merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpidist.collectives.flight_file import DONE, ENTRIES, FAILED, RUNNING, Entry, FlightFile, path_of, read_flight
+from mpidist.collectives.flight_merge import first_divergence, merged_text, read_folder
+from tests.support.mpirun import run_script
+
+pytestmark = pytest.mark.one_rank
+
+
+def test_the_last_entries_are_kept(tmp_path: Path) -> None:
+    file = FlightFile(tmp_path / "new", 3, 4)
+    for number in range(1, ENTRIES + 11):
+        serial = file.begin("communicator 1 of ranks 0-3", number, f"all_reduce {number}", "train.py:3 (step)")
+        if number < ENTRIES + 9:
+            file.end(serial, failed=number == ENTRIES + 8)
+    flight = read_flight(path_of(tmp_path / "new", 3))
+    assert (flight.rank, flight.ranks) == (3, 4)
+    assert [entry.number for entry in flight.entries] == list(range(11, ENTRIES + 11))
+    assert [entry.state for entry in flight.entries[-4:]] == [DONE, FAILED, RUNNING, RUNNING]
+    last = flight.entries[-3]
+    assert (last.text, last.call_site) == (f"all_reduce {ENTRIES + 8}", "train.py:3 (step)")
+    assert last.begin <= last.end
+
+
+def test_long_texts_are_cut_and_others_are_refused(tmp_path: Path) -> None:
+    file = FlightFile(tmp_path, 0, 1)
+    file.begin("c" * 500, 1, "ä" * 500, "/a" * 500 + "/train.py:3 (step)")
+    (entry,) = read_flight(path_of(tmp_path, 0)).entries
+    assert entry.communicator == "c" * 80
+    assert entry.text.startswith("ä" * 100)
+    assert entry.call_site.endswith("/train.py:3 (step)")
+    path_of(tmp_path, 0).write_bytes(b"{}")
+    with pytest.raises(ValueError, match="no flight record of this version"):
+        read_flight(path_of(tmp_path, 0))
+    with pytest.raises(FileNotFoundError, match="run the job with MPIDIST_FLIGHT_RECORD="):
+        read_folder(str(tmp_path / "nothing"))
+
+
+KILLED = """
+import os, signal, sys, numpy, mpidist
+comm = mpidist.Communicator()
+for step in range(3):
+    comm.all_reduce("SUM", numpy.ones(5))
+if comm.rank == 1:
+    work = comm.all_reduce_async("SUM", numpy.ones(1 << 20))
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.barrier()
+"""
+
+
+def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
+    job = run_script(KILLED, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
+    assert job.returncode != 0
+    flights = read_folder(str(tmp_path))
+    assert [flight.rank for flight in flights] == [0, 1, 2]
+    killed = flights[1].entries
+    assert [entry.text for entry in killed[-4:-1]] == ["all_reduce SUM of float64(5,)"] * 3
+    assert killed[-1].text == "all_reduce SUM of float64(1048576,)"
+    assert killed[-1].state == RUNNING
+    text = merged_text(flights, 3)
+    number = killed[-1].number
+    assert f"  the ranks went apart at number {number}:\n" in text
+    assert "    rank 1: all_reduce SUM of float64(1048576,), at " in text
+    assert f"    ranks 0,2: barrier, at {flights[0].entries[-1].call_site}\n" in text
+    assert f"came to number {number}, which had not ended" in text
+
+
+def entry(number: int, text: str, state: int = DONE) -> Entry:
+    return Entry(number, number, 1.0, 2.0 if state else 0.0, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)")
+
+
+def test_the_first_difference() -> None:
+    same = [entry(n, "barrier") for n in range(5, 9)]
+    assert first_divergence({0: same, 1: same[1:]}) is None
+    late = first_divergence({0: same, 1: same[:3]})
+    assert late is not None
+    assert (late.number, late.groups) == (8, {"barrier, at a.py:1 (f)": [0], "has not come to it": [1]})
+    other = first_divergence({0: same, 1: [*same[:2], entry(7, "all_reduce"), same[3]]})
+    assert other is not None
+    assert other.number == 7
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    job = run_script(
+        """
+import mpidist
+comm = mpidist.Communicator()
+comm.barrier()
+comm.close()
+""",
+        2,
+        env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)},
+    )
+    assert job.returncode == 0, job.stderr
+    flights = read_folder(str(tmp_path))
+    text = merged_text(flights, 10)
+    assert "ranks 0-1 came to number" in text
+    assert "went apart" not in text
+    assert merged_text(flights[:1], 10).splitlines()[1] == "  without rank 1: they left no file"

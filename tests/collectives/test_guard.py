@@ -1,0 +1,153 @@
+"""What ranks that wait for one another say: who has not come, what each does, and on which line of its program."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.collectives.guard import Standing, report_text
+from tests.support.mpirun import run_script
+
+pytestmark = pytest.mark.one_rank
+
+LATE = """
+import os, signal, sys, time, numpy, mpidist
+
+comm = mpidist.Communicator()
+comm.all_reduce("SUM", numpy.ones(2))
+
+def load():
+    time.sleep(4)                                   # line 8
+
+if comm.rank == 1:
+    load()
+if comm.rank == 2:
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        pass
+if comm.rank == 3:
+    child = os.fork()
+    if child == 0:
+        time.sleep(4)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_reduce("SUM", numpy.ones(5))               # line 23
+comm.close()
+print("done")
+"""
+
+
+def test_one_report_names_all_that_are_waited_for() -> None:
+    job = run_script(LATE, 5, env={"MPIDIST_WARN_AFTER": "1"})
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split() == ["done"] * 5
+    assert job.stderr.count("for the other ranks") == 1
+    assert "ranks 0,4 of 5 have waited" in job.stderr
+    assert "for the other ranks in all_reduce SUM of float64(5,), collective number 3:\n" in job.stderr
+    last = "has not come to it: its last one was number 2, all_reduce SUM of float64(2,)"
+    lines = {line.split(":")[0].strip(): line for line in job.stderr.splitlines() if line.startswith("  rank")}
+    assert set(lines) == {"rank 1", "rank 2", "rank 3", "ranks 0,4"}
+    assert last in lines["rank 1"]
+    assert ":8 (load) (process " in lines["rank 1"]
+    assert last in lines["rank 2"]
+    assert "(<module>)" in lines["rank 2"]
+    assert "gave no answer within 2 s" in lines["rank 3"]
+    assert lines["ranks 0,4"].endswith(":23 (<module>)")
+
+
+def test_the_error_of_a_deadline_has_the_report() -> None:
+    job = run_script(LATE, 2, env={"MPIDIST_TIMEOUT": "1"})
+    assert job.returncode != 0
+    error = job.stderr[job.stderr.index("CollectiveTimeoutError") :]
+    assert "rank 0 of 2 has waited 1 s for the other ranks in all_reduce SUM of float64(5,)" in error
+    assert "  rank 1: has not come to it: its last one was number 2" in error
+
+
+def test_without_the_guard_each_rank_speaks_for_itself() -> None:
+    job = run_script(LATE, 3, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_GUARD": "0"})
+    assert job.returncode == 0, job.stderr
+    assert "rank 0 of 3 has waited 1 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
+    assert "its collective number 3, at " in job.stderr
+
+
+UNMOVED = """
+import time, numpy, mpidist
+comm = mpidist.Communicator()
+work = comm.all_reduce_async("SUM", numpy.ones(1 << 22))
+if comm.rank == 1:
+    time.sleep(3)
+work.wait()
+comm.close()
+"""
+
+
+def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> None:
+    job = run_script(UNMOVED, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
+    assert job.returncode == 0, job.stderr
+    assert "rank 1: has issued it, and does not move it on: its program is at" in job.stderr
+
+
+FIRST_IS_GONE = """
+import os, signal, time, numpy, mpidist
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    child = os.fork()
+    if child == 0:
+        time.sleep(5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_reduce("SUM", numpy.ones(5))
+comm.close()
+"""
+
+
+def test_another_rank_asks_where_the_first_does_not_answer() -> None:
+    job = run_script(FIRST_IS_GONE, 3, env={"MPIDIST_WARN_AFTER": "0.5"})
+    assert job.returncode == 0, job.stderr
+    assert "ranks 1-2 of 3 have waited" in job.stderr
+    assert "rank 0: gave no answer" in job.stderr
+
+
+SUBSET = """
+import time, numpy, mpidist
+world = mpidist.Communicator()
+part = world.split(world.rank // 2)
+if world.rank == 3:
+    time.sleep(2.5)
+part.all_reduce("SUM", numpy.ones(5))
+world.barrier()
+part.close()
+world.close()
+"""
+
+
+def test_each_communicator_speaks_for_itself() -> None:
+    job = run_script(SUBSET, 4, env={"MPIDIST_WARN_AFTER": "1"})
+    assert job.returncode == 0, job.stderr
+    assert "rank 0 of 2 has waited" in job.stderr
+    assert "ranks 0-1 of 4 have waited 1 s for the other ranks in barrier" in job.stderr
+    assert "ranks 2-3: has not come to it" not in job.stderr
+
+
+def test_reports_of_many_ranks_are_short() -> None:
+    waiting = {
+        rank: Standing(7, 7, "barrier", True, 60.0, False, None, "train.py:3 (step)", "process 1 on a")
+        for rank in range(900)
+    }
+    found = {
+        **waiting,
+        900: Standing(6, 6, "barrier", False, 70.0, False, None, "train.py:9 (load)", "process 2 on b"),
+        901: Standing(9, 9, "reduce", True, 70.0, False, None, "train.py:9 (load)", "process 3 on b"),
+        902: Standing(0, 0, "", False, 70.0, True, process="process 4 on b"),
+    }
+    assert report_text(7, found, 904).splitlines() == [
+        "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",
+        "  rank 900: has not come to it: its last one was number 6, barrier, 70 s ago; its program is at train.py:9 "
+        "(load) (process 2 on b)",
+        "  rank 901: waiting in number 9, reduce, at train.py:9 (load) (process 3 on b)",
+        "  rank 902: has ended its program (process 4 on b); it has made none yet",
+        "  rank 903: gave no answer within 2 s: its process has ended or was stopped, or runs code that keeps Python's "
+        "lock",
+        "  ranks 0-899: waiting for them at train.py:3 (step)",
+    ]

@@ -1,0 +1,1 @@
+"""Tests of the cross_device_ops room."""

@@ -1,0 +1,78 @@
+"""The GPU of tests/gpu: whether there is one, and how several ranks share it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# Where this is set, the stand-in for CuPy takes the place of the GPU, so that these tests are tried without one.
+STAND_IN = "TESTS_GPU_STAND_IN"
+
+
+def is_stand_in() -> bool:
+    """Whether there is no GPU, but the stand-in for CuPy."""
+    return bool(os.environ.get(STAND_IN))
+
+
+def use_stand_in_if_asked() -> None:
+    """Install the stand-in for CuPy where ``STAND_IN`` says so: by how many seconds its streams are late at most."""
+    if is_stand_in():
+        from tests.support import fake_cupy
+        from tests.support.fake_cupy import devices
+
+        if devices.installed() is None:
+            fake_cupy.install(devices=1, jitter=float(os.environ[STAND_IN]))
+
+
+def problem() -> str | None:
+    """Return why nothing can run on a GPU here, None where it can."""
+    from benchmarks.gpu_machine import gpu_problem
+
+    use_stand_in_if_asked()
+    return gpu_problem()
+
+
+def nccl_problem() -> str | None:
+    """Return why NCCL cannot be used here, None where it can."""
+    from mpidist.collectives import nccl_library
+
+    return problem() or nccl_library.nccl_problem()
+
+
+def join() -> tuple[Any, int]:
+    """Return CuPy and the world's rank of this process, on its GPU; call it first on every rank.
+
+    Several ranks may have one GPU: NCCL takes them for ranks of different hosts (docs/gpu.md, "Several ranks on one
+    GPU").
+    """
+    from mpi4py import MPI
+
+    import mpidist  # noqa: F401 - before MPI starts
+
+    use_stand_in_if_asked()
+    share_one_gpu(MPI.COMM_WORLD.rank)
+    from mpidist.arrays.cupy_module import require_cupy
+    from mpidist.topology import world_topology
+    from mpidist.topology.gpus import devices_of_each, visible_devices
+
+    cupy: Any = require_cupy()
+    node = world_topology().node
+    cupy.cuda.Device(devices_of_each(node.allgather(visible_devices()))[node.Get_rank()][0]).use()
+    return cupy, MPI.COMM_WORLD.rank
+
+
+def share_one_gpu(rank: int) -> None:
+    """Prepare NCCL, before its first use in this process, for other ranks on the same GPU."""
+    os.environ.update(
+        NCCL_HOSTID=f"mpidist-test-{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_NET="Socket",
+        NCCL_IB_DISABLE="1",
+        NCCL_MNNVL_ENABLE="0",
+        NCCL_NVLS_ENABLE="0",
+        NCCL_RAS_ENABLE="0",
+        NCCL_MAX_CTAS="2",
+        NCCL_ALGO="Ring",
+        NCCL_PROTO="Simple",
+    )
+    os.environ.setdefault("NCCL_DEBUG", "WARN")

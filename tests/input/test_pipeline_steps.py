@@ -1,0 +1,82 @@
+"""What every step of a pipeline can do: go on after other inputs, and tell how many rows come."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidist.input.dataset import Dataset
+from mpidist.input.file_dealing import FileNames
+from mpidist.input.pipeline import Items, Node, Rows
+from tests.input.policy_helpers import (
+    read,
+    stream,
+)
+
+pytestmark = pytest.mark.one_rank
+
+
+def kinds_of(node):
+    """Return the classes of all the steps of a pipeline."""
+    return {type(node)}.union(*map(kinds_of, node.inputs))
+
+
+def test_every_step_goes_on_alike_after_the_same_inputs():
+    rows = Dataset.range(12).map(lambda x: x * 2).shuffle(seed=1).prefetch(1).repeat(2).batch(3)
+    items = (
+        stream(9).map(lambda x: x).filter(lambda x: x > 1).shuffle(4, seed=1).batch(2).prefetch(2).skip(1).enumerate()
+    )
+    files = Dataset(FileNames(["0:3", "3:3"])).interleave(lambda path: Dataset.from_files([path], read)).batch(2)
+    pairs = Dataset.zip(items, Dataset.from_files(["0:3", "3:3"], read))
+
+    def again(node):
+        return node.with_inputs([again(before) for before in node.inputs])
+
+    seen = set()
+    for dataset in (rows, items, files, pairs):
+        twin = Dataset(again(dataset._node))
+        assert repr(twin) == repr(dataset)
+        assert twin.cardinality() == dataset.cardinality()
+        assert twin._node.batch_size() == dataset._node.batch_size()
+        assert twin._node.read_ahead == dataset._node.read_ahead
+        for one, other in zip(dataset, twin, strict=True):
+            assert str(one) == str(other)
+        seen |= kinds_of(dataset._node)
+
+    def subclasses(kind):
+        return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+    steps = {kind for kind in subclasses(Node) if kind.__module__.startswith("mpidist.")}
+    assert seen == steps - {Node, Rows, Items}  # which are abstract
+
+
+@given(
+    rows=st.integers(0, 20),
+    size=st.integers(1, 6),
+    drop=st.booleans(),
+    changes=st.lists(
+        st.sampled_from(
+            [
+                lambda d: d.repeat(2),
+                lambda d: d.repeat(0),
+                lambda d: d.take(2),
+                lambda d: d.skip(1),
+                lambda d: d.shard(2, 1),
+                lambda d: d.shuffle(seed=1),
+                lambda d: d.prefetch(2),
+                lambda d: d.filter(lambda x: True),
+                lambda d: d.map(lambda x: x),
+            ]
+        ),
+        max_size=3,
+    ),
+)
+def test_a_number_of_rows_that_is_known_is_right(rows, size, drop, changes):
+    dataset = Dataset.range(rows).batch(size, drop_remainder=drop)
+    for change in changes:
+        dataset = change(dataset)
+    known = dataset._node.row_count()
+    total = sum(map(len, dataset))
+    assert known in (-2, total)
+    if not changes:
+        assert known == total
+    assert Dataset.range(rows + 1).batch(size).repeat()._node.row_count() == -1

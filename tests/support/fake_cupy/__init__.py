@@ -1,0 +1,81 @@
+"""A stand-in for CuPy on machines without a GPU: devices are NumPy buffers, streams are threads that are late.
+
+``install()`` puts it into ``sys.modules``, ``uninstall()`` takes it out; the pytest fixture ``fake_gpus`` does both.
+``python -m tests.support.fake_cupy script.py`` runs a program on it. What shows on a GPU only by bad luck shows here
+as a rule: memory starts as NaN, freed memory is spoiled and soon somebody else's, NumPy operands are refused, work of
+one stream that does not wait for another meets memory as it was, NCCL runs one call at a time on each GPU, and a GPU
+on which anything failed does nothing more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+from mpidist.arrays import cupy_module, device_ops
+from tests.support.fake_cupy import devices as gpus
+from tests.support.fake_cupy import module
+from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations
+from tests.support.fake_cupy.nccl_kernels import Kernels
+
+__all__ = ["fail_allocations", "install", "uninstall"]
+
+_hidden: dict[str, ModuleType | None] = {}
+
+
+def install(devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_nccl: bool = True) -> ModuleType:
+    """Pretend that this process has CuPy and GPUs.
+
+    Args:
+        devices: How many GPUs.
+        jitter: Seconds by which each job of a stream is late at most.
+        nccl: Whether NCCL is there.
+        serial_nccl: Whether a GPU runs one kernel of NCCL at a time, in the order in which they were launched.
+
+    Returns:
+        The module ``cupy``.
+    """
+    if gpus.installed() is not None:
+        raise RuntimeError("fake_cupy is installed already; uninstall() it first")
+    machine = gpus.Machine(devices, jitter)
+    machine.pinned = PinnedMemoryPool()
+    machine.nccl_kernels = [Kernels(serial_nccl) for _ in range(devices)]
+    gpus.set_machine(machine)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupyx")]:
+        _hidden[name] = sys.modules.pop(name)
+    modules = module.build()
+    modules["cupy.cuda.nccl"] = modules["cupy.cuda"].nccl = _nccl(nccl)  # type: ignore[attr-defined]
+    sys.modules.update(modules)
+    _forget()
+    return modules["cupy"]
+
+
+def uninstall() -> None:
+    """Take it out again, and raise an error of a stream that nobody has seen."""
+    machine = gpus.installed()
+    if machine is None:
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupyx")]:
+        del sys.modules[name]
+    sys.modules.update(_hidden)  # type: ignore[arg-type]
+    _hidden.clear()
+    _forget()
+    try:
+        machine.close()
+    finally:
+        gpus.set_machine(None)
+
+
+def _nccl(there: bool) -> ModuleType:
+    # Without libnccl the module has this one name.
+    absent = ModuleType("cupy.cuda.nccl")
+    absent.available = False  # type: ignore[attr-defined]
+    if not there or importlib.util.find_spec("tests.support.fake_cupy.nccl") is None:
+        return absent
+    return importlib.import_module("tests.support.fake_cupy.nccl")
+
+
+def _forget() -> None:
+    cupy_module.find_cupy.cache_clear()
+    device_ops._gpu_ops.cache_clear()

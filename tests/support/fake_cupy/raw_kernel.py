@@ -1,0 +1,64 @@
+"""``cupy.RawKernel``: its source is not read; a function of kernels.py with the kernel's name does what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.support.fake_cupy.devices import current_device
+from tests.support.fake_cupy.ndarray import ndarray
+from tests.support.fake_cupy.streams import worker_of
+
+_MOST_THREADS = 1024
+
+
+class RawKernel:
+    """``cupy.RawKernel``.
+
+    The function is called as ``function(grid, block, args, device)`` by the stream's thread. Arrays of the device come
+    as the addresses of their first elements, as a kernel sees them; other arguments come as they are.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        name: str,
+        options: tuple[str, ...] = (),
+        backend: str = "nvrtc",
+        *,
+        translate_cucomplex: bool = False,
+        enable_cooperative_groups: bool = False,
+        jitify: Any = None,
+    ) -> None:
+        if not isinstance(options, tuple):
+            raise TypeError(f"Argument 'options' has incorrect type (expected tuple, got {type(options).__name__})")
+        if name not in code:
+            raise ValueError(f"the source has no kernel {name!r}")
+        self.code = code
+        self.name = name
+        self.options = options
+        self.backend = backend
+
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0, stream: Any = None) -> None:
+        from tests.support.fake_cupy.kernels import EMULATIONS
+
+        if not (isinstance(grid, tuple) and isinstance(block, tuple)):
+            raise TypeError("grid and block are tuples")
+        if not 0 < int(np.prod(block)) <= _MOST_THREADS:
+            raise ValueError(f"a block has 1 to {_MOST_THREADS} threads, and was to have {block}")
+        function = EMULATIONS[self.name]
+        seen = tuple(self._seen(value) for value in args)
+        worker = worker_of(stream)
+        worker.enqueue(lambda: function(grid, block, seen, worker.device))
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, ndarray):
+            if value.data.device_id != current_device():
+                raise RuntimeError(
+                    f"kernel {self.name} of gpu:{current_device()} would read memory of gpu:{value.data.device_id}"
+                )
+            return value.data.ptr
+        if isinstance(value, np.ndarray):
+            raise TypeError(f"Unsupported type {type(value)}")
+        return value
