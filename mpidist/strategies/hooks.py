@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +160,15 @@ class StrategyHooks:
 
     def _empty(self, shape: int | Sequence[int], dtype: Any, device: str) -> Any:
         raise NotImplementedError
+
+    def _apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+        """Update variables by summed gradients, with ``optimizer`` (a mpidist.training.Optimizer), in update context.
+
+        Args:
+            optimizer: Whose slots exist.
+            summed: Gradients and their variables, as they come in.
+        """
+        optimizer.update_copies(summed)
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around rank-local work whose errors every rank should learn of."""

@@ -258,14 +258,19 @@ class Optimizer:
                     "strategy.run(), and use it in all replicas"
                 )
 
-    def _update_all(self, iterations: Any, summed: Iterable[Summed]) -> None:
-        """Update the copies that the update context is about."""
-        step = int(iterations)
+    def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
+        """Have the strategy update what the update context is about."""
+        strategy = cast("Strategy", self.iterations.distribute_strategy)
+        strategy.extended._apply_gradients(self, summed)
+
+    def update_copies(self, summed: Iterable[Summed]) -> None:
+        """Update the copies that the update context is about by gradients that have been summed."""
+        step = self._step()
         rate = self._rate_at(step)
         for gradients, variables in summed:
             for gradient, variable in zip(gradients, variables, strict=True):
                 self._update_one(variable, gradient, rate, step)
-        iterations.assign_add(1)
+        self.iterations.assign_add(1)
 
     def _update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
         place = variable._local_place()

@@ -1,4 +1,4 @@
-"""Component: one replica's copy of a variable; and the reading and assigning that it shares with Variable."""
+"""Component: one copy of a variable; and the reading and assigning that it shares with Variable."""
 
 from __future__ import annotations
 
@@ -193,9 +193,25 @@ class Assignable(ReadsAsArray):
 
 
 class Component(Assignable):
-    """The copy of a variable that belongs to one local replica: what ``extended.update`` gives to its function.
+    """One copy of a variable: what ``extended.update`` gives to its function. Assignments act on this copy alone.
 
-    Assignments act on this copy alone.
+    Args:
+        name: Of the copy.
+        device: Where it is kept.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name = name
+        self.device = device
+        self.container: Variable
+
+    def _copy(self) -> Component:
+        """Return a component of another variable with the same value."""
+        raise NotImplementedError
+
+
+class ArrayComponent(Component):
+    """A copy in memory of this process, that of one local replica.
 
     Args:
         array: Its memory, which nobody else writes.
@@ -204,15 +220,13 @@ class Component(Assignable):
     """
 
     def __init__(self, array: Array, name: str, device: str) -> None:
+        super().__init__(name, device)
         self._array = array
         self._place = place_of(array)
         self._view: Array = array.view()
         if not is_device_array(array):
             # CuPy has no such flag; there only snapshots and results are given out.
             self._view.flags.writeable = False
-        self.name = name
-        self.device = device
-        self.container: Variable
 
     def _read(self) -> Array:
         return self._view
@@ -223,20 +237,19 @@ class Component(Assignable):
     def _local_place(self) -> Place:
         return self._place
 
-    def _assign(self, how: Assignment, value: Any) -> Component:
+    def _assign(self, how: Assignment, value: Any) -> ArrayComponent:
         self._place.calls(how, self._array, as_value_of(self, value))
         return self
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Component:
+    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> ArrayComponent:
         self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
         return self
 
-    def _copy(self) -> Component:
-        """Return a component of another variable with the same value."""
-        return Component(self._place.copies(self._array), self.name, self.device)
+    def _copy(self) -> ArrayComponent:
+        return ArrayComponent(self._place.copies(self._array), self.name, self.device)
 
     def __repr__(self) -> str:
-        return f"<Component {self.name!r} on {self.device}: {on_host(self._array)!r}>"
+        return f"<{type(self).__name__} {self.name!r} on {self.device}: {on_host(self._array)!r}>"
 
 
 def as_value_of(variable: Assignable, value: Any) -> Array:

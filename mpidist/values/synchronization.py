@@ -147,7 +147,7 @@ class _OnRead:
                 "ONLY_FIRST_REPLICA, or read it inside strategy.run()"
             )
         strategy = variable.distribute_strategy
-        copies = PerReplica([c._array for c in variable.values], strategy.extended.local_replica_ids)
+        copies = PerReplica([c._local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
                 return array_of(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))

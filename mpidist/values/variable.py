@@ -18,7 +18,7 @@ from mpidist.core.context import Frame, current_frame, entered, get_strategy, ha
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
-from mpidist.values.component import Assignable, Assignment, Component, as_value_of
+from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
 from mpidist.values.synchronization import Policy, policy_for
@@ -206,7 +206,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     @property
     def device(self) -> str:
         """Where the copy is that the current context reads."""
-        return self._components[self._local_id() or 0].device
+        return self._component(self._local_id() or 0).device
 
     @property
     def initial_value(self) -> Any:
@@ -239,7 +239,11 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         return self._components[0]._local_array()
 
     def _local_place(self) -> Place:
-        return self._components[self._local_id() or 0]._local_place()
+        return self._component(self._local_id() or 0)._local_place()
+
+    def _component(self, local_id: int) -> Component:
+        """Return the copy of a local replica; the only one where all of them share it."""
+        return self._components[local_id if len(self._components) > 1 else 0]
 
     def _local_id(self) -> int | None:
         """Return which local component the context addresses, None in cross-replica context."""
@@ -255,7 +259,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
     def _read(self) -> Array:
         local_id = self._local_id()
         if local_id is not None:
-            return self._components[local_id]._read()
+            return self._component(local_id)._read()
         return self._policy.read(self)
 
     def _assign(self, how: Assignment, value: Any) -> Variable:
@@ -264,7 +268,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             self._components[0]._assign(how, _sole_value(value))
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
-            self._components[frame.update_replica_id]._assign(how, value)
+            self._component(frame.update_replica_id)._assign(how, value)
         elif frame.replica_context is not None and frame.strategy is self._strategy:
             if isinstance(value, DistributedValues):
                 raise TypeError(
@@ -288,7 +292,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
             self._components[0]._scatter(how, slices)
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
-            self._components[frame.update_replica_id]._scatter(how, slices)
+            self._component(frame.update_replica_id)._scatter(how, slices)
         else:
             self._policy.check_scatter(self, how)
             slices = scatter.check_slices(slices, self)
@@ -374,9 +378,14 @@ def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, 
     """Return a variable with a copy of ``array`` for each of ``devices``; for the strategies' ``_create_variable``."""
     name = properties["name"]
     components = [
-        Component(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
+        ArrayComponent(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
         for i, device in enumerate(placed(devices))
     ]
+    return variable_of(strategy, components, **properties)
+
+
+def variable_of(strategy: StrategyLike, components: Sequence[Component], **properties: Any) -> Variable:
+    """Return a variable made of ``components``, which no other variable has."""
     variable: Variable = object.__new__(Variable)
     variable._assemble(strategy, components, **properties)
     return variable
