@@ -19,8 +19,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
     if _is_first():
         return parser.parse_args(arguments)
-    # What is wrong with the arguments is said once, by rank 0.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    # Help is printed once, by rank 0. What is wrong with the arguments every rank says: the launcher ends the others as
+    # soon as one of them has ended with an error, and what those were about to say is lost.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return parser.parse_args(arguments)
 
 
