@@ -4,6 +4,7 @@
 #   make test    set up .venv and run every check: lint, plain pytest, pytest on 2, 3 and 4 ranks
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
+#   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
 #   make test-binding    tests of CuPy's own NCCL binding on a stand-in library; CuPy in .venv-cupy, no GPU needed
@@ -28,6 +29,7 @@ BENCH_OUT ?= benchmarks/results
 BENCH_ARGS ?=
 STEP_SECONDS ?= 1800
 CLUSTER_SECONDS ?= 900
+CHAOS_OUT ?= out/chaos
 CUDA ?= 13
 GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
@@ -59,6 +61,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test bench lint test-1 test-programs test-2 test-3 test-4 test-nodes test-cluster bench-cluster bench-input
+.PHONY: test-chaos
 .PHONY: gpu-env test-gpu bench-gpu test-binding env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -75,7 +78,7 @@ lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
 # Tests that start programs of their own, on several ranks most of them.
-PROGRAM_TESTS := tests/support tests/examples tests/benchmarks tests/test_readme.py
+PROGRAM_TESTS := tests/support tests/examples tests/benchmarks tests/chaos tests/test_readme.py
 
 test-1: $(VENV)/.test
 	$(LIMIT) $(PYTEST) -q $(addprefix --ignore=,$(PROGRAM_TESTS)) $(TEST_ARGS) < /dev/null
@@ -85,6 +88,10 @@ test-programs: $(VENV)/.test
 
 test-2 test-3 test-4: test-%: $(VENV)/.test
 	$(LIMIT) $(MPIRUN) -n $* $(RANK_PYTEST) --ranks $* tests $(TEST_ARGS) < /dev/null
+
+# The long form; the short one is among the tests that start programs.
+test-chaos: $(VENV)/.test
+	$(BIN)/python -m tests.chaos --out $(CHAOS_OUT) $(TEST_ARGS) < /dev/null
 
 # The four ranks once more as two virtual nodes of two.
 test-nodes: $(VENV)/.test

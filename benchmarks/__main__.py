@@ -11,12 +11,28 @@ from pathlib import Path
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from benchmarks import cluster, cluster_jobs, compare, gpu, plot, reading, report, suite  # noqa: E402
+from benchmarks import (  # noqa: E402
+    cluster,
+    cluster_jobs,
+    compare,
+    gpu,
+    parameter_server,
+    plot,
+    reading,
+    report,
+    suite,
+)
 from benchmarks.models import MODELS  # noqa: E402
 from benchmarks.results import load  # noqa: E402
 from benchmarks.sizes import sizes_of_text  # noqa: E402
 
-_COMMANDS_OF_THEIR_OWN = {"cluster": cluster, "cluster-jobs": cluster_jobs, "gpu": gpu, "input": reading}
+_COMMANDS_OF_THEIR_OWN = {
+    "cluster": cluster,
+    "cluster-jobs": cluster_jobs,
+    "gpu": gpu,
+    "input": reading,
+    "parameter-server": parameter_server,
+}
 RESULTS = Path(__file__).with_name("results")
 
 

@@ -179,10 +179,13 @@ def _latency(results: _Results) -> list[Verdict]:
 # operation, name of the figure, what is told, the bar (at most).
 _FIGURE_BARS = (
     ("memory", "beyond_arrays", "memory of an all-reduce beyond its arrays, per node, in packed sizes", 2.0),
+    ("memory", "central_storage", "CentralStorageStrategy: variables on all ranks, in copies of each", 1.1),
     ("memory", "growth", "growth of memory over all steps, MiB per rank", 1.0),
     ("memory", "dev_shm_growth", "growth of /dev/shm over all steps, MiB", 1.0),
     ("start", "import", "import mpidist, seconds", 0.3),
     ("start", "cupy_imported", "CuPy imported with it", 0.0),
+    ("guard", "added_4_KiB", "the guard, added to an all-reduce of 4 KiB", 0.5),
+    ("guard", "ratio_1_MiB", "all-reduce of 1 MiB with the guard, of one without", 1.02),
 )
 
 

@@ -1,4 +1,4 @@
-"""Memory: what an all-reduce takes beyond its arrays, and whether anything grows over many steps."""
+"""Memory: what an all-reduce takes beyond its arrays, what variables take, and whether anything grows over steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import mpidist
 from benchmarks.inputs import Array, input_of
 from benchmarks.models import MODELS, Shape, size_of
 from benchmarks.rows import Figure
 from benchmarks.session import Session, algorithm_of
+from mpidist.experimental import CentralStorageStrategy
 from mpidist.topology import world_topology
 
 if TYPE_CHECKING:
@@ -48,6 +51,11 @@ def run(session: Session, steps: int, advance: Callable[[str], None]) -> None:
             _beyond_arrays(session, comm)
         advance(f"memory over {steps} steps")
         _growth(session, comm, steps)
+    advance("memory of variables")
+    if world_topology().num_nodes > 1:
+        session.skipped.append("central_storage: the ranks are on several nodes")
+    elif session.has_memory_for(size_of(MODELS[LARGE]()), f"variables of {LARGE}"):
+        _central_storage(session)
 
 
 def _arrays(session: Session, shapes: list[Shape]) -> list[Array]:
@@ -103,6 +111,21 @@ def _growth(session: Session, comm: mpidist.Communicator, steps: int) -> None:
     growth = (after[0] - before[0]) / session.ranks / 2**20
     session.figures.append(Figure("memory", "growth", growth, "MiB", algorithm))
     session.figures.append(Figure("memory", "dev_shm_growth", (after[1] - before[1]) / 2**20, "MiB", algorithm))
+
+
+def _central_storage(session: Session) -> None:
+    """Compare what the weights of ResNet-50 take on all ranks together with one copy of them."""
+    shapes = MODELS[LARGE]()
+    one = np.ones((), np.float32)
+    with CentralStorageStrategy(["cpu:0"], communicator=session.bare) as strategy, strategy.scope():
+        before = own_memory()
+        # Views of one number: no rank holds initial values.
+        variables = [mpidist.Variable(np.broadcast_to(one, shape)) for shape in shapes]
+        assert all(np.asarray(variable).min() == 1 for variable in variables)
+        # A page is shared by those that have looked at it.
+        session.bare.Barrier()
+        held: int = session.bare.allreduce(own_memory() - before)
+    session.figures.append(Figure("memory", "central_storage", held / size_of(shapes), "copies", "-"))
 
 
 def _held(comm: MPI.Intracomm) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import batch, collectives, latency, memory, overlap, start, step
+from benchmarks import batch, collectives, guard, latency, memory, overlap, start, step
 from benchmarks.bars import verdicts
 from benchmarks.machine import describe
 from benchmarks.report import results_text
@@ -13,7 +13,7 @@ from benchmarks.session import Session
 from mpidist.topology import world_topology
 
 # Memory comes first, while no earlier operation has left freed memory that could be used again unseen.
-OPERATIONS = ("memory", "start", *collectives.COLLECTIVES, "batch", "step", "latency", "overlap")
+OPERATIONS = ("memory", "start", *collectives.COLLECTIVES, "batch", "step", "latency", "guard", "overlap")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(session: Session, options: argparse.Namespace) -> None:
     """Run the operations asked for, in the order of ``OPERATIONS`` (collective)."""
     points = {**dict.fromkeys(OPERATIONS, 1), **dict.fromkeys(collectives.COLLECTIVES, len(options.sizes))}
-    points |= {"batch": len(options.models), "latency": 2, "memory": 2}
+    points |= {"batch": len(options.models), "latency": 2, "guard": 2, "memory": 3}
     operations = [operation for operation in OPERATIONS if operation in options.operations]
     with session.progress_over(sum(points[operation] for operation in operations)) as advance:
         for operation in operations:
@@ -59,7 +59,7 @@ def measure(session: Session, options: argparse.Namespace) -> None:
                 _SIMPLE[operation](session, advance)
 
 
-_SIMPLE = {"start": start.run, "step": step.run, "latency": latency.run, "overlap": overlap.run}
+_SIMPLE = {"start": start.run, "step": step.run, "latency": latency.run, "guard": guard.run, "overlap": overlap.run}
 
 
 def summarize(session: Session, algorithm_is_forced: bool) -> Results:

@@ -4,6 +4,7 @@
     mpirun -n 4 python examples/train.py --strategy multi_worker         four ranks
     python examples/train.py --strategy mirrored --devices 2             two replicas in one process
     mpirun -n 4 python examples/train.py --device gpu                    four ranks, a GPU each
+    mpirun --with-ft ulfm -n 4 python examples/train.py --elastic        goes on when ranks are lost (Open MPI 5)
 
 The seed and the global batch alone decide the numbers: all strategies give the same losses and weights.
 """
@@ -13,11 +14,13 @@ import hashlib
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 import mpidist  # before mpi4py: it prepares MPI for this machine
+from mpidist import elastic
 from mpidist.experimental import PreemptionCheckpointHandler
 
 from mpi4py import MPI  # isort: skip
@@ -53,6 +56,11 @@ def parse_arguments():
         action="store_true",
         help="go on from the newest checkpoint in --out; on SIGTERM or SIGUSR1 save, and end with code 42",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when ranks are lost go on with the others, from the last step (under mpirun --with-ft ulfm)",
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="checkpoints and curves (default: out/)")
     parser.add_argument("--dump-weights", type=Path, metavar="FILE.npz", help="write the weights and losses, too")
     arguments = parser.parse_args()
@@ -60,6 +68,8 @@ def parse_arguments():
         parser.error(f"--devices {arguments.devices} needs --strategy mirrored or multi_worker")
     if arguments.device == "gpu" and arguments.strategy == "default":
         parser.error("--device gpu needs a strategy that places things: one_device, mirrored or multi_worker")
+    if arguments.elastic and arguments.strategy != "multi_worker":
+        parser.error(f"--elastic goes on with the ranks that are left, and --strategy {arguments.strategy} has but one")
     for name in ("devices", "epochs", "batch_size", "steps"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
@@ -136,13 +146,14 @@ class Training:
             self.train_loss = mpidist.metrics.Mean(name="train_loss")
             self.train_accuracy = mpidist.metrics.Accuracy(name="train_accuracy")
             self.test_accuracy = mpidist.metrics.Accuracy(name="test_accuracy")
-        self.checkpoint = mpidist.Checkpoint(
-            weights=self.network.variables,
-            optimizer=self.optimizer,
-            metrics=[self.train_loss, self.train_accuracy],
-            step=0,
-            history="[]",
-        )
+        # What a checkpoint holds. An evaluation is due where there have been more steps than at the last one.
+        self.progress = {"step": 0, "evaluated": 0, "history": "[]"}
+        self.state = {
+            "weights": self.network.variables,
+            "optimizer": self.optimizer,
+            "metrics": [self.train_loss, self.train_accuracy],
+            "progress": self.progress,
+        }
 
     def train_step(self, images, labels):
         """Return this replica's part of the loss; the parts of all replicas add up to the mean over the batch."""
@@ -160,102 +171,111 @@ class Training:
         self.test_accuracy.update_state(labels, scores.argmax(axis=1))
 
 
-def train(strategy, arguments, is_writer):
-    """Train, and return the losses of all steps of this run."""
+def train(strategy, arguments, is_writer, commits=None):
+    """Train from where the newest commit or checkpoint is, if there is one, and report on the writer."""
     train_data, test_data = load_data()
     steps_per_epoch = -(-len(train_data[1]) // arguments.batch_size)
     last_step = arguments.epochs * steps_per_epoch
     if arguments.steps is not None:
         last_step = min(last_step, arguments.steps)
-    test_batches = strategy.experimental_distribute_dataset(
-        mpidist.Dataset.from_tensor_slices(test_data).batch(arguments.batch_size)
-    )
     training = Training(strategy, arguments)
-    checkpoint = training.checkpoint
+    progress = training.progress
     # Ranks that train together save together; otherwise rank 0 saves what it has trained alone.
     saves = strategy.extended.experimental_between_graph or is_writer
+    checkpoint = mpidist.Checkpoint(**training.state)
     manager = mpidist.CheckpointManager(checkpoint, arguments.out, max_to_keep=None) if saves else None
-    handler = None
-    if arguments.resume and saves:
-        handler = PreemptionCheckpointHandler(None, manager)
-        if is_writer:
-            found = manager.latest_checkpoint
-            print(
-                f"going on from {found}, after step {checkpoint.step}"
-                if found
-                else f"no checkpoint in {arguments.out}: starting anew"
-            )
-
     losses = []
-    progress = tqdm(total=last_step, initial=checkpoint.step, unit="step", disable=not is_writer)
+    with ExitStack() as stack:
+        handler = None
+        if arguments.resume and saves:
+            handler = stack.enter_context(PreemptionCheckpointHandler(None, manager))
+            if is_writer:
+                found = manager.latest_checkpoint
+                print(
+                    f"going on from {found}, after step {progress['step']}"
+                    if found
+                    else f"no checkpoint in {arguments.out}: starting anew"
+                )
+        if commits is not None:
+            commits.track(**training.state)
+        bar = stack.enter_context(tqdm(total=last_step, initial=progress["step"], unit="step", disable=not is_writer))
 
-    def step(images, labels):
-        parts = strategy.run(training.train_step, args=(images, labels))
-        losses.append(float(strategy.reduce("SUM", parts, axis=None)))
-        checkpoint.step += 1
-        progress.update()
+        def step(images, labels):
+            parts = strategy.run(training.train_step, args=(images, labels))
+            losses.append(float(strategy.reduce("SUM", parts, axis=None)))
+            progress["step"] += 1
+            if commits is not None:
+                commits.commit()
+            bar.update()
 
-    while checkpoint.step < last_step:
-        epoch, done = divmod(checkpoint.step, steps_per_epoch)
-        # The order of an epoch depends on the seed and the epoch only, so that a resumed run deals the same batches.
-        batches = (
-            mpidist.Dataset.from_tensor_slices(train_data)
-            .shuffle(seed=arguments.seed * 1_000_000 + epoch)
-            .batch(arguments.batch_size)
-            .skip(done)
-            .take(last_step - checkpoint.step)
-        )
-        start = time.perf_counter()
-        first_step = checkpoint.step
-        for images, labels in strategy.experimental_distribute_dataset(batches):
-            if handler is None:
-                step(images, labels)
-            else:
-                handler.run(step, images, labels)
-        seconds = time.perf_counter() - start
-
-        for images, labels in test_batches:
-            strategy.run(training.test_step, args=(images, labels))
-        results = {
-            "epoch": epoch + 1,
-            "loss": float(training.train_loss.result()),
-            "train_accuracy": float(training.train_accuracy.result()),
-            "test_accuracy": float(training.test_accuracy.result()),
-        }
-        training.test_accuracy.reset_state()
-        if checkpoint.step % steps_per_epoch == 0:
-            training.train_loss.reset_state()
-            training.train_accuracy.reset_state()
-        history = [entry for entry in json.loads(checkpoint.history) if entry["epoch"] != epoch + 1]
-        checkpoint.history = json.dumps([*history, results])
-        if manager is not None:
-            manager.save()
-        if is_writer:
-            seen = min((checkpoint.step - first_step + done) * arguments.batch_size, len(train_data[1]))
-            images_per_second = (seen - done * arguments.batch_size) / seconds
-            progress.write(
-                f"epoch {epoch + 1:2d}  loss {results['loss']:.4f}  "
-                f"train acc {results['train_accuracy']:.2%}  test acc {results['test_accuracy']:.2%}  "
-                f"{images_per_second:,.0f} images/s",
-                file=sys.stdout,
+        while progress["evaluated"] < last_step:
+            epoch = progress["evaluated"] // steps_per_epoch
+            done = progress["step"] - epoch * steps_per_epoch
+            # The order of an epoch depends on the seed and the epoch only: a resumed run deals the same batches.
+            batches = (
+                mpidist.Dataset.from_tensor_slices(train_data)
+                .shuffle(seed=arguments.seed * 1_000_000 + epoch)
+                .batch(arguments.batch_size)
+                .skip(done)
+                .take(last_step - progress["step"])
             )
-    progress.close()
-    if handler is not None:
-        handler.close()
+            start = time.perf_counter()
+            for images, labels in strategy.experimental_distribute_dataset(batches):
+                if handler is None:
+                    step(images, labels)
+                else:
+                    handler.run(step, images, labels)
+            seconds = time.perf_counter() - start
+
+            results = evaluate(strategy, training, test_data, arguments.batch_size, epoch)
+            if progress["step"] == (epoch + 1) * steps_per_epoch:
+                training.train_loss.reset_state()
+                training.train_accuracy.reset_state()
+            if commits is not None:
+                commits.commit()
+            if manager is not None:
+                manager.save()
+            if is_writer:
+                seen = min((progress["step"] - epoch * steps_per_epoch) * arguments.batch_size, len(train_data[1]))
+                bar.write(
+                    f"epoch {epoch + 1:2d}  loss {results['loss']:.4f}  "
+                    f"train acc {results['train_accuracy']:.2%}  test acc {results['test_accuracy']:.2%}  "
+                    f"{(seen - done * arguments.batch_size) / seconds:,.0f} images/s",
+                    file=sys.stdout,
+                )
     if is_writer:
         report(arguments, training, losses)
+
+
+def evaluate(strategy, training, test_data, batch_size, epoch):
+    """Count the hits on the test data, and write the results of the epoch into its history."""
+    test_batches = mpidist.Dataset.from_tensor_slices(test_data).batch(batch_size)
+    for images, labels in strategy.experimental_distribute_dataset(test_batches):
+        strategy.run(training.test_step, args=(images, labels))
+    results = {
+        "epoch": epoch + 1,
+        "loss": float(training.train_loss.result()),
+        "train_accuracy": float(training.train_accuracy.result()),
+        "test_accuracy": float(training.test_accuracy.result()),
+    }
+    training.test_accuracy.reset_state()
+    progress = training.progress
+    history = [entry for entry in json.loads(progress["history"]) if entry["epoch"] != epoch + 1]
+    progress["history"] = json.dumps([*history, results])
+    progress["evaluated"] = progress["step"]
+    return results
 
 
 def report(arguments, training, losses):
     """Draw the learning curve, write the weights if wanted, and print the closing line."""
     weights = {name: variable.numpy() for name, variable in training.network.variables.items()}
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights.values())).hexdigest()
-    history = json.loads(training.checkpoint.history)
+    history = json.loads(training.progress["history"])
     draw(history, arguments.out / "learning_curve.png")
     if arguments.dump_weights is not None:
         np.savez(arguments.dump_weights, losses=losses, **weights)
     print(
-        f"done after {training.checkpoint.step} steps: loss {history[-1]['loss']:.6f}, "
+        f"done after {training.progress['step']} steps: loss {history[-1]['loss']:.6f}, "
         f"test accuracy {history[-1]['test_accuracy']:.2%}, weights {digest[:16]}; "
         f"checkpoint and learning_curve.png in {arguments.out}"
     )
@@ -276,18 +296,29 @@ def draw(history, path):
     pyplot.close(figure)
 
 
-def main():
-    arguments = parse_arguments()
+def train_once(arguments, commits=None):
+    """Train on all ranks that there are."""
     ranks = MPI.COMM_WORLD.size
-    is_writer = MPI.COMM_WORLD.rank == 0
     with make_strategy(arguments) as strategy:
+        # Rank 0 of the beginning may be lost meanwhile.
+        is_writer = MPI.COMM_WORLD.rank == 0 if commits is None else strategy.extended.should_checkpoint
         if is_writer:
             alone = ranks > 1 and not strategy.extended.experimental_between_graph
             print(
-                f"{arguments.strategy}: {strategy.num_replicas_in_sync} replica(s) in sync, {ranks} rank(s)"
+                f"{arguments.strategy}: {strategy.num_replicas_in_sync} replica(s) in sync, "
+                + (f"commit {commits.commits}" if commits is not None and commits.commits else f"{ranks} rank(s)")
                 + (", each of which trains by itself" if alone else "")
             )
-        train(strategy, arguments, is_writer)
+        train(strategy, arguments, is_writer, commits)
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.elastic:
+        # Called again whenever ranks are lost.
+        elastic.run(lambda commits: train_once(arguments, commits), elastic.State())
+    else:
+        train_once(arguments)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ install_excepthook()
 warn_about_unknown()
 
 # MPI reads its environment when it starts, so the lines above come before everything that could start it.
-from mpidist import cluster_resolver, elastic, experimental, metrics, optimizers, v1  # noqa: E402
+from mpidist import cluster_resolver, coordinator, elastic, experimental, metrics, optimizers, v1  # noqa: E402
 from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint  # noqa: E402
 from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
 from mpidist.collectives import Communicator  # noqa: E402
@@ -41,6 +41,7 @@ from mpidist.cross_device_ops import (  # noqa: E402
     NcclAllReduce,
     ReductionToOneDevice,
 )
+from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate  # noqa: E402
 from mpidist.input import (  # noqa: E402
     SHARD_HINT,
     ArraySpec,
@@ -52,6 +53,8 @@ from mpidist.input import (  # noqa: E402
     InputOptions,
     InputReplicationMode,
 )
+from mpidist.parameter_server.server import Server  # noqa: E402
+from mpidist.parameter_server.strategy import ParameterServerStrategy  # noqa: E402
 from mpidist.strategies import (  # noqa: E402
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -84,6 +87,8 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "EvalResult",
+    "EvalSpec",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",
@@ -96,13 +101,17 @@ __all__ = [
     "NcclAllReduce",
     "OneDeviceStrategy",
     "OutOfRangeError",
+    "ParameterServerStrategy",
     "PeerError",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
+    "TrainContext",
+    "TrainSpec",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -110,6 +119,7 @@ __all__ = [
     "cluster_resolver",
     "common_rng",
     "compute_average_loss",
+    "coordinator",
     "elastic",
     "experimental",
     "experimental_set_strategy",
@@ -120,11 +130,13 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "launch",
     "metrics",
     "optimizers",
     "replica_rng",
     "scale_regularization_loss",
     "set_seed",
+    "train_and_evaluate",
     "tune",
     "v1",
     "variable_creator_scope",

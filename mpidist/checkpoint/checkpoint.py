@@ -310,7 +310,9 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             f"Checkpoint.{method} involves the strategies {names}; expected variables of one strategy, the current "
             "one: make a checkpoint for each"
         )
-    return strategies.pop() if strategies else default
+    strategy = strategies.pop() if strategies else default
+    extended_of(strategy)._require_checkpoints(method if method.endswith("Handler()") else f"Checkpoint.{method}")
+    return strategy
 
 
 def entered(strategy: StrategyLike) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
+from mpidist.values.composite import AnyVariable
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -23,7 +24,7 @@ class Leaves:
     """The parts of a checkpoint by key; keys are names and positions joined by "/".
 
     Attributes:
-        variables: Variables of any synchronization and aggregation.
+        variables: Variables of any synchronization and aggregation; those in shards count as one.
         arrays: NumPy or CuPy arrays, filled in place when they are restored.
         places: Where numbers, strings and None stand: the dict or list, and the key in it.
         iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
@@ -31,7 +32,7 @@ class Leaves:
         containers: Dicts, lists and tuples.
     """
 
-    variables: dict[str, Variable] = field(default_factory=dict)
+    variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     places: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     iterators: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +93,7 @@ def collect(objects: dict[str, Any]) -> Leaves:
 
 
 def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None) -> None:
-    if isinstance(value, Variable):
+    if isinstance(value, AnyVariable):
         _check_readable(value, key)
         leaves._add("variables", key, value)
     elif isinstance(value, np.ndarray) or is_device_array(value):
@@ -134,7 +135,7 @@ def _collect_container(leaves: Leaves, value: Any, key: str) -> None:
             _collect(leaves, child, child_key(key, index), (value, index) if isinstance(value, list) else None)
 
 
-def _check_readable(variable: Variable, key: str) -> None:
+def _check_readable(variable: AnyVariable, key: str) -> None:
     if (
         is_on_read(variable)
         and variable.aggregation == VariableAggregation.NONE
@@ -147,7 +148,7 @@ def _check_readable(variable: Variable, key: str) -> None:
         )
 
 
-def is_on_read(variable: Variable) -> bool:
+def is_on_read(variable: AnyVariable) -> bool:
     """Whether reading the variable takes all ranks."""
     return variable.synchronization == VariableSynchronization.ON_READ
 
@@ -162,13 +163,15 @@ def child_key(key: str, name: str | int) -> str:
     return f"{key}/{escaped(str(name))}"
 
 
-def restore_variable(variable: Variable, array: Array) -> None:
+def restore_variable(variable: AnyVariable, array: Array) -> None:
     """Give ``variable`` the value that a checkpoint holds; in cross-replica context, on every rank.
 
     Copies of an ON_READ variable with aggregation SUM get equal shares; what is left of integers goes to replica
     0, so that the sum is kept.
     """
     variable.assign(array)
+    if not isinstance(variable, Variable):
+        return  # its parts are ON_WRITE
     count = variable.distribute_strategy.num_replicas_in_sync
     is_sum = is_on_read(variable) and variable.aggregation == VariableAggregation.SUM
     if is_sum and array.dtype.kind in "iu" and count > 1:

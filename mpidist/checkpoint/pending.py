@@ -96,6 +96,20 @@ class Pending:
             self._thread.join()
 
 
+def finish_writing() -> None:
+    """Wait until all that threads of this process write is on the disk; local.
+
+    Raises:
+        Exception: What went wrong with one of them; then it is told only here.
+    """
+    for pending in list(_untold):
+        try:
+            pending.result()
+        except Exception:
+            _untold.discard(pending)
+            raise
+
+
 @atexit.register
 def _tell_at_exit() -> None:
     """Treat errors that nobody has waited for as uncaught ones, which in a job of several ranks ends it."""

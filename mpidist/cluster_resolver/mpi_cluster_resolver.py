@@ -11,7 +11,7 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.roles import deal_tasks
 from mpidist.topology.gpus import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.patience import duplicate
+from mpidist.topology.patience import duplicate, limited
 from mpidist.topology.topology import Topology, world_topology
 
 if TYPE_CHECKING:
@@ -169,12 +169,16 @@ class MPIClusterResolver(ClusterResolver):
         """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
 
         Collective over those ranks alone (MPI_Comm_create_group). A chief comes first, then the workers in order.
+
+        MPI has this call in a blocking form only. Where a rank does not come, the others say so after
+        ``MPIDIST_WARN_AFTER``, and end the job after ``MPIDIST_TIMEOUT``.
         """
         members = [(job != "chief", job, index, rank) for rank, (job, index) in enumerate(self._tasks) if job in jobs]
         base = import_mpi().COMM_WORLD if self._comm is None else self._comm
         everyone = base.Get_group()
         group = everyone.Incl([rank for *_, rank in sorted(members)])
-        comm: MPI.Intracomm = base.Create_group(group)
+        with limited(f"waiting for all {group.Get_size()} ranks of {' and '.join(jobs)} to make a communicator"):
+            comm: MPI.Intracomm = base.Create_group(group)
         group.Free()
         everyone.Free()
         return comm
@@ -189,7 +193,8 @@ class MPIClusterResolver(ClusterResolver):
                 topology = world_topology()
             else:
                 topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
-            hosts = topology.world.allgather(socket.gethostname())
+            with limited("waiting for all ranks to say where they are"):
+                hosts = topology.world.allgather(socket.gethostname())
             self._survey = _Survey(tuple(hosts), topology.node_of_rank)
             if self._comm is not None:
                 topology.close()

@@ -13,6 +13,7 @@ from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import check_options
 from mpidist.collectives.device_call import DeviceCall
 from mpidist.collectives.engine import Engine
+from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.host_copies import on_host
 from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
@@ -167,6 +168,31 @@ class ArrayCollectives:
     ) -> Call[list[Array]]:
         plan = self._kept(BroadcastPlan, "broadcast", self._check_root(root), signature_of(arrays), note)
         return self._engine.broadcast(plan, arrays, call_site), plan.text
+
+    def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
+        """Return once every rank has come, to do what ``text`` says (collective)."""
+        self._run(self._channel.handshake.open(plan_id(text), text, None), text, options)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one node, and there is room for shared memory on it."""
+        return self._channel.node.is_alone
+
+    def common_memory(self, nbytes: int, text: str) -> Array | None:
+        """Return one new block of bytes for all ranks, None on all ranks where there is no room (collective).
+
+        It stays while any rank holds an array over it.
+
+        Args:
+            nbytes: Its size.
+            text: What it is for, which says its size, too.
+        """
+        return self._run(self._common_memory(nbytes, text), text, None)
+
+    def _common_memory(self, nbytes: int, text: str) -> Steps[Array | None]:
+        yield from self._channel.handshake.open(plan_id(text), text, None)
+        whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
+        return None if whole is None else whole[:nbytes]
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block for rank-local work before a collective, so that an error in it reaches every rank.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mpidist.collectives.announcing import COMMON_ERRORS, announce
 from mpidist.collectives.crossing import Lookout, note_thread
+from mpidist.collectives.descriptors import check_descriptors
 from mpidist.collectives.guard import Guard, Standing
 from mpidist.collectives.handshake import LEFT, Handshake, plan_id
 from mpidist.collectives.leaving import (
@@ -75,6 +76,11 @@ class Channel:
     ) -> None:
         self.owner = owner
         self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
+        try:
+            check_descriptors(self.comm)
+        except (OSError, PeerError):
+            self.comm.Free()
+            raise
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))

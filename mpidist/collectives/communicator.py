@@ -229,7 +229,7 @@ class Communicator(ArrayCollectives):
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
-        self._run(self._channel.handshake.open(plan_id("barrier"), "barrier", None), "barrier", options)
+        self.meet("barrier", options)
 
     def barrier_async(self, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`barrier` and return its handle, done once every rank has come (collective)."""
@@ -315,7 +315,7 @@ class Communicator(ArrayCollectives):
                 raise ValueError(f"color is {color!r}; expected a whole number from 0, or None to join no group")
             if not _is_c_int(key, -_LARGEST_C_INT):
                 raise ValueError(f"key is {key!r}; expected a whole number that fits into a C int")
-        self._run(self._channel.handshake.open(plan_id("split"), "split", None), "split", None)
+        self.meet("split")
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
         if color is None:
             return None

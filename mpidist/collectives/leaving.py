@@ -27,8 +27,10 @@ open_channels: list[Channel] = []
 # Given up with a rank that was lost.
 abandoned_channels: list[Channel] = []
 _keyvals: list[int] = []
+_first_acts: list[Callable[[], None]] = []
 # A forked child has not left, and must not say so on its parent's communicators.
 os.register_at_fork(after_in_child=open_channels.clear)
+os.register_at_fork(after_in_child=_first_acts.clear)
 
 
 def abandon_all() -> None:
@@ -56,6 +58,12 @@ def abort_job(rank: int, reason: str | None) -> None:
     import_mpi().COMM_WORLD.Abort(1)
 
 
+def before_the_end(act: Callable[[], None]) -> None:
+    """Have ``act`` called where this process takes leave, before anything else is closed."""
+    _first_acts.append(act)
+    see_to_the_end()
+
+
 def see_to_the_end() -> None:
     """Have this process take leave where its program ends, or where it calls MPI_Finalize itself."""
     if not _keyvals:
@@ -72,6 +80,8 @@ def leave_all() -> None:
     A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
     How long the other programs still run is their own affair, so this wait has no deadline, only a report.
     """
+    while _first_acts and _mpi_runs():
+        _first_acts.pop()()
     progress.stop()
     several = [channel for channel in open_channels if channel.size > 1]
     try:

@@ -20,11 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpidist.arrays.convert import Array
 from mpidist.collectives.board import Board
 from mpidist.collectives.chunks import slices
+from mpidist.collectives.mapping import map_shared
 from mpidist.collectives.neighbours_memory import address_of
 from mpidist.collectives.waiting import Steps
 
@@ -37,7 +36,7 @@ _RESERVE_BYTES = 8 << 20
 _SEGMENT_SHIFT = 44
 _ALIGNMENT = 64
 _PAGE = mmap.ALLOCATIONGRANULARITY
-# Memory for arrays grows by half of what there is, within these bounds: each piece takes a file descriptor.
+# Memory for arrays grows by half of what there is, within these bounds: making a piece takes three meetings.
 _SMALLEST_GROWTH, _LARGEST_GROWTH = 1 << 20, 64 << 20
 _numbers = itertools.count(1)
 
@@ -101,10 +100,14 @@ class SharedMemory:
 
         So they lie near the rank that reduces that share. None on all ranks where there is no room.
         """
-        whole = yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank])
+        whole = yield from self.unlisted(nbytes)
         if whole is not None:
             self._places.append(_Place([whole], address_of(whole), is_heap=False))
         return whole
+
+    def unlisted(self, nbytes: int) -> Steps[Array | None]:
+        """Return what ``common`` does, in which nothing can be located: it goes as soon as nobody holds it."""
+        return (yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank]))
 
     def register(self, segments: list[Array]) -> int:
         """Return the location of the first byte of segments that were made here, for ``at``."""
@@ -222,7 +225,7 @@ def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
         try:
             if stop > start:
                 os.posix_fallocate(descriptor, start, stop - start)
-            return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+            return map_shared(descriptor, nbytes)
         finally:
             os.close(descriptor)
     except OSError:

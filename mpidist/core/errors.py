@@ -48,6 +48,24 @@ class CollectiveTimeoutError(TimeoutError):
         super().__init__(text if report is None else f"{text}\n{report}")
 
 
+class RequestTimeoutError(CollectiveTimeoutError):
+    """A parameter server did not answer within the deadline.
+
+    Args:
+        request: What was asked of which server, as text.
+        waited_seconds: How long this rank waited.
+        rank: The rank that gave up.
+    """
+
+    def __init__(self, request: str, waited_seconds: float, rank: int) -> None:
+        super().__init__(request, 0, waited_seconds, rank)
+        self.args = (
+            f"rank {rank} waited {waited_seconds:.1f} s for {request}. Look for a server that stopped, or that never "
+            "came to Server(resolver).join(), and for another worker if the request waits for one; to allow more time "
+            "set MPIDIST_TIMEOUT=SECONDS.",
+        )
+
+
 class PeerError(RuntimeError):
     """Another rank reported an error of its own while this rank was in a collective."""
 

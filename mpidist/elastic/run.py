@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mpidist.collectives.leaving import abandon_all
-from mpidist.core import settings
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology
 from mpidist.topology.faults import can_go_on, says_rank_is_lost
+from mpidist.topology.patience import limited
 from mpidist.topology.topology import replace_world
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ def _all_are_through(mine: bool) -> bool:
 
 def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
     """Whether all ranks say so and none is lost; the same on all, whatever else they were in on ``world``."""
-    with _limited(doing):
+    with limited(doing):
         try:
             return bool(world.Agree(int(mine)))
         except import_mpi().Exception as error:
@@ -111,7 +109,7 @@ def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
     old = world_topology().world
     before = old.Get_size()
     while True:
-        with _limited("finding out which ranks are left"):
+        with limited("finding out which ranks are left"):
             old.Revoke()
             world = cast("MPI.Intracomm", old.Shrink())
         state._forget_attempt()
@@ -139,29 +137,3 @@ def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
             "mpidist: %d of %d ranks are lost; %d go on from commit %d, after %.2f s",
             before - world.Get_size(), before, world.Get_size(), state.commits, time.monotonic() - start,
         )  # fmt: skip
-
-
-class _limited:  # noqa: N801 - a block, like contextlib's
-    """A block that ends the job if it takes too long: MPI offers what is in it in a blocking form only."""
-
-    def __init__(self, doing: str) -> None:
-        self._timers = [
-            threading.Timer(settings.WARN_AFTER.read(), self._say, (f"still {doing}",)),
-            threading.Timer(settings.TIMEOUT.read(), self._end, (doing,)),
-        ]
-
-    def __enter__(self) -> None:
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def _say(self, what: str) -> None:
-        print(f"mpidist: rank {import_mpi().COMM_WORLD.Get_rank()} is {what}", file=sys.stderr, flush=True)
-
-    def _end(self, doing: str) -> None:
-        self._say(f"not done with {doing}, and ends the job")
-        import_mpi().COMM_WORLD.Abort(1)

@@ -9,7 +9,7 @@ from mpidist.core.errors import MismatchError
 from mpidist.input.element_spec import with_rows
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import LocalBatches, longest
-from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of
+from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of, seeded_as
 from mpidist.input.position import Position
 from mpidist.input.reordering import UNKNOWN
 
@@ -30,7 +30,7 @@ class Agreement:
 
 
 def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, own_orders: bool = False) -> Agreement:
-    """Return what all workers agree on (collective where there are several: one small exchange, or two).
+    """Return what all workers agree on (collective where there are several that meet: one small exchange, or two).
 
     Args:
         batches: What this worker reads.
@@ -43,6 +43,8 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
     """
     mine = pipelines_of(batches)
     if workers.communicator is None:
+        if workers.first_given is not None and not own_orders and any(seeds for _, seeds in mine):
+            mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
         return Agreement(batches.steps, first_position(batches, mine))
     text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
     told: list[tuple[str, int, list[Pipeline], int | None]] = workers.communicator.all_gather_object(

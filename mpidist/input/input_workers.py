@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpidist.collectives.communicator import Communicator
@@ -63,6 +64,8 @@ class InputWorkers(WorkerLayout):
         communicator: Joins the workers in the order of their ids; None where there is only one.
         wrap: Whether elements come as PerReplica values also for a lone local replica.
         devices: Device strings of this worker's replicas; the CPU by default.
+        first_given: Where several programs share the data without meeting: returns what the first of them gave that
+            made this call as its n-th.
 
     Raises:
         ValueError: Numbers that do not fit together, or several workers without a communicator.
@@ -74,6 +77,7 @@ class InputWorkers(WorkerLayout):
     communicator: Communicator | None
     wrap: bool
     devices: tuple[str, ...] = ()
+    first_given: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

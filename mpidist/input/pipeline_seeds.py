@@ -24,6 +24,16 @@ def drawn_seeds(node: Node) -> tuple[int, ...]:
     return tuple(shuffle.seed for shuffle in drawn_shuffles(node))
 
 
+def seeded_as(first: Sequence[tuple[int, ...]], own: Sequence[Pipeline]) -> list[Pipeline]:
+    """Return pipelines that shuffle as those of another program do, as far as both have shuffles.
+
+    >>> seeded_as([(1, 2)], [("a", (7,)), ("b", (8, 9))])
+    [('a', (1,)), ('b', (8, 9))]
+    """
+    seeds = [*first, *[()] * len(own)]
+    return [(text, given[: len(drawn)] + drawn[len(given) :]) for given, (text, drawn) in zip(seeds, own, strict=False)]
+
+
 def pipelines_of(batches: LocalBatches) -> list[Pipeline]:
     """Return the pipelines of a worker."""
     return [(outline(node), drawn_seeds(node)) for node in batches.nodes]

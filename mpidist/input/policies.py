@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from mpidist.input.dealing import choose_assignment
 from mpidist.input.file_dealing import deal_files, dealt_files, fill_in_hints, has_hint, other_source
@@ -11,6 +12,9 @@ from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.local_batches import DealtBatches, LocalBatches
 from mpidist.input.pipeline import Node
 from mpidist.input.recut_batches import RecutBatches
+
+if TYPE_CHECKING:
+    from mpidist.input.dataset import Dataset
 
 _log = logging.getLogger("mpidist")
 _SHOWN_FILES = 3
@@ -37,6 +41,25 @@ def dealt_batches(
         batches = RecutBatches(workers, node, own, f"its rows by AutoShardPolicy.{policy.name}")
     batches.check_batched()
     return batches, policy, f"{_what(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
+
+
+def share_of(dataset: Dataset, num_workers: int, worker_id: int) -> Dataset:
+    """Return the part of one of several workers that take whole batches, each at its own pace.
+
+    Raises:
+        ValueError: The policy does not suit the dataset.
+
+    >>> from mpidist.input import Dataset
+    >>> [batch.tolist() for batch in share_of(Dataset.range(5).batch(2), 2, 0)]
+    [[0, 1], [4]]
+    """
+    policy = _policy_in_force(dataset._node, dataset._options.auto_shard_policy, num_workers)
+    if policy is AutoShardPolicy.DATA:
+        return dataset.shard(num_workers, worker_id)
+    node = _own_elements(dataset._node, policy, WorkerLayout(num_workers, worker_id, (1,) * num_workers))
+    own = dataset._then(node)
+    # No hint is left, and workers without hints would go through all of the data, in orders of their own.
+    return own.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else own
 
 
 def _policy_in_force(node: Node, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:

@@ -1,5 +1,6 @@
 """The synchronous strategies, and what users call on them; importing the room registers the default strategy."""
 
+from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.mirrored import MirroredStrategy
@@ -9,6 +10,7 @@ from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

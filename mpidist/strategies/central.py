@@ -15,7 +15,7 @@ from mpidist.core.context import Frame
 from mpidist.core.enums import VariableSynchronization
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.values import DistributedValues, Variable
+from mpidist.values import DistributedValues, Mirrored, Variable
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at
 from mpidist.values.variable import initial_array, variable_of
@@ -46,10 +46,21 @@ class CentralExtended(ReplicatedExtended):
         self, var: Variable, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
     ) -> Any:
         (component,) = var.values
-        args, kwargs = nest.map_structure(self._sole, (args, kwargs))
-        with place_at(self._update_device(component)).current(), context.entered(Frame(self._strategy, None, 0)):
-            result = fn(component, *args, **kwargs)
+        result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
         return nest.map_structure(self.value_container, result) if group else (result,)
+
+    def _update_non_slot(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
+        return result if group else (result,)
+
+    def _call_once(self, device: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an update function in update context."""
+        with self._shared_errors("an update function"):
+            args, kwargs = nest.map_structure(self._sole, (args, kwargs))
+            with place_at(device).current(), context.entered(Frame(self._strategy, None, 0)):
+                return fn(*args, **kwargs)
 
     def _replica_ctx_update(
         self, ctx: ReplicaContext, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
@@ -72,4 +83,5 @@ class CentralExtended(ReplicatedExtended):
         return value.values[0]
 
     def _distributed(self, value: Any) -> Any:
-        return value.value() if isinstance(value, Variable) else value
+        # The same value on every replica, as in a strategy with a copy for each.
+        return Mirrored((value.value(),) * len(self._ids), self._ids) if isinstance(value, Variable) else value

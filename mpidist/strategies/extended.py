@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mpidist.arrays.convert import Array
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
@@ -185,6 +186,18 @@ class StrategyExtended(StrategyHooks):
     def read_var(self, v: Any) -> Any:
         """Return the value of ``v`` in the current context; ON_READ variables are aggregated (collective)."""
         return v.value() if isinstance(v, (Variable, Component)) else v
+
+    def read_all(self, variables: Sequence[Variable]) -> list[Array]:
+        """Return the values of several variables, as ``value()`` of each; from parameter servers in few messages.
+
+        In the current context; ON_READ variables are aggregated outside of ``run`` (collective). Extension.
+
+        >>> import mpidist
+        >>> v, w = mpidist.Variable(1.0), mpidist.Variable([2.0])
+        >>> mpidist.get_strategy().extended.read_all([v, w])
+        [array(1.), array([2.])]
+        """
+        return [variable.value() for variable in variables]
 
     def value_container(self, value: Any) -> Any:
         """Return the variable that a component belongs to; other values unchanged."""

@@ -91,6 +91,9 @@ class StrategyHooks:
     def _num_replicas_in_sync(self) -> int:
         raise NotImplementedError
 
+    def _require_checkpoints(self, method: str) -> None:
+        """Raise RuntimeError where this rank takes no part in checkpoints; those of most strategies all do."""
+
     def _in_multi_worker_mode(self) -> bool:
         return False
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from mpidist.collectives import Communicator
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.strategies.devices import check_devices
+from mpidist.strategies.one_node import ranks_of_node
 from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy import Strategy
-from mpidist.topology import world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,13 +56,7 @@ class MirroredStrategy(Strategy):
             )
         ranks = communicator
         if ranks is None:
-            topology = world_topology()
-            if topology.num_nodes > 1:
-                raise ValueError(
-                    f"MirroredStrategy is for one node, and this job has {topology.size} ranks on "
-                    f"{topology.num_nodes} nodes; use mpidist.MultiWorkerMirroredStrategy()"
-                )
-            ranks = topology.node
+            ranks = ranks_of_node("MirroredStrategy", "mpidist.MultiWorkerMirroredStrategy()")
         comm = Communicator(ranks, owner=type(self).__name__) if ranks.Get_size() > 1 else None
         super().__init__(
             ReplicatedExtended(self, local_devices, comm, cross_device_ops, allows_per_replica_input=comm is None)

@@ -9,6 +9,7 @@ from mpidist.core import context
 from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputIterator, InputReplicationMode
 from mpidist.input.input_iterator import check_divisible, dataset_fn_of
+from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.mirrored import MirroredStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy
@@ -103,6 +104,10 @@ class OneDeviceStrategyV1(StrategyV1, OneDeviceStrategy):
 
 class MirroredStrategyV1(StrategyV1, MirroredStrategy):
     """MirroredStrategy in its v1 form."""
+
+
+class CentralStorageStrategyV1(StrategyV1, CentralStorageStrategy):
+    """CentralStorageStrategy in its v1 form."""
 
 
 class MultiWorkerMirroredStrategyV1(StrategyV1, MultiWorkerMirroredStrategy):

@@ -36,6 +36,16 @@ def says_rank_is_lost(error: BaseException) -> bool:
     return error.Get_error_class() in [getattr(mpi, name) for name in _NAMES if hasattr(mpi, name)]
 
 
+def lost_ranks(comm: MPI.Intracomm) -> set[int]:
+    """Return the ranks of ``comm`` whose processes are known to be gone (MPI_Comm_get_failed); local."""
+    gone = comm.Get_failed()
+    own = comm.Get_group()
+    ranks = set(gone.Translate_ranks(None, own))
+    gone.Free()
+    own.Free()
+    return ranks
+
+
 def revoke(comm: MPI.Intracomm) -> None:
     """Let every rank of ``comm`` that waits on it, now or later, get an error (MPI_Comm_revoke); local."""
     if can_go_on() and not comm.Is_revoked():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import CollectiveTimeoutError
+from mpidist.topology.launcher import import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,3 +47,40 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
         if waited > 1.0:
             time.sleep(_NAP_SECONDS)
     return copy
+
+
+class limited:  # noqa: N801 - a block, like contextlib's
+    """A block around a call that MPI offers in a blocking form only: reports when it takes long, then ends the job.
+
+    It reports after ``MPIDIST_WARN_AFTER`` and ends the job after ``MPIDIST_TIMEOUT``: what waits in such a call
+    can get no exception.
+
+    Args:
+        doing: What the block does, after "is".
+    """
+
+    def __init__(self, doing: str) -> None:
+        site, limit = user_call_site(), settings.TIMEOUT.read()
+        self._timers = [
+            threading.Timer(settings.WARN_AFTER.read(), self._say, (f"is still {doing}, at {site}",)),
+            threading.Timer(
+                limit, self._end, (f"is not done with {doing} after {limit:g} s, at {site}, and ends the job",)
+            ),
+        ]
+
+    def __enter__(self) -> None:
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _say(self, what: str) -> None:
+        world = import_mpi().COMM_WORLD
+        print(f"mpidist: rank {world.Get_rank()} of {world.Get_size()} {what}", file=sys.stderr, flush=True)
+
+    def _end(self, what: str) -> None:
+        self._say(what)
+        import_mpi().COMM_WORLD.Abort(1)

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
-from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, current, subtract
+from mpidist.training.optimizer import LearningRate, Optimizer
+from mpidist.training.update_tools import check_fraction, compute_dtype, current, subtract
 from mpidist.values import Variable
 
 

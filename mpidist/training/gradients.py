@@ -10,13 +10,16 @@ import numpy as np
 from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
+from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import array_of, place_of, place_of_operands
 
-GradientsAndVariables = Iterable[tuple[Any, Variable]]
+GradientsAndVariables = Iterable[tuple[Any, AnyVariable]]
 
 
 def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], list[Variable]]:
     """Return gradients and variables without the pairs whose gradient is None, after checking both.
+
+    In the place of a ShardedVariable there are its shards, each with its part of the gradient.
 
     Raises:
         ValueError: No pairs, only None, or a gradient of another shape than its variable.
@@ -30,7 +33,7 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
     """Do what ``checked_pairs`` does, one pair after the other as they come."""
     names, found = [], False
     for pair in grads_and_vars:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], AnyVariable):
             raise TypeError(
                 f"grads_and_vars holds {pair!r}; expected (gradient, variable) pairs, as zip(gradients, variables)"
             )
@@ -38,7 +41,7 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
         names.append(variable.name)
         if gradient is not None:
             found = True
-            yield _checked(gradient, variable), variable
+            yield from zip(cut_for(variable, _checked(gradient, variable)), parts_of(variable), strict=True)
     if not found:
         what = f"only None for the variables {names}" if names else "no gradients"
         raise ValueError(
@@ -49,6 +52,8 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
 
 def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
     """Return the pairs with the gradients summed over all replicas; pairs without a gradient are left out.
+
+    In the place of a ShardedVariable there are its shards, each with its part of the gradient.
 
     Collective in replica context: call it on every replica, with gradients for the same variables. All gradients
     are reduced in one go. Where nothing is active they are returned as they are. Use it to look at or change the
@@ -120,7 +125,7 @@ def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[lis
     return [None if g is None else _scaled(g, scale) for g in dense], norm[()]
 
 
-def _checked(gradient: Any, variable: Variable) -> Any:
+def _checked(gradient: Any, variable: AnyVariable) -> Any:
     if isinstance(gradient, DistributedValues):
         if not isinstance(gradient, Mirrored):
             raise ValueError(
@@ -143,7 +148,7 @@ def _checked(gradient: Any, variable: Variable) -> Any:
     return gradient
 
 
-def _of_dtype(gradient: Any, variable: Variable) -> Any:
+def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
     if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
         gradient = array_of(gradient).astype(variable.dtype)
     # Where the variable is, so that the replicas' gradients meet there whatever each of them computed with.

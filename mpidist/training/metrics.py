@@ -16,7 +16,8 @@ from mpidist.values.placement import array_of, on_host, place_of, place_of_opera
 class Metric:
     """What the metrics share: totals in ON_READ variables with aggregation SUM.
 
-    Create it inside ``with strategy.scope():`` (collective). A subclass names its totals in ``total_names`` and
+    Create it inside ``with strategy.scope():`` (collective). Under a strategy that keeps one copy of each variable the
+    replicas add to common totals: ``update_state`` is then collective over the replicas in sync. A subclass names its totals in ``total_names`` and
     computes the result from their sums over all replicas.
 
     Args:
@@ -44,6 +45,11 @@ class Metric:
         """The variables that hold the totals."""
         return list(self._totals.values())
 
+    @property
+    def _has_copies(self) -> bool:
+        """Whether each replica has totals of its own; strategies that keep one copy of a variable keep no others."""
+        return all(total.synchronization == VariableSynchronization.ON_READ for total in self._totals.values())
+
     def result(self) -> Any:
         """Return the metric over all that every replica has been given since the last reset.
 
@@ -53,10 +59,9 @@ class Metric:
             A NumPy scalar, the same everywhere; totals on a device are waited for.
         """
         context = get_replica_context()
-        if context is not None and has_strategy():
-            sums = context.all_reduce("SUM", [total.value() for total in self._totals.values()])
-        else:
-            sums = [total.value() for total in self._totals.values()]
+        sums = [total.value() for total in self._totals.values()]
+        if context is not None and has_strategy() and self._has_copies:
+            sums = context.all_reduce("SUM", sums)
         return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
     def reset_state(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,7 +16,9 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.buckets import Buckets
 from mpidist.training.gradients import GradientsAndVariables
-from mpidist.values import IndexedSlices, Variable
+from mpidist.training.update_tools import compute_dtype, current
+from mpidist.values import CompositeVariable, IndexedSlices, Variable
+from mpidist.values.composite import AnyVariable, cut_for, parts_of, wholes_of
 from mpidist.values.placement import variables_on_host
 
 if TYPE_CHECKING:
@@ -41,6 +44,11 @@ class Optimizer:
 
     slot_names: tuple[str, ...] = ()
 
+    @property
+    def touches_only_rows(self) -> bool:
+        """Whether a sparse gradient changes no other rows than its own; False where slots of all rows decay."""
+        return False
+
     def __init__(self, learning_rate: LearningRate, name: str) -> None:
         if has_strategy() and not in_cross_replica_context():
             raise RuntimeError(
@@ -62,7 +70,7 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next update; assign a number or a function of the step."""
-        return self._rate_at(self._step())
+        return self.rate_at(self._step())
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
@@ -95,23 +103,26 @@ class Optimizer:
         slots = [slot for slots in self._slots.values() for slot in slots.values()]
         return [] if self._iterations is None else [self._iterations, *slots]
 
-    def get_slot(self, variable: Variable, slot_name: str) -> Variable:
-        """Return the slot of a variable.
+    def get_slot(self, variable: AnyVariable, slot_name: str) -> Any:
+        """Return the slot of a variable: a Variable, or of a ShardedVariable another one made of its shards' slots.
 
         Raises:
             ValueError: There is no such slot, or the variable has none yet.
         """
-        slots = self._slots.get(variable, {})
-        if slot_name not in slots:
+        slots = [self._slots.get(part, {}) for part in parts_of(variable)]
+        if not all(slot_name in those for those in slots):
             raise ValueError(
                 f"no slot {slot_name!r} for variable {variable.name!r}; {type(self).__name__} has the slots "
                 f"{list(self.slot_names)} for the variables {[v.name for v in self._slots]}"
             )
-        return slots[slot_name]
+        found = [those[slot_name] for those in slots]
+        if isinstance(variable, CompositeVariable):
+            return variable.like(found, f"{self.name}/{variable.name}/{slot_name}")
+        return found[0]
 
     # Making variables -----------------------------------------------------------------------------------------
 
-    def build(self, var_list: Iterable[Variable]) -> None:
+    def build(self, var_list: Iterable[AnyVariable]) -> None:
         """Make the step counter, and the slots of variables that have none.
 
         Collective: call it on every rank, in the same order. The variables' own strategy is entered, so it may be
@@ -119,14 +130,16 @@ class Optimizer:
         checkpoint was restored for start from what it holds.
 
         Args:
-            var_list: The variables that will be updated. Saved slots are told apart by their position in it.
+            var_list: The variables that will be updated. Saved slots are told apart by their position in it. A shard
+                of a ShardedVariable stands for the whole of it.
 
         Raises:
             ValueError: Variables of different strategies, or synchronized ON_READ.
             TypeError: Variables that do not hold floating-point numbers.
             RuntimeError: Called inside ``strategy.run``.
         """
-        new = [v for v in dict.fromkeys(var_list) if v not in self._slots]
+        wholes = [whole for whole in wholes_of(var_list) if any(part not in self._slots for part in parts_of(whole))]
+        new = [part for whole in wholes for part in parts_of(whole)]
         if not new:
             return
         for variable in new:
@@ -136,29 +149,38 @@ class Optimizer:
             if self._iterations is None:
                 # On the host: reading it in a step must not wait for a device.
                 with variables_on_host():
-                    self._iterations = self._make_variable("iterations", np.zeros((), np.int64), "iterations")
-            for variable in new:
-                # The default strategy places nothing, and has no scope to be in.
-                beside = strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext()
-                with beside:
-                    self._slots[variable] = self._make_slots(variable, len(self._slots))
+                    start = self._start_of("iterations", (), np.dtype(np.int64))
+                    self._iterations = self._make_variable("iterations", start)
+            for whole in wholes:
+                self._make_slots(whole, strategy)
 
-    def _make_slots(self, variable: Variable, index: int) -> dict[str, Variable]:
-        zeros = np.zeros(variable.shape, compute_dtype(variable))
-        return {
-            slot: self._make_variable(f"{variable.name}/{slot}", zeros, f"slots/{index}/{slot}")
-            for slot in self.slot_names
-        }
+    def _make_slots(self, whole: AnyVariable, strategy: Strategy) -> None:
+        index, dtype = len(wholes_of(self._slots)), compute_dtype(whole)
+        starts = {slot: self._start_of(f"slots/{index}/{slot}", whole.shape, dtype) for slot in self.slot_names}
+        shares = {slot: cut_for(whole, start) for slot, start in starts.items()}
+        for number, variable in enumerate(parts_of(whole)):
+            # The default strategy places nothing, and has no scope to be in.
+            beside = strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext()
+            with beside:
+                self._slots[variable] = {
+                    slot: self._make_variable(f"{variable.name}/{slot}", those[number])
+                    for slot, those in shares.items()
+                }
 
-    def _make_variable(self, name: str, zeros: Array, key: str) -> Variable:
-        value = self._deferred.get(key, zeros)
-        if (value.shape, value.dtype) != (zeros.shape, zeros.dtype):
+    def _start_of(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return what a variable of this optimizer starts from: what a checkpoint brought for it, or zeros."""
+        value = self._deferred.get(key)
+        if value is None:
+            return np.zeros(shape, dtype)
+        if (value.shape, value.dtype) != (shape, dtype):
             raise ValueError(
                 f"the checkpoint that was restored has {key} of shape {value.shape} and dtype {value.dtype} for "
-                f"optimizer {self.name!r}; expected shape {zeros.shape} and dtype {zeros.dtype}: restore a "
+                f"optimizer {self.name!r}; expected shape {shape} and dtype {dtype}: restore a "
                 "checkpoint of the same variables, given to the optimizer in the same order"
             )
-        self._deferred.pop(key, None)
+        return self._deferred.pop(key)
+
+    def _make_variable(self, name: str, value: Array) -> Variable:
         return Variable(
             value,
             name=f"{self.name}/{name}",
@@ -192,8 +214,8 @@ class Optimizer:
         The first call makes the optimizer's variables if ``build`` was not called.
 
         Args:
-            grads_and_vars: Pairs of gradient and variable. A gradient is an array of the variable's shape and
-                dtype, IndexedSlices, or None, which leaves the variable as it is.
+            grads_and_vars: Pairs of gradient and variable, or ShardedVariable. A gradient is an array of the
+                variable's shape and dtype, IndexedSlices, or None, which leaves the variable as it is.
             experimental_aggregate_gradients: False takes the gradients for sums already also inside ``run``;
                 they must then be the same on all replicas.
 
@@ -261,18 +283,31 @@ class Optimizer:
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
         """Have the strategy update what the update context is about."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
-        strategy.extended._apply_gradients(self, summed)
+        strategy.extended._apply_gradients(self, map(self._that_change, summed))
+
+    def _that_change(self, summed: Summed) -> Summed:
+        """Leave out sparse gradients without rows where they change nothing, as most shards of a variable get."""
+        if not self.touches_only_rows:
+            return summed
+        gradients, variables = summed
+        kept = [
+            (gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if not isinstance(gradient, IndexedSlices) or len(gradient.indices) or variable.constraint is not None
+        ]
+        return [gradient for gradient, _ in kept], [variable for _, variable in kept]
 
     def update_copies(self, summed: Iterable[Summed]) -> None:
         """Update the copies that the update context is about by gradients that have been summed."""
         step = self._step()
-        rate = self._rate_at(step)
+        rate = self.rate_at(step)
         for gradients, variables in summed:
             for gradient, variable in zip(gradients, variables, strict=True):
-                self._update_one(variable, gradient, rate, step)
+                self.update_one(variable, gradient, rate, step)
         self.iterations.assign_add(1)
 
-    def _update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
+    def update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
+        """Update one variable, in update context, and keep it to its constraint; see :meth:`update_variable`."""
         place = variable._local_place()
         if isinstance(gradient, IndexedSlices):
             values = place.brings(gradient.values)
@@ -298,6 +333,23 @@ class Optimizer:
         """Update one variable by a sparse gradient, by default as by the dense array that it stands for."""
         self.update_variable(variable, gradient.to_dense(), learning_rate, step)
 
+    # For servers that update in the place of the program ------------------------------------------------------
+
+    def rule(self) -> Optimizer:
+        """Return a twin without variables and without a schedule: what it takes to update elsewhere."""
+        twin = copy.copy(self)
+        twin._schedule, twin._numbers, twin._deferred = None, {}, {}
+        twin._iterations, twin._slots = None, {}
+        return twin
+
+    def keep_slots(self, variable: Variable, slots: dict[str, Variable]) -> None:
+        """Use ``slots`` for ``variable`` from now on."""
+        self._slots[variable] = slots
+
+    def slots_of(self, variable: Variable) -> dict[str, Variable]:
+        """Return the slots of a variable by name; empty before ``build``."""
+        return dict(self._slots.get(variable, {}))
+
     # Helpers --------------------------------------------------------------------------------------------------
 
     def _step(self) -> int:
@@ -305,7 +357,8 @@ class Optimizer:
             return int(np.asarray(self._iterations))
         return int(self._deferred.get("iterations", 0))
 
-    def _rate_at(self, step: int) -> float:
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate after so many updates."""
         return self._numbers["learning_rate"] if self._schedule is None else float(self._schedule(step))
 
     def _check_variable(self, variable: Variable) -> None:
@@ -342,8 +395,9 @@ class Optimizer:
         children: dict[str, Any] = {**self._deferred, "numbers": self._numbers}
         if self._iterations is not None:
             children["iterations"] = self._iterations
-        for index, slots in enumerate(self._slots.values()):
-            children.update({f"slots/{index}/{name}": slot for name, slot in slots.items()})
+        for index, whole in enumerate(wholes_of(self._slots)):
+            for name in self._slots[parts_of(whole)[0]]:
+                children[f"slots/{index}/{name}"] = self.get_slot(whole, name)
         return children
 
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
@@ -351,35 +405,6 @@ class Optimizer:
         for key, value in self._deferred.items():
             values.setdefault(key, value)
         self._deferred = values
-
-
-def current(variable: Variable) -> Array:
-    """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
-    return variable._read()
-
-
-def compute_dtype(variable: Variable) -> np.dtype[Any]:
-    """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
-    return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
-
-
-def subtract(variable: Variable, delta: Array) -> None:
-    """Subtract ``delta``, which is of the variable's compute dtype, from the variable's copy."""
-    if delta.dtype == variable.dtype:
-        variable.assign_sub(delta)
-    else:
-        variable.assign((current(variable).astype(delta.dtype) - delta).astype(variable.dtype))
-
-
-def check_fraction(name: str, value: float) -> float:
-    """Return a hyper-parameter that must lie in [0, 1).
-
-    Raises:
-        ValueError: It does not.
-    """
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value!r}; expected a number from 0 to below 1")
-    return float(value)
 
 
 def _entered(strategy: Strategy) -> AbstractContextManager[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mpidist.arrays.convert import Array, to_array
-from mpidist.training.optimizer import LearningRate, Optimizer, check_fraction, compute_dtype, current, subtract
+from mpidist.training.optimizer import LearningRate, Optimizer
+from mpidist.training.update_tools import check_fraction, compute_dtype, current, subtract
 from mpidist.values import IndexedSlices, Variable
 
 
@@ -37,6 +38,11 @@ class SGD(Optimizer):
         self.momentum = check_fraction("momentum", momentum)
         self.nesterov = bool(nesterov)
         self.slot_names = ("momentum",) if self.momentum else ()
+
+    @property
+    def touches_only_rows(self) -> bool:
+        """See ``Optimizer``."""
+        return not self.momentum
 
     def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
         """See ``Optimizer.update_variable``."""

@@ -1,11 +1,13 @@
 """What a strategy hands around: per-replica and mirrored values, variables, sparse slices."""
 
+from mpidist.values.composite import CompositeVariable
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.regroup import regroup, select_replica
 from mpidist.values.variable import Variable
 
 __all__ = [
+    "CompositeVariable",
     "DistributedValues",
     "IndexedSlices",
     "Mirrored",

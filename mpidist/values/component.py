@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +52,8 @@ class Assignable(ReadsAsArray):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
 
-        In cross-replica context nothing is communicated: give the same value on every rank.
+        In cross-replica context give the same value on every rank. Nothing is communicated, but where ranks share one
+        copy (CentralStorageStrategy): there it is collective, and the first rank's value counts.
 
         Args:
             value: Array or number of the variable's shape, on the host or any device: it is copied to where the
@@ -169,12 +172,12 @@ class Assignable(ReadsAsArray):
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return self._local_array().ndim
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._local_array().size
+        return math.prod(self.shape)
 
     def _local_array(self) -> Array:
         raise NotImplementedError
@@ -208,6 +211,11 @@ class Component(Assignable):
     def _copy(self) -> Component:
         """Return a component of another variable with the same value."""
         raise NotImplementedError
+
+    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""
+        del doing
+        return nullcontext()
 
 
 class ArrayComponent(Component):

@@ -16,7 +16,8 @@ from mpidist.values.placement import on_host, place_of, place_of_operands
 _WRITERS = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"}
 
 
-def _as_operand(value: Any) -> Any:
+def as_operand(value: Any) -> Any:
+    """Return ``value``, or the array that it stands for."""
     return value._read() if isinstance(value, ReadsAsArray) else value
 
 
@@ -27,7 +28,7 @@ def _as_operands(value: Any) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
         return {key: _as_operands(part) for key, part in value.items()}
-    return _as_operand(value)
+    return as_operand(value)
 
 
 class ReadsAsArray(NDArrayOperatorsMixin):
@@ -74,7 +75,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
             raise self._unwritable(f"numpy.{ufunc.__name__}")
         if method == "at" and isinstance(inputs[0], ReadsAsArray):
             raise self._unwritable(f"numpy.{ufunc.__name__}.at")
-        operands = [_as_operand(value) for value in inputs]
+        operands = [as_operand(value) for value in inputs]
         with place_of_operands(operands).current():
             return getattr(ufunc, method)(*operands, **kwargs)
 
@@ -101,11 +102,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         return None
 
     def __getitem__(self, key: Any) -> Any:
-        array = self._read()
-        with place_of(array).current():
-            part = array[_as_operand(key)]
-            # CuPy has no read-only views: what shares memory with a variable would be a way around its assign().
-            return part.copy() if is_device_array(part) and part.base is not None else part
+        return picked(self._read(), as_operand(key))
 
     def __len__(self) -> int:
         return len(self._read())
@@ -131,6 +128,14 @@ class ReadsAsArray(NDArrayOperatorsMixin):
 
     def __complex__(self) -> complex:
         return complex(self._read())
+
+
+def picked(array: Array, key: Any) -> Any:
+    """Return ``array[key]`` of an array that a variable has given out, which nobody may write."""
+    with place_of(array).current():
+        part = array[key]
+        # CuPy has no read-only views: what shares memory with a variable would be a way around its assign().
+        return part.copy() if is_device_array(part) and part.base is not None else part
 
 
 def refusal(message: Callable[[Any], str]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from mpidist.arrays.convert import is_array_like
 from mpidist.core import nest
 from mpidist.values.component import Component
+from mpidist.values.composite import CompositeVariable
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.variable import Variable
@@ -61,7 +62,7 @@ def regroup(
 
 
 def _unwraps(leaf: object, unwrap_objects: bool) -> bool:
-    if leaf is None or isinstance(leaf, Variable):
+    if leaf is None or isinstance(leaf, (Variable, CompositeVariable)):
         return True
     return unwrap_objects and not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
 

@@ -23,6 +23,9 @@ from mpidist.values.distributed import DistributedValues
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
 from mpidist.values.synchronization import Policy, policy_for
 
+if TYPE_CHECKING:
+    from mpidist.values.composite import CompositeVariable
+
 
 class _CreatedByStrategy(ABCMeta):
     """Makes ``Variable(...)`` ask the current strategy, through the creators that are active."""
@@ -163,6 +166,8 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         ) -> None: ...
 
     __signature__ = inspect.signature(_variable_arguments)
+    # What it is a part of; see ``whole_of``.
+    _whole: CompositeVariable | None = None
 
     def _assemble(
         self,
@@ -262,6 +267,13 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             return self._component(local_id)._read()
         return self._policy.read(self)
 
+    def sparse_read(self, indices: Any) -> Array:
+        """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
+        local_id = self._local_id()
+        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+            return super().sparse_read(indices)
+        return self._component(local_id or 0).sparse_read(indices)
+
     def _assign(self, how: Assignment, value: Any) -> Variable:
         frame = current_frame()
         self._check_belongs_here(frame)
@@ -282,7 +294,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                 raise
             self._policy.assign_in_replica(self, frame.replica_context, how, checked)
         else:
-            with self._strategy.scope():
+            with self._strategy.scope(), self._components[0]._shared_errors(f"assigning to variable {self.name!r}"):
                 self._policy.assign_across(self, how, value)
         return self
 
@@ -294,8 +306,9 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._component(frame.update_replica_id)._scatter(how, slices)
         else:
-            self._policy.check_scatter(self, how)
-            slices = scatter.check_slices(slices, self)
+            with self._components[0]._shared_errors(f"{how.name} of variable {self.name!r}"):
+                self._policy.check_scatter(self, how)
+                slices = scatter.check_slices(slices, self)
             if frame.replica_context is not None and frame.strategy is self._strategy:
                 self._policy.scatter_in_replica(self, frame.replica_context, how, slices)
             else:

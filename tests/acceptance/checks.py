@@ -46,6 +46,11 @@ def is_single(strategy: Any) -> bool:
     return is_default(strategy) or isinstance(strategy, mpidist.OneDeviceStrategy)
 
 
+def is_central(strategy: Any) -> bool:
+    """Tell strategies that keep one copy of a variable for all replicas."""
+    return isinstance(strategy, mpidist.experimental.CentralStorageStrategy)
+
+
 def same(actual: Any, expected: Any) -> None:
     """Compare nests of arrays and numbers exactly, NaN equal to NaN."""
     if isinstance(expected, dict):
@@ -75,9 +80,10 @@ def check_each(strategy: Any, value: Any, expected: Callable[[int], Any]) -> Non
 
 
 def check_components(strategy: Any, variable: Any, expected: Callable[[int], Any]) -> None:
-    """Check what this rank's copies of a variable hold."""
-    assert len(variable.values) == len(local_ids(strategy))
-    for identifier, component in zip(local_ids(strategy), variable.values, strict=True):
+    """Check what this rank's copies of a variable hold; where there is one for all, it stands for replica 0."""
+    ids = (0,) if is_central(strategy) else local_ids(strategy)
+    assert len(variable.values) == len(ids)
+    for identifier, component in zip(ids, variable.values, strict=True):
         same(component.numpy(), expected(identifier))
 
 

@@ -11,7 +11,7 @@ import mpidist
 from tests.acceptance.checks import is_default, local_ids
 from tests.support.layouts import layouts
 
-REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "one_device")
+REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*", "one_device")
 
 
 def where() -> tuple[Any, bool, Any, bool]:
@@ -79,7 +79,7 @@ def test_context_of_an_update(strategy: Any) -> None:
         variable = mpidist.Variable(0.0)
     seen: list[Any] = []
     strategy.extended.update(variable, lambda _: seen.append(where()))
-    assert seen == [(strategy, True, None, True)] * len(local_ids(strategy))
+    assert seen == [(strategy, True, None, True)] * len(variable.values)
     check_top_level()
 
 

@@ -23,9 +23,10 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import layouts, per_replica
+from tests.support.layouts import WITH_COPIES, layouts, per_replica
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_example_18_on_read(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
     ids = [float(i) for i in range(n)]
@@ -47,6 +48,7 @@ def test_example_18_on_read(strategy: Any) -> None:
         same(variable.numpy(), 0.0)
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_example_18_assignment_in_cross_replica_context(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
     for aggregation, component in ((SUM, 2.0 / n), (MEAN, 2.0), (FIRST, 2.0), (NONE, 2.0)):

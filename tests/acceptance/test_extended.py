@@ -23,9 +23,9 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import layouts, per_replica
+from tests.support.layouts import WITH_COPIES, layouts, per_replica
 
-REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*")
+REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*")
 REFUSED = (ValueError, TypeError, AssertionError)
 
 
@@ -40,9 +40,8 @@ def test_reduce_to_every_kind_of_destination(strategy: Any) -> None:
             same(part, total)
         same(np.asarray(result), total)
     assert not isinstance(strategy.extended.reduce_to("SUM", value, "cpu:0"), mpidist.DistributedValues)
-    assert len(strategy.experimental_local_results(strategy.extended.reduce_to("SUM", value, variable))) == len(
-        local_ids(strategy)
-    )
+    results = strategy.experimental_local_results(strategy.extended.reduce_to("SUM", value, variable))
+    assert len(results) == len(variable.values)
     check_components(strategy, variable, lambda _: np.zeros(2))
     same(np.asarray(strategy.extended.reduce_to("mean", value, variable)), total / n)
 
@@ -98,6 +97,7 @@ def test_batch_reduce_to(strategy: Any) -> None:
             strategy.extended.batch_reduce_to("SUM", bad)
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_update_resolves_arguments_and_groups_results(strategy: Any) -> None:
     ids = local_ids(strategy)
     variable = make_variable(strategy, np.zeros(2))
@@ -137,6 +137,7 @@ def test_update_refuses_what_is_not_its_own(strategy: Any) -> None:
             strategy.extended.update(bad, lambda c: None)
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_variables_inside_an_update_are_the_component(strategy: Any) -> None:
     """In update context reading or assigning a distributed variable acts on that component."""
     counter = make_variable(strategy, 0.0, ON_READ, SUM)
@@ -169,6 +170,7 @@ def test_variables_and_their_strategy(strategy: Any) -> None:
     assert all(container is variable for container in containers)
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_read_var(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
     counter = make_variable(strategy, 0.0, ON_READ, MEAN)

@@ -12,7 +12,7 @@ import mpidist
 from tests.acceptance.checks import scope_or_nothing
 from tests.support.layouts import layouts
 
-REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "one_device")
+REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*", "one_device")
 
 
 def _dataset(_: Any = None) -> Any:

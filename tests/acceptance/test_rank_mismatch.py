@@ -126,7 +126,7 @@ PAIRS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
     ),
 }
 
-LAYOUTS = pytest.mark.parametrize("strategy", layouts("multi_worker-*"), indirect=True)
+LAYOUTS = pytest.mark.parametrize("strategy", layouts("multi_worker-*", "central_node-1local"), indirect=True)
 
 
 @pytest.fixture

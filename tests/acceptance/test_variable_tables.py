@@ -25,7 +25,7 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import per_replica
+from tests.support.layouts import WITH_COPIES, layouts, per_replica
 
 FAILURES = (ValueError, mpidist.PeerError)
 AGGREGATIONS = (NONE, SUM, MEAN, FIRST)
@@ -68,11 +68,12 @@ def test_reading_on_write(strategy: Any, aggregation: Any) -> None:
             check_each(strategy, strategy.run(read, args=(variable,)), lambda _: BASE)
         seen: list[Any] = []
         strategy.extended.update(variable, lambda c, s=seen: s.append(c.numpy()))
-        assert len(seen) == len(local_ids(strategy))
+        assert len(seen) == len(variable.values)
         for component in seen:
             same(component, BASE)
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
 def test_reading_on_read(strategy: Any, aggregation: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -155,6 +156,7 @@ def test_assigning_on_write_in_cross_replica_context(strategy: Any, aggregation:
                 run(lambda v=variable, m=method: getattr(v, m)(per_replica(strategy, of_replica)))
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
 @pytest.mark.parametrize("method", METHODS)
 def test_assigning_on_read(strategy: Any, method: str, aggregation: Any) -> None:
@@ -176,6 +178,7 @@ def test_assigning_on_read(strategy: Any, method: str, aggregation: Any) -> None
         check_components(strategy, variable, lambda _: METHODS[method](BASE, value))
 
 
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
 @pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ], ids=lambda s: s.name)
 def test_assigning_in_update_context(strategy: Any, synchronization: Any, aggregation: Any) -> None:

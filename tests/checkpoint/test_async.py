@@ -16,6 +16,7 @@ import pytest
 import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import latest_checkpoint, safetensors_file, save_steps
+from mpidist.checkpoint.pending import finish_writing
 from mpidist.core.errors import PeerError
 from tests.support.layouts import layouts
 from tests.support.mpirun import child_environment, run_script
@@ -187,6 +188,24 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_end(ranks: int, how: str
     assert "No space left on device" in done.stderr
     assert ranks == 1 or done.returncode != 0
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.one_rank
+def test_a_process_can_wait_for_all_that_it_writes(brake: Brake, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=1)
+    path = checkpoint.save(tmp_path / "ckpt", async_save=True)
+    timer = threading.Timer(0.05, brake.go.set)
+    timer.start()
+    finish_writing()
+    timer.join()
+    assert latest_checkpoint(tmp_path) == path
+    brake.error = OSError(28, "No space left on device")
+    checkpoint.save(tmp_path / "ckpt", async_save=True)
+    with pytest.raises(OSError, match="No space left on device"):
+        finish_writing()
+    finish_writing()
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.wait()
 
 
 @pytest.mark.min_ranks(2)

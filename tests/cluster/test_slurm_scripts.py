@@ -106,6 +106,18 @@ def test_training_on_hosts(
     assert json.loads((folder / "out" / "ckpt-8" / "manifest.json").read_text())
 
 
+@pytest.mark.parametrize("script", ["parameter_server", "coordinator", "factorization"])
+def test_workers_that_do_not_wait_for_one_another(start: Submit, script: str) -> None:
+    job = start(script, "--nodes=2", "--ntasks-per-node=3")
+    check_completed(job, script.replace("_", "-"))
+    (line,) = [line for line in job.output.splitlines() if line.startswith("done after")]
+    if script == "factorization":
+        error, best = map(float, re.findall(r"(?:error|possible) ([\d.]+\d)", line))
+        assert error < 1.1 * best
+    else:
+        assert float(re.findall(r"test accuracy ([\d.]+)%", line)[0]) >= 96
+
+
 def test_an_mpi_that_does_not_fit_the_launcher(start: Submit) -> None:
     job = start("cpu_srun_pmi2", "--ntasks-per-node=2", command="echo it was started")
     assert job.end() == "FAILED"

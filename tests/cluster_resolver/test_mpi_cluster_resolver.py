@@ -159,6 +159,24 @@ def test_the_order_is_that_of_the_communicator() -> None:
 
 
 @pytest.mark.one_rank
+def test_a_rank_that_does_not_come_to_make_a_communicator_is_not_waited_for_for_ever() -> None:
+    script = """
+    import time
+    from mpidist.cluster_resolver import MPIClusterResolver
+    resolver = MPIClusterResolver()
+    if resolver.task_type == "chief":
+        resolver.comm_of(("chief", "worker"))
+    time.sleep(60)
+    """
+    env = {"MPIDIST_JOBS": "chief:1,worker:1,evaluator:1", "MPIDIST_WARN_AFTER": "0.3", "MPIDIST_TIMEOUT": "1.5"}
+    done = run_script(script, 3, env=env, timeout=40)
+    assert done.returncode != 0
+    waits = "waiting for all 2 ranks of chief and worker to make a communicator"
+    assert f"mpidist: rank 0 of 3 is still {waits}, at " in done.stderr
+    assert f"mpidist: rank 0 of 3 is not done with {waits} after 1.5 s" in done.stderr
+
+
+@pytest.mark.one_rank
 def test_too_few_ranks_is_an_error_on_all() -> None:
     script = """
     from mpidist.cluster_resolver import MPIClusterResolver

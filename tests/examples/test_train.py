@@ -120,6 +120,36 @@ def test_a_resumed_run_may_have_another_number_of_ranks(reference: dict[str, np.
         np.testing.assert_allclose(weights["w1"], reference["w1"], rtol=0, atol=1e-10)
 
 
+ENDED_BEFORE_THE_EVALUATION = """
+import sys
+import mpidist
+sys.path.insert(0, "examples")
+import train
+
+sys.argv[1:] = ["--out", sys.argv[1]]
+training = train.Training(mpidist.get_strategy(), train.parse_arguments())
+training.progress["step"] = 45
+mpidist.Checkpoint(**training.state).save(sys.argv[2] + "/ckpt")
+"""
+
+
+def test_a_run_that_was_ended_after_the_last_step_of_an_epoch_evaluates_it(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", ENDED_BEFORE_THE_EVALUATION, str(tmp_path)],
+        env=child_environment(), cwd=ROOT, capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    output = train(tmp_path, "--strategy", "default", "--epochs", "1", "--resume")
+    assert "after step 45" in output
+    assert len(re.findall(r"^epoch  1 ", output, re.MULTILINE)) == 1
+
+
+def test_elastic_is_the_same_as_long_as_no_rank_is_lost(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    train(tmp_path, "--elastic", "--steps", "20", "--dump-weights", str(tmp_path / "weights.npz"), ranks=2)
+    with np.load(tmp_path / "weights.npz") as weights:
+        for name in weights.files:
+            np.testing.assert_allclose(weights[name], reference[name], rtol=0, atol=1e-10)
+
+
 def test_two_ranks_reach_97_percent(tmp_path: Path) -> None:
     output = train(tmp_path, ranks=2)
     accuracy = float(re.search(r"test accuracy ([\d.]+)%", closing_line(output)).group(1))  # type: ignore[union-attr]
@@ -143,6 +173,7 @@ def test_wrong_options(tmp_path: Path) -> None:
         (("--strategy", "default", "--devices", "2"), "needs --strategy mirrored or multi_worker"),
         (("--epochs", "0"), "expected 1 or more"),
         (("--device", "gpu", "--strategy", "default"), "needs a strategy that places things"),
+        (("--elastic", "--strategy", "mirrored"), "--elastic goes on with the ranks that are left"),
     ]:
         done = subprocess.run(
             [sys.executable, str(SCRIPT), *options],

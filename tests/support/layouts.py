@@ -22,8 +22,8 @@ class Layout:
     """One way to lay replicas out.
 
     Attributes:
-        kind: ``default``, ``one_device``, ``mirrored`` (this process alone), ``mirrored_node`` (the ranks of
-            the node) or ``multi_worker`` (all ranks).
+        kind: ``default``, ``one_device``, ``mirrored`` and ``central`` (this process alone), ``mirrored_node`` and
+            ``central_node`` (the ranks of the node) or ``multi_worker`` (all ranks).
         local_replicas: Replicas per rank.
     """
 
@@ -73,14 +73,28 @@ def _mirrored(layout: Layout) -> tuple[Any, Callable[[], None]]:
 
 
 def _mirrored_node(layout: Layout) -> tuple[Any, Callable[[], None]]:
+    return _on_node(mpidist.MirroredStrategy, layout)
+
+
+def _on_node(kind: Callable[..., Any], layout: Layout) -> tuple[Any, Callable[[], None]]:
     from mpi4py import MPI
 
     node = _node_communicator(MPI.COMM_WORLD)
     if node.size == MPI.COMM_WORLD.size:
         node.Free()
-        return mpidist.MirroredStrategy(layout.devices), _nothing
+        return kind(layout.devices), _nothing
     # A job of several nodes must say which ranks it means.
-    return mpidist.MirroredStrategy(layout.devices, communicator=node), node.Free
+    return kind(layout.devices, communicator=node), node.Free
+
+
+def _central(layout: Layout) -> tuple[Any, Callable[[], None]]:
+    from mpi4py import MPI
+
+    return mpidist.experimental.CentralStorageStrategy(layout.devices, communicator=MPI.COMM_SELF), _nothing
+
+
+def _central_node(layout: Layout) -> tuple[Any, Callable[[], None]]:
+    return _on_node(mpidist.experimental.CentralStorageStrategy, layout)
 
 
 def _multi_worker(layout: Layout) -> tuple[Any, Callable[[], None]]:
@@ -93,6 +107,8 @@ _BUILDERS = {
     "mirrored": _mirrored,
     "mirrored_node": _mirrored_node,
     "multi_worker": _multi_worker,
+    "central": _central,
+    "central_node": _central_node,
 }
 
 
@@ -115,7 +131,13 @@ LAYOUTS = (
     *(Layout("mirrored", count) for count in (1, 2, 3, 4)),
     *(Layout("mirrored_node", count) for count in (1, 2)),
     *(Layout("multi_worker", count) for count in (1, 2)),
+    Layout("central", 3),
+    *(Layout("central_node", count) for count in (1, 2)),
 )
+
+
+WITH_COPIES = ("default", "one_device", "mirrored*", "multi_worker*")
+"""Patterns of the layouts in which a variable has a copy for each replica, which ON_READ lets differ."""
 
 
 def layouts(*patterns: str) -> list[Any]:

@@ -202,54 +202,54 @@ def _launch(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise MpirunTimeoutError(timeout, *_stacks_and_end(process, job)) from None
+        raise MpirunTimeoutError(timeout, *stacks_and_end(process, job)) from None
     finally:
-        _kill(process, job)
+        end_all(process, job)
     return subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
 
 
-def _stacks_and_end(process: subprocess.Popen[str], job: str) -> tuple[str, str]:
+def stacks_and_end(process: subprocess.Popen[str], job: str) -> tuple[str, str]:
     """Let every rank dump its stacks (faulthandler answers SIGABRT), end the job, return what it printed."""
-    members = _members(job)
-    ranks = {pid for pid, environment in members.items() if any(name in environment for name in _RANK_VARIABLES)}
-    launchers = members.keys() - ranks
+    alive = members(job)
+    ranks = {pid for pid, environment in alive.items() if any(name in environment for name in _RANK_VARIABLES)}
+    launchers = alive.keys() - ranks
     # Held, or the launcher kills the other ranks as soon as it sees the first one end.
     for pid in launchers:
         _signal(pid, signal.SIGSTOP)
     for pid in ranks:
         _signal(pid, signal.SIGABRT)
     deadline = time.monotonic() + _STACKS_SECONDS
-    while ranks & _members(job).keys() and time.monotonic() < deadline:
+    while ranks & members(job).keys() and time.monotonic() < deadline:
         time.sleep(0.01)
     for pid in launchers:
         _signal(pid, signal.SIGCONT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=_STACKS_SECONDS)
-    _kill(process, job)
+    end_all(process, job)
     return process.communicate()
 
 
-def _kill(process: subprocess.Popen[str], job: str) -> None:
+def end_all(process: subprocess.Popen[str], job: str) -> None:
     """End what is left of a job; looks again until nothing is."""
     deadline = time.monotonic() + _STACKS_SECONDS
-    while (members := _members(job)) and time.monotonic() < deadline:
-        for pid in members:
+    while (alive := members(job)) and time.monotonic() < deadline:
+        for pid in alive:
             _signal(pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.01)
 
 
-def _members(job: str) -> dict[int, bytes]:
-    """Return the living processes of a job of :func:`_launch` and their environments."""
-    members = {}
+def members(job: str) -> dict[int, bytes]:
+    """Return the living processes that carry the mark ``job`` in :data:`JOB`, and their environments."""
+    alive = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             # It may have ended between the listing and the question, or belong to another user.
             with contextlib.suppress(OSError):
                 environment = (entry / "environ").read_bytes()
                 if job.encode() in environment:
-                    members[int(entry.name)] = environment
-    return members
+                    alive[int(entry.name)] = environment
+    return alive
 
 
 def _signal(pid: int, number: int) -> None:

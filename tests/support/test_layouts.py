@@ -21,6 +21,9 @@ def test_the_names_tell_kind_and_local_replicas() -> None:
         "mirrored_node-2local",
         "multi_worker-1local",
         "multi_worker-2local",
+        "central-3local",
+        "central_node-1local",
+        "central_node-2local",
     ]
 
 
@@ -30,6 +33,7 @@ def test_patterns_choose_layouts() -> None:
         "mirrored-2local",
         "mirrored_node-2local",
         "multi_worker-2local",
+        "central_node-2local",
     ]
     assert len(layouts()) == len(LAYOUTS)
 
@@ -44,7 +48,8 @@ def test_number_of_replicas(layout: Layout) -> None:
     from mpi4py import MPI
 
     node = _node_communicator(MPI.COMM_WORLD)
-    ranks = {"mirrored_node": node.size, "multi_worker": MPI.COMM_WORLD.size}.get(layout.kind, 1)
+    of_kind = {"mirrored_node": node.size, "central_node": node.size, "multi_worker": MPI.COMM_WORLD.size}
+    ranks = of_kind.get(layout.kind, 1)
     node.Free()
     with layout.open() as strategy:
         assert strategy.num_replicas_in_sync == ranks * layout.local_replicas

@@ -127,7 +127,7 @@ def test_nothing_of_a_killed_job_stays_alive() -> None:
         mpirun.run_script(source, 2, timeout=3.0)
     job = caught.value.stdout.split(".")[0]
     assert len(job) == len(uuid.uuid4().hex)
-    assert mpirun._members(job) == {}
+    assert mpirun.members(job) == {}
 
 
 def test_the_environment_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

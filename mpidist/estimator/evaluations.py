@@ -1,0 +1,170 @@
+"""Evaluations: finds new checkpoints, has them evaluated on this rank, and keeps the results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.naming import checkpoints_in
+from mpidist.checkpoint.storage import read_manifest
+from mpidist.collectives.waiting import Deadline
+from mpidist.core import settings
+from mpidist.core.context import outside
+from mpidist.estimator.results import EvalResult, append, plain_metrics
+from mpidist.estimator.specs import EvalSpec
+
+_log = logging.getLogger("mpidist")
+_LOOK_SECONDS = 0.5
+# Looking reads the manifest of every checkpoint: with many of them it takes no more than this part of the time.
+_MOST_OF_THE_TIME = 0.05
+# The name of a checkpoint, and its place among those of its directory.
+Id = tuple[str, int]
+
+
+class Evaluations:
+    """The evaluations of the checkpoints of one directory, one after the other.
+
+    Args:
+        spec: How to evaluate.
+        directory: Where the checkpoints are.
+
+    Attributes:
+        results: Of all evaluations so far.
+    """
+
+    def __init__(self, spec: EvalSpec, directory: Path) -> None:
+        self._spec = spec
+        self._directory = directory
+        self._next_look = self._begin = time.monotonic()
+        self._next_evaluation = self._begin + spec.start_delay_secs
+        self._evaluated: tuple[int, float] | None = None
+        self._told_of: set[str] = set()
+        self._has_warned = False
+        self.results: list[EvalResult] = []
+
+    def evaluate_if_due(self) -> EvalResult | None:
+        """Evaluate the newest checkpoint if it is new and the time has come; otherwise return None soon.
+
+        Raises:
+            Exception: What ``eval_fn`` raises, but where its checkpoint was removed meanwhile; and as for its results.
+        """
+        now = time.monotonic()
+        if now < max(self._next_look, self._next_evaluation):
+            return None
+        newest = self._newest()
+        looked = time.monotonic() - now
+        self._next_look = now + max(_LOOK_SECONDS, looked / _MOST_OF_THE_TIME)
+        if newest is None:
+            self._warn_if_late()
+        return None if newest is None or self._is_known(newest[1]) else self._evaluate(*newest)
+
+    def evaluate_last(self, told: Id | None) -> None:
+        """Evaluate the newest checkpoint, once the training is over, unless that was done.
+
+        Args:
+            told: The one that the chief sees; waited for until it is seen here, too.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint, or it is not seen here within ``MPIDIST_TIMEOUT``.
+            Exception: As ``evaluate_if_due``.
+        """
+        if told is not None:
+            self._await(told)
+        result = None
+        while result is None:
+            newest = self._newest()
+            if newest is None:
+                raise FileNotFoundError(
+                    f"the training is over, and there is no checkpoint in {self._directory} to evaluate; expected "
+                    "train_fn to save one: mpidist.CheckpointManager(checkpoint, context.checkpoint_dir, 5).save()"
+                )
+            if self._is_known(newest[1]):
+                return
+            result = self._evaluate(*newest)
+
+    def newest_id(self) -> Id | None:
+        """Return which checkpoint is the newest here."""
+        newest = self._newest()
+        return None if newest is None else (newest[0].name, newest[1].sequence)
+
+    def _newest(self) -> tuple[Path, Manifest] | None:
+        found = checkpoints_in(self._directory)
+        for path, reason in found.unusable.items():
+            if path not in self._told_of:
+                self._told_of.add(path)
+                _log.warning("mpidist: checkpoint %s is not evaluated: %s", path, reason)
+        return found.checkpoints[-1] if found.checkpoints else None
+
+    def _is_known(self, manifest: Manifest) -> bool:
+        return self._evaluated == (manifest.sequence, manifest.saved_at)
+
+    def _evaluate(self, path: Path, manifest: Manifest) -> EvalResult | None:
+        """Return the result; None where the checkpoint was removed or replaced meanwhile."""
+        begin = time.monotonic()
+        self._next_evaluation = begin + self._spec.throttle_secs
+        steps = {} if self._spec.steps is None else {"steps": self._spec.steps}
+        try:
+            with outside():
+                metrics = self._spec.eval_fn(str(path), **steps)
+        except (OSError, DamagedCheckpointError) as error:
+            if _is_still_there(path, manifest):
+                raise
+            _log.info("mpidist: checkpoint %s was removed while it was evaluated (%s)", path, error)
+            self._next_look = self._next_evaluation = begin
+            return None
+        result = EvalResult(str(path), plain_metrics(metrics), manifest.saved_at, time.monotonic() - begin)
+        append(self._directory, result)
+        self._evaluated = manifest.sequence, manifest.saved_at
+        self.results.append(result)
+        if self._spec.on_result is not None:
+            self._spec.on_result(result)
+        return result
+
+    def _await(self, told: Id) -> None:
+        """Wait until a checkpoint that another rank sees is seen here: some file systems take a while."""
+        name, sequence = told
+        path = self._directory / name
+
+        def say(waited: float) -> None:
+            text = f"mpidist: the evaluator has waited {waited:.0f} s to see {path}, which the chief saved last"
+            print(text, file=sys.stderr, flush=True)
+
+        def give_up(waited: float) -> None:
+            raise FileNotFoundError(
+                f"{path}, which the chief saved last, is not seen on host {os.uname().nodename}, where the evaluator "
+                f"runs, after {waited:.0f} s; expected a checkpoint_dir that all nodes share"
+            )
+
+        deadline = Deadline(settings.TIMEOUT.read(), settings.WARN_AFTER.read(), say, give_up)
+        while (name, sequence) not in [(path.name, manifest.sequence) for path, manifest in self._all()]:
+            deadline.check()
+            time.sleep(_LOOK_SECONDS / 5)
+
+    def _all(self) -> list[tuple[Path, Manifest]]:
+        return checkpoints_in(self._directory).checkpoints
+
+    def _warn_if_late(self) -> None:
+        waited = time.monotonic() - self._begin
+        if waited > settings.WARN_AFTER.read() and not self._has_warned:
+            self._has_warned = True
+            print(
+                f"mpidist: the evaluator has waited {waited:.0f} s for a first checkpoint in {self._directory}; it "
+                "goes on waiting while the others train",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _is_still_there(path: Path, manifest: Manifest) -> bool:
+    try:
+        now = read_manifest(path)
+    except FileNotFoundError:
+        return False
+    except DamagedCheckpointError:
+        return True
+    return (now.sequence, now.saved_at) == (manifest.sequence, manifest.saved_at)

@@ -1,0 +1,155 @@
+"""Line: what the ranks of train_and_evaluate tell each other, beside whatever communicators the training has.
+
+A rank that trains tells the evaluator that it is through, the evaluator tells all that it is, and who fails or leaves
+the program tells all. Messages are small and rare; whoever waits for one looks again and again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from mpidist.collectives.waiting import Deadline
+from mpidist.core import settings
+from mpidist.core.callsite import user_call_site
+from mpidist.core.errors import PeerError, RankLostError
+from mpidist.estimator.cast import Cast
+from mpidist.topology import import_mpi
+from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.patience import duplicate
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TAG = 1
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
+# How long a rank that fails keeps its error back so that the others hear of it.
+_SEND_SECONDS = 0.5
+# Lines that were given up with messages on their way, whose buffers MPI may still read.
+_given_up: list[Line] = []
+
+
+class News(Enum):
+    """What a rank tells."""
+
+    TRAINED = auto()
+    """It has trained; with the newest checkpoint that it sees, if it is the chief."""
+    EVALUATED = auto()
+    """The last evaluation is done."""
+    LEFT = auto()
+    """Its program ends by sys.exit(); with the code."""
+    FAILED = auto()
+    """It has failed; with the error as text."""
+
+
+class Line:
+    """What ranks talk over (collective).
+
+    Args:
+        comm: All of them; it is duplicated.
+        cast: Who they are.
+
+    Attributes:
+        trained: What each rank has told when it had trained, by rank.
+        left: With which code each rank has left, by rank.
+        evaluated: Whether the evaluator is through.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, cast: Cast) -> None:
+        self._cast = cast
+        self._comm = duplicate(comm, "train_and_evaluate()")
+        self._sending: list[MPI.Request] = []
+        self.trained: dict[int, Any] = {}
+        self.left: dict[int, Any] = {}
+        self.evaluated = False
+        # Whether the others know already, or find out by themselves, that this is over.
+        self._is_known_to_fail = False
+
+    def tell(self, news: News, content: Any, *ranks: int) -> None:
+        """Send a message to ``ranks``, to all others where none is given; does not wait."""
+        for rank in ranks or range(self._comm.Get_size()):
+            if rank != self._cast.rank:
+                self._sending.append(self._comm.isend((news, content), rank, _TAG))
+
+    def hear(self) -> None:
+        """Take note of what others have told.
+
+        Raises:
+            PeerError: One of them has failed.
+            RankLostError: The process of one is gone, and MPI has said so.
+        """
+        status = import_mpi().Status()
+        try:
+            while self._comm.iprobe(tag=_TAG, status=status):
+                self._take(status.Get_source(), *self._comm.recv(source=status.Get_source(), tag=_TAG))
+        except import_mpi().Exception as error:
+            if says_rank_is_lost(error):
+                self._is_known_to_fail = True
+                me = self._cast.name(self._cast.rank)
+                raise RankLostError(f"a rank was lost while {me} waited in train_and_evaluate(): {error}") from error
+            raise
+
+    def wait(
+        self, is_over: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Hear what others tell until ``is_over``; how long they take is their own affair, so with a report alone.
+
+        Args:
+            is_over: Asked again and again.
+            waiting_for: For the report, after ``MPIDIST_WARN_AFTER`` seconds; empty for none.
+            meanwhile: Called again and again.
+
+        Raises:
+            Exception: As :meth:`hear`, and what ``meanwhile`` raises.
+        """
+        me, site = self._cast.name(self._cast.rank), user_call_site()
+
+        def say(waited: float) -> None:
+            if waiting_for:
+                text = f"mpidist: {me} has waited {waited:.0f} s for {waiting_for}, at {site}"
+                print(text, file=sys.stderr, flush=True)
+
+        deadline = Deadline(math.inf, settings.WARN_AFTER.read(), say, lambda _: None)
+        nap = _SHORTEST_NAP_SECONDS
+        while True:
+            self.hear()
+            if is_over():
+                return
+            meanwhile()
+            deadline.check()
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+
+    def close(self) -> None:
+        """Free it, when all ranks have told and heard all they have to (collective)."""
+        import_mpi().Request.waitall(self._sending)
+        self._comm.Free()
+
+    def give_up(self, news: News, content: Any) -> None:
+        """Tell all others, if they do not know, why this rank uses it no more, and use it no more; returns soon."""
+        _given_up.append(self)
+        try:
+            if not self._is_known_to_fail:
+                self.tell(news, content)
+            deadline = time.monotonic() + _SEND_SECONDS
+            while not import_mpi().Request.Testall(self._sending) and time.monotonic() < deadline:
+                time.sleep(_SHORTEST_NAP_SECONDS)
+        except import_mpi().Exception as error:
+            # Those that are left hear of a lost rank by themselves, and the error that led here is the one to raise.
+            if not says_rank_is_lost(error):
+                raise
+
+    def _take(self, rank: int, news: News, content: Any) -> None:
+        if news is News.TRAINED:
+            self.trained[rank] = content
+        elif news is News.LEFT:
+            self.left[rank] = content
+        elif news is News.EVALUATED:
+            self.evaluated = True
+        else:
+            self._is_known_to_fail = True
+            raise PeerError(f"{self._cast.name(rank)} has failed in train_and_evaluate(): {content}")

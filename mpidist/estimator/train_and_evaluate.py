@@ -1,0 +1,220 @@
+"""train_and_evaluate: each rank does what its role in the cluster is, until all are through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpidist.checkpoint.pending import finish_writing
+from mpidist.checkpoint.termination import TerminationConfig
+from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.core.errors import PeerError
+from mpidist.estimator.cast import Cast, find_cast, ranks_of
+from mpidist.estimator.context import TrainContext
+from mpidist.estimator.evaluations import Evaluations
+from mpidist.estimator.line import Line, News
+from mpidist.estimator.results import EvalResult
+from mpidist.estimator.specs import EvalSpec, TrainSpec
+from mpidist.parameter_server.server import Server
+
+
+def train_and_evaluate(
+    train_spec: TrainSpec, eval_spec: EvalSpec, cluster_resolver: ClusterResolver | None = None
+) -> Any:
+    """Train on the ranks that train, while the evaluator evaluates the newest checkpoint (tf.estimator).
+
+    Collective: call it on every rank of the job, with the same arguments. What a rank does is its role by the resolver.
+    ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. The ``evaluator`` calls
+    ``eval_fn(path)`` while the others train, whenever there is a new newest checkpoint, and at last for the final one.
+
+    Ranks that do neither serve those that train (``mpidist.Server(resolver).join()``): ``ps``, and with
+    ``TrainSpec(train_jobs=("chief",))`` also ``worker``.
+
+    Without an evaluator the chief (or the first worker) evaluates the final checkpoint after training, and those in
+    between where ``train_fn`` calls ``context.evaluate()``. Each result is also a line in ``eval/metrics.jsonl`` in the
+    directory of the checkpoints; a job that is started again adds to it.
+
+    The evaluator belongs to none of the communicators of the training: a strategy that ``train_fn`` makes of
+    ``context.cluster_resolver`` or ``MPIDIST_JOBS`` has the ranks that train. A checkpoint that is removed while it is
+    evaluated (``max_to_keep``) is given up for the next newest. Checkpoints that ``train_fn`` began to save with
+    ``async_save`` are waited for.
+
+    Whatever ends the training ends the evaluator. An exception of ``train_fn`` or ``eval_fn`` on one rank is a
+    PeerError on those that wait for it. Where all training ranks leave by ``sys.exit``, as after a save of
+    PreemptionCheckpointHandler, the evaluator leaves with the same code, without the last evaluation; signals that ask
+    for such a save are left to the ranks that train. An evaluation that has begun is finished first.
+
+    Not together with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
+
+    Args:
+        train_spec: What to train.
+        eval_spec: How to evaluate.
+        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` says, without it all
+            ranks are workers.
+
+    Returns:
+        What ``train_fn`` returns, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
+        on ranks that serve None.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: There are two evaluators or chiefs, nobody trains, or ranks were given different directories; on all
+            ranks.
+        FileNotFoundError: The training is over, and the evaluator sees no checkpoint, or not the one that the chief has
+            saved last; on the others PeerError.
+        PeerError: Another rank has failed.
+
+    Source: ``tf.estimator.train_and_evaluate``.
+
+    >>> import tempfile
+    >>> import mpidist
+    >>> def train(context):
+    ...     weight = mpidist.Variable(0.0)
+    ...     checkpoint = mpidist.Checkpoint(weight=weight)
+    ...     for _ in range(context.max_steps):
+    ...         weight.assign_add(1.0)
+    ...     checkpoint.save(context.checkpoint_dir + "/ckpt")
+    ...     return weight.numpy()
+    >>> def evaluate(path):
+    ...     weight = mpidist.Variable(0.0)
+    ...     mpidist.Checkpoint(weight=weight).restore(path).assert_consumed()
+    ...     return {"loss": (weight.numpy() - 3.0) ** 2}
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     specs = TrainSpec(train, directory, max_steps=2), EvalSpec(evaluate, on_result=lambda it: print(it.metrics))
+    ...     float(train_and_evaluate(*specs))
+    {'loss': 1.0}
+    2.0
+    """
+    for name, value, kind in (("train_spec", train_spec, TrainSpec), ("eval_spec", eval_spec, EvalSpec)):
+        if not isinstance(value, kind):
+            got = f"{value!r} of type {type(value).__name__}"
+            raise TypeError(f"{name} is {got}; expected mpidist.{kind.__name__}(...)")
+    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        raise TypeError(
+            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
+            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'chief': 1, 'worker': 2, 'evaluator': 1})"
+        )
+    resolver = cluster_resolver or MPIClusterResolver()
+    comm = ranks_of(resolver)
+    cast = find_cast(resolver, train_spec, comm)
+    line = Line(comm, cast)
+    directory = Path(os.path.abspath(train_spec.checkpoint_dir))
+    part = _Part(cast, line, resolver, train_spec, directory, Evaluations(eval_spec, directory))
+    try:
+        result = _role(cast)(part)
+    except SystemExit as error:
+        line.give_up(News.LEFT, error.code)
+        raise
+    except BaseException as error:
+        line.give_up(News.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    line.close()
+    return result
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank needs to do its part."""
+
+    cast: Cast
+    line: Line
+    resolver: ClusterResolver
+    train_spec: TrainSpec
+    directory: Path
+    evaluations: Evaluations
+
+
+def _role(cast: Cast) -> Callable[[_Part], Any]:
+    """Return what this rank does."""
+    if cast.trains:
+        return _train
+    return _evaluate if cast.evaluates else _serve
+
+
+def _train(part: _Part) -> Any:
+    cast, line = part.cast, part.line
+    job, index = cast.tasks[cast.rank]
+    is_chief = cast.rank == cast.chief
+    context = TrainContext(
+        str(part.directory),
+        part.train_spec.max_steps,
+        part.resolver,
+        job,
+        index,
+        is_chief,
+        part.evaluations.evaluate_if_due if cast.evaluates else _nothing,
+    )
+    result = part.train_spec.train_fn(context)
+    finish_writing()
+    if cast.evaluates:
+        _evaluate_to_the_end(part, "the other ranks to end their training", _nothing)
+        return result
+    line.tell(News.TRAINED, part.evaluations.newest_id() if is_chief else None, cast.evaluator)
+    _await_evaluation(part)
+    return result
+
+
+def _evaluate(part: _Part) -> list[EvalResult]:
+    with _signals_left_to_others():
+        # How long the training takes is nobody's concern, so without a report.
+        _evaluate_to_the_end(part, "", part.evaluations.evaluate_if_due)
+    return part.evaluations.results
+
+
+def _serve(part: _Part) -> None:
+    Server(part.resolver).join()
+    _await_evaluation(part)
+
+
+def _evaluate_to_the_end(part: _Part, waiting_for: str, meanwhile: Callable[[], object]) -> None:
+    """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
+    cast, line = part.cast, part.line
+    others = {rank for rank in cast.trainers if rank != cast.rank}
+    line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
+    if others and others <= line.left.keys() and cast.chief in others:
+        raise SystemExit(line.left[cast.chief])
+    if line.left:
+        raise _left_alone(part)
+    part.evaluations.evaluate_last(line.trained.get(cast.chief))
+    line.tell(News.EVALUATED, None)
+
+
+def _await_evaluation(part: _Part) -> None:
+    cast, line = part.cast, part.line
+    name = cast.name(cast.evaluator)
+    line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
+    if not line.evaluated:
+        raise _left_alone(part)
+
+
+def _left_alone(part: _Part) -> PeerError:
+    left = ", ".join(f"{part.cast.name(rank)} by sys.exit({code!r})" for rank, code in sorted(part.line.left.items()))
+    return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
+
+
+@contextlib.contextmanager
+def _signals_left_to_others() -> Iterator[None]:
+    """Let signals that ask for a save, which launchers send to all ranks, not end one that has nothing to save."""
+    numbers = TerminationConfig().signals if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _ignore)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Handle a signal; not SIG_IGN, which programs that ``eval_fn`` starts would inherit."""
+
+
+def _nothing() -> None:
+    """Do nothing in between."""

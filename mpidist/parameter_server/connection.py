@@ -1,0 +1,314 @@
+"""Connection: this process's requests to one server, one at a time, each with a deadline."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.leaving import EXIT_SECONDS
+from mpidist.collectives.memory import Pool
+from mpidist.collectives.waiting import Deadline, Steps, drive, until_all_done, until_done
+from mpidist.core import settings
+from mpidist.core.callsite import user_call_site
+from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
+from mpidist.parameter_server.messages import (
+    BYTES,
+    CONTROL,
+    FAILED,
+    FIRST_MESSAGE_BYTES,
+    INLINE_BYTES,
+    LEAVE,
+    PART,
+    PREAMBLE,
+    TAG_DATA,
+    TAG_REPLY,
+    TAG_REPLY_DATA,
+    TAG_REQUEST,
+    Part,
+    nbytes_of,
+    pieces_of,
+)
+from mpidist.parameter_server.travelling import pack
+from mpidist.topology.faults import says_rank_is_lost
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+# In a message, of the variables of a large request.
+_MOST_NAMES = 3
+
+
+class Connection:
+    """Asks one server, and waits for its replies. Any thread may, one after the other.
+
+    A wait that is broken off, at the deadline or by Ctrl-C, leaves a request whose reply is still to come: the next
+    request takes it first, so that both sides stay in step.
+
+    Args:
+        comm: The communicator of the link.
+        server: The rank of the server in it.
+        name: The server's, for messages, such as ``"ps 0"``.
+        timeout: Seconds before a reply is given up.
+
+    Attributes:
+        is_lost: Whether MPI has said that the server is gone.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, server: int, name: str, timeout: float) -> None:
+        self._comm = comm
+        self._server = server
+        self.name = name
+        self._timeout = timeout
+        self._warn_after: float = settings.WARN_AFTER.read()
+        self.lock = threading.Lock()
+        self._request = bytearray(FIRST_MESSAGE_BYTES)
+        self._reply = bytearray(FIRST_MESSAGE_BYTES)
+        self._await_reply = comm.Recv_init(self._reply, server, TAG_REPLY)
+        self._sending: list[MPI.Request] = []
+        self._sent: Sequence[Part] = ()
+        self._owes_reply = False
+        self._results: list[Array] = []
+        self._receiving: list[MPI.Request] | None = None
+        self._pool = Pool()
+        self._end: str | None = None
+        self.is_lost = False
+
+    def ask(self, parts: Sequence[Part]) -> list[Any]:
+        """Have the server carry out ``parts`` in one go, and return what each gives back (None for nothing).
+
+        Raises:
+            Exception: What the server raised; nothing after the part that failed was done.
+            RankLostError: It is gone.
+            RequestTimeoutError: It did not answer in time.
+            RuntimeError: This process has taken leave of it.
+        """
+        with self.lock:
+            self.start(parts)
+            return self.finish()
+
+    def control(self, what: str, *arguments: Any, doing: str) -> Any:
+        """Have the server do one of its rarer things, and return its answer.
+
+        Args:
+            what: Which.
+            arguments: Its arguments, which can be pickled.
+            doing: What it is about, for messages.
+        """
+        message = np.frombuffer(pack((what, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
+        (answer,) = self.ask([Part(CONTROL, arrays=[message], length=message.size, name=doing)])
+        return pickle.loads(answer.tobytes())
+
+    def leave(self) -> None:
+        """Tell the server that this process asks nothing more; nothing if that was done, or the server is lost."""
+        if self._end is None:
+            # What was given up gets a last chance, as collectives that were given up do.
+            limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
+            with self.lock:
+                self._timeout = limit
+                self.start([Part(LEAVE)])
+                self.finish()
+            self._end = (
+                "this process has taken leave of it: its strategies were closed, or its program has ended; use "
+                "variables before strategy.close()"
+            )
+
+    def start(self, parts: Sequence[Part]) -> None:
+        """Send a request, whose arrays must stay as they are until :meth:`finish`; the lock is held."""
+        if self._end is not None:
+            kind = RankLostError if self.is_lost else RuntimeError
+            raise kind(f"{self.name} can no longer be asked: {self._end}")
+        if self._owes_reply:
+            self._take_reply()
+        self._sent = parts
+        data_bytes = sum([array.nbytes for part in parts for array in part.arrays])
+        is_inline = len(parts) * PART.size + data_bytes <= INLINE_BYTES
+        request = self._request
+        PREAMBLE.pack_into(request, 0, len(parts), data_bytes, is_inline, 0)
+        try:
+            self._await_reply.Start()
+            if is_inline:
+                end = _pack_parts(request, PREAMBLE.size, parts)
+                for part in parts:
+                    for array in part.arrays:
+                        begin, end = end, end + array.nbytes
+                        request[begin:end] = array.reshape(-1).view(np.uint8).data
+                self._send(memoryview(request)[:end], TAG_REQUEST)
+            else:
+                self._send(memoryview(request)[: PREAMBLE.size], TAG_REQUEST)
+                words = bytearray(len(parts) * PART.size)
+                _pack_parts(words, 0, parts)
+                self._send(words, TAG_DATA)
+                for part in parts:
+                    for array in part.arrays:
+                        for piece in pieces_of(array):
+                            self._send(piece, TAG_DATA)
+        except BaseException as error:
+            self._check_lost(error)
+            self._end = f"{_doing(parts)} was broken off while it was sent, with {type(error).__name__}: {error}"
+            raise
+        self._owes_reply = True
+
+    def finish(self) -> list[Any]:
+        """Return what the server gives back for the request that was started; the lock is held."""
+        parts = self._sent
+        failed, results = self._take_reply()
+        if failed:
+            raise self._failure(results[0], _doing(parts))
+        arrays = iter(results)
+        return [next(arrays) if part.operation.gives else None for part in parts]
+
+    def _take_reply(self) -> tuple[bool, list[Array]]:
+        """Return whether the server failed, and what came; may be called again where it was broken off."""
+        try:
+            self._wait(until_done(self._await_reply))
+            self._wait(until_all_done(self._sending))
+            self._sending.clear()
+            _, data_bytes, is_inline, status = PREAMBLE.unpack_from(self._reply)
+            if self._receiving is None:
+                self._results = self._room_for_reply(data_bytes, status)
+                self._receiving = self._fill(is_inline)
+            self._wait(until_all_done(self._receiving))
+        except BaseException as error:
+            self._check_lost(error)
+            raise
+        results, self._results, self._receiving, self._owes_reply = self._results, [], None, False
+        return status == FAILED, results
+
+    def _send(self, buffer: Any, tag: int) -> None:
+        self._sending.append(self._comm.Isend([buffer, self._byte], self._server, tag))
+
+    @property
+    def _byte(self) -> MPI.Datatype:
+        return sys.modules["mpi4py.MPI"].BYTE  # type: ignore[no-any-return]
+
+    def _room_for_reply(self, data_bytes: int, status: int) -> list[Array]:
+        """Return the arrays of a reply, to be filled."""
+        if status == FAILED:
+            layouts: list[tuple[tuple[int, ...], Any]] = [((data_bytes,), BYTES)]
+        else:
+            layouts = [layout for part in self._sent for layout in _result_layouts(part, data_bytes)]
+        return [self._pool.take(_count(shape), dtype).reshape(shape) for shape, dtype in layouts]
+
+    def _fill(self, is_inline: int) -> list[MPI.Request]:
+        """Fill the arrays of a reply with what came in its first message, or start to receive them."""
+        if not is_inline:
+            return [
+                self._comm.Irecv([piece, self._byte], self._server, TAG_REPLY_DATA)
+                for array in self._results
+                for piece in pieces_of(array)
+            ]
+        reply, end = memoryview(self._reply), PREAMBLE.size
+        for array in self._results:
+            begin, end = end, end + array.nbytes
+            array.reshape(-1).view(np.uint8).data[:] = reply[begin:end]
+        return []
+
+    def _wait(self, steps: Steps[None]) -> None:
+        drive(steps, self._deadline)
+
+    def _deadline(self) -> Deadline:
+        doing, rank, site = _doing(self._sent), self._comm.Get_rank(), user_call_site()
+
+        def warn(waited: float) -> None:
+            print(
+                f"mpidist: rank {rank} has waited {waited:.0f} s for {self.name} in {doing}, at {site}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        def expire(waited: float) -> None:
+            raise RequestTimeoutError(f"{self.name} in {doing}, at {site}", waited, rank)
+
+        return Deadline(self._timeout, self._warn_after, warn, expire)
+
+    def _check_lost(self, error: BaseException) -> None:
+        """Raise RankLostError if that is what MPI's ``error`` means."""
+        if says_rank_is_lost(error):
+            doing = _doing(self._sent)
+            self._end = f"it was lost in {doing}"
+            self.is_lost = True
+            raise RankLostError(
+                f"{self.name} was lost while this process waited for it in {doing}; its variables are gone. Start the "
+                "job again and restore the newest checkpoint"
+            ) from error
+
+    def _failure(self, message: Array, doing: str) -> Exception:
+        error: Exception = pickle.loads(message.tobytes())
+        if not isinstance(error, PeerError):
+            error.args = (f"{doing} failed at {self.name}: {error}",)
+        return error
+
+
+def report_only(what: str) -> Deadline:
+    """Return the deadline of a wait that depends on another program: it reports, once, and does not give up."""
+
+    def warn(waited: float) -> None:
+        print(f"mpidist: waited {waited:.0f} s for {what}, and goes on waiting", file=sys.stderr, flush=True)
+
+    return Deadline(math.inf, settings.WARN_AFTER.read(), warn, lambda _: None)
+
+
+def ask_all(requests: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
+    """Ask several servers at once, and return the answers of each.
+
+    Requests that were sent are finished before an error is raised.
+    """
+    if len(requests) == 1:
+        ((connection, parts),) = requests.items()
+        return {connection: connection.ask(parts)}
+    # In one order in all threads, or two of them would wait for each other.
+    ordered = sorted(requests, key=lambda connection: connection._server)
+    answers: dict[Connection, list[Any]] = {}
+    errors: list[Exception] = []
+    started: list[Connection] = []
+    with ExitStack() as locks:
+        for connection in ordered:
+            locks.enter_context(connection.lock)
+        for connection in ordered:
+            try:
+                connection.start(requests[connection])
+            except Exception as error:  # raised below, once the others are finished
+                errors.append(error)
+                break
+            started.append(connection)
+        for connection in started:
+            try:
+                answers[connection] = connection.finish()
+            except Exception as error:  # as above
+                errors.append(error)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def _pack_parts(buffer: bytearray, at: int, parts: Sequence[Part]) -> int:
+    for operation, variable, _, _, length, optimizer, step, number, _ in parts:
+        PART.pack_into(buffer, at, operation.code, variable, length, optimizer, step, number)
+        at += PART.size
+    return at
+
+
+def _result_layouts(part: Part, data_bytes: int) -> list[tuple[tuple[int, ...], Any]]:
+    if part.operation.gives == "bytes":
+        return [((data_bytes,), BYTES)]
+    return part.kind.results(part.operation.gives, part.length)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return nbytes_of((shape, BYTES))
+
+
+def _doing(parts: Sequence[Part]) -> str:
+    names = list(dict.fromkeys(f"{part.operation.name} {part.name}".strip() for part in parts))
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"

@@ -1,0 +1,172 @@
+"""ClusterCoordinator: the program on the chief schedules functions, which workers carry out in their own time."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from mpidist.input import Dataset
+from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used
+from mpidist.parameter_server.names import Names
+from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
+from mpidist.parameter_server.strategy import CoordinatorExtended, ParameterServerStrategy
+from mpidist.parameter_server.travelling import CannotTravelError
+
+_Values = TypeVar("_Values", bound=PerWorkerValues)
+
+
+class ClusterCoordinator:
+    """Schedules functions on the workers of a ParameterServerStrategy (tf.distribute.coordinator.ClusterCoordinator).
+
+    Only on the chief; workers and parameter servers call ``mpidist.Server(resolver).join()``. Constructing it again
+    for the same strategy returns the same object. Functions travel by pickle, those of the program's own file with
+    cloudpickle (``pip install 'mpidist[coordinator]'``): what they refer to is copied as it is when they are scheduled,
+    but variables, optimizers, the strategy, and what ``create_per_worker_dataset`` and ``create_per_worker_resource``
+    return, which mean the same on every worker. So functions hand on state in variables. A function of another file is
+    imported by the workers: give it what the program has made as arguments.
+
+    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), what that
+    worker was doing is carried out by another one.
+
+    Args:
+        strategy: A ``mpidist.ParameterServerStrategy``.
+
+    Raises:
+        ValueError: Another strategy.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/ClusterCoordinator
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Return the coordinator of the strategy, made the first time."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"ClusterCoordinator was given {strategy!r}; expected a mpidist.ParameterServerStrategy(resolver)"
+            )
+        extended = strategy.extended
+        assert isinstance(extended, CoordinatorExtended)
+        if extended.coordinator is None:
+            coordinator = super().__new__(cls)
+            coordinator._set_up(strategy, extended)
+            extended.coordinator = coordinator
+        assert isinstance(extended.coordinator, cls)
+        return extended.coordinator
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        del strategy
+
+    def _set_up(self, strategy: ParameterServerStrategy, extended: CoordinatorExtended) -> None:
+        self._strategy = strategy
+        self._names = Names(extended.link, strategy)
+        self._dispatcher: Dispatcher = extended.dispatch(self._names.find)
+        self._numbers = itertools.count()
+
+    def __reduce__(self) -> NoReturn:
+        raise CannotTravelError(
+            "a ClusterCoordinator cannot be used in a scheduled function: only the program on the chief schedules; "
+            "expected: return from fn what is to be done next, and schedule that on the chief"
+        )
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue:
+        """Have a worker call ``fn(*args, **kwargs)``, and return at once.
+
+        Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
+        is not said. Waits only while 262,144 functions are queued.
+
+        Args:
+            fn: The function. PerWorkerValues among the arguments mean those of the worker that calls it.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What ``fn`` will return, as one RemoteValue, whatever its structure.
+
+        Raises:
+            TypeError: ``fn`` is no function, or something cannot be pickled.
+            ValueError: A RemoteValue, or the coordinator, among the arguments or what ``fn`` refers to.
+            RuntimeError: The strategy has been closed.
+            Exception: That of a function that was scheduled before; what was queued has been cancelled.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule() was given {fn!r}; expected a function")
+        if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
+            raise TypeError(f"args is {args!r}; expected a tuple or list of arguments, such as args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
+        name = getattr(fn, "__qualname__", repr(fn))
+        payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
+        closure = Closure(name, payload, with_all_used(uses), RemoteValue(self._dispatcher.wait_for))
+        self._dispatcher.put(closure)
+        return closure.result
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have ended.
+
+        After ``MPIDIST_WARN_AFTER`` seconds it reports what every worker is doing.
+
+        Raises:
+            Exception: The first error of a function; raised once, after which scheduling can go on. What was queued
+                when it failed has been cancelled.
+        """
+        self._dispatcher.join()
+
+    def done(self) -> bool:
+        """Return whether all scheduled functions have ended; raises as :meth:`join`, and does not wait."""
+        return self._dispatcher.is_done()
+
+    def fetch(self, val: Any) -> Any:
+        """Return a nest with the results in the place of its RemoteValues; waits for them.
+
+        Raises:
+            CancelledError: A function was cancelled.
+            Exception: That of a function that failed.
+        """
+        return fetch(val)
+
+    def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
+        """Return a dataset that each worker has for itself, built there when it is first used.
+
+        Every worker sees all of the data; shard it by ``experimental_get_current_worker_index()`` if each is to see a
+        part. On a worker that takes the place of a lost one it begins anew.
+
+        Args:
+            dataset_or_dataset_fn: A Dataset; what a ``distribute_`` method of the strategy returned; or a function
+                without arguments that returns either, called on each worker.
+
+        Returns:
+            A PerWorkerDataset; ``iter()`` of it gives iterators to pass to ``schedule``.
+        """
+        if not callable(dataset_or_dataset_fn) and not isinstance(dataset_or_dataset_fn, Dataset):
+            raise TypeError(
+                f"create_per_worker_dataset() was given {dataset_or_dataset_fn!r}; expected a Dataset, or a function "
+                "without arguments that returns one"
+            )
+        values = PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), self._iterators)
+        return self._kept_while_used(values)
+
+    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """Return what ``fn()`` returns on each worker, called there when it is first used; a lookup table, say."""
+        if not callable(fn):
+            raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
+        return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
+
+    def _iterators(self, dataset: PerWorkerDataset) -> PerWorkerValues:
+        return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
+
+    def _to_build(self, kind: str, given: Any) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
+        """Return the number of a new value of each worker, what builds it, and what that uses."""
+        return next(self._numbers), *self._names.pack((kind, given), f"what builds a per-worker {kind}")
+
+    def _kept_while_used(self, values: _Values) -> _Values:
+        """Have the workers drop their own values when the program has none of ``values`` any more."""
+        weakref.finalize(values, self._dispatcher.drop, values.number).atexit = False
+        return values

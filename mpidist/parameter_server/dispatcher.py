@@ -1,0 +1,330 @@
+"""Dispatcher: the queue of scheduled functions, and the thread that hands them to workers and takes their results."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpidist.collectives.leaving import abort_job
+from mpidist.core import settings
+from mpidist.core.errors import PeerError, RankLostError
+from mpidist.parameter_server.link import Link
+from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
+from mpidist.parameter_server.patience import Patience
+from mpidist.parameter_server.post import Post
+from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
+from mpidist.parameter_server.travelling import TravellingError, unpack
+from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
+from mpidist.topology.faults import says_rank_is_lost
+
+# Functions that may wait for a worker before schedule() waits, as in TensorFlow.
+QUEUE_LENGTH = 256 << 10
+
+
+@dataclass(eq=False)
+class Closure:
+    """A scheduled function.
+
+    Attributes:
+        name: For messages.
+        payload: Function and arguments, packed.
+        uses: The workers' own values that it needs, which are kept that long.
+        result: Where what it returns goes.
+    """
+
+    name: str
+    payload: bytes
+    uses: frozenset[PerWorkerValues]
+    result: RemoteValue
+
+
+def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
+    """Return workers' own values together with those that they are built of."""
+    found = set(uses)
+    for values in uses:
+        found |= with_all_used(values.uses)
+    return frozenset(found)
+
+
+class _Worker:
+    """One worker, and what it is doing."""
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self.name = f"{link.tasks[rank]} (rank {rank})"
+        self.post = Post(link.comm, rank, TAG_TO_WORKER, TAG_FROM_WORKER)
+        # The numbers of its own values, and those of them that it may drop.
+        self.knows: set[int] = set()
+        self.drops: list[int] = []
+        self.closure: Closure | None = None
+        self.since = 0.0
+        self.moves: Iterator[None] | None = None
+
+
+class Dispatcher:
+    """Hands functions to workers, each of which carries out one at a time; they start in the order they were scheduled.
+
+    Args:
+        link: Connects with the workers.
+        find: Returns what the name of a result means.
+    """
+
+    def __init__(self, link: Link, find: Callable[[Any], Any]) -> None:
+        self._link = link
+        self._find = find
+        self._workers = [_Worker(link, rank) for rank in link.workers[1:]]
+        self._dropped: deque[int] = deque()
+        self._queue: deque[Closure] = deque()
+        self._running = 0
+        self._error: Exception | None = None
+        self._is_stopping = False
+        self._failure: PeerError | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="mpidist-coordinator", daemon=True)
+        self._thread.start()
+
+    # What the program asks ------------------------------------------------------------------------------------
+
+    def drop(self, number: int) -> None:
+        """Have the workers drop their own value of a number; called by the garbage collector, in any thread."""
+        self._dropped.append(number)
+
+    def put(self, closure: Closure) -> None:
+        """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
+        with self._changed:
+            self._wait_until(lambda: self._can_raise() or self._has_room(), "room in the queue")
+            self._raise_error()
+            self._queue.append(closure)
+            self._changed.notify_all()
+
+    def is_done(self) -> bool:
+        """Whether nothing is queued or under way; raises the error of a function that failed once that is so."""
+        with self._changed:
+            if self._queue or self._running:
+                return False
+            self._check_alive()
+            self._raise_error()
+            return True
+
+    def join(self) -> None:
+        """Wait until nothing is queued or under way; raises the error of a function that failed."""
+        with self._changed:
+            self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
+            self._raise_error()
+
+    def wait_for(self, event: threading.Event) -> None:
+        """Wait for a result, which comes, or fails."""
+        if event.is_set():
+            return
+        warn_after = settings.WARN_AFTER.read()
+        while not event.wait(warn_after):
+            self._report(warn_after, "a result")
+
+    def stop(self) -> None:
+        """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        warn_after = settings.WARN_AFTER.read()
+        self._thread.join(warn_after)
+        while self._thread.is_alive():
+            self._report(warn_after, "functions that are under way as the program ends")
+            self._thread.join(warn_after)
+        if self._failure is not None and self._workers:
+            # They wait for functions, and nobody can tell them that there will be none.
+            abort_job(self._link.rank, str(self._failure))
+
+    def _can_raise(self) -> bool:
+        """Whether a function has failed and what was under way beside it has ended, so that scheduling can go on."""
+        return self._error is not None and not self._running
+
+    def _has_room(self) -> bool:
+        return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
+
+    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        warn_after = settings.WARN_AFTER.read()
+        while not self._changed.wait_for(lambda: is_so() or self._failure is not None, warn_after):
+            self._report(warn_after, what)
+        self._check_alive()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._is_stopping and not self._error:
+            raise RuntimeError(
+                "the ParameterServerStrategy of this coordinator has been closed; expected: close it after the last "
+                "coordinator.schedule() and join()"
+            )
+
+    def _report(self, waited: float, what: str) -> None:
+        now = time.monotonic()
+        queued = f"{len(self._queue)} functions are queued"
+        lines = [f"mpidist: the coordinator has waited {waited:.0f} s for {what}; {queued}"]
+        for worker in list(self._workers):
+            closure = worker.closure
+            doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"
+            lines.append(f"  {worker.name} {doing}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    # The thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._dispatch()
+            self._tell_to_stop()
+        except BaseException as error:  # everybody who waits learns of it
+            if isinstance(error, PeerError):
+                failure = error
+            else:
+                failure = PeerError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            with self._changed:
+                self._failure = failure
+                for worker in self._workers:
+                    if worker.closure is not None:
+                        worker.closure.result._fail(failure)
+                self._cancel_queue()
+
+    def _dispatch(self) -> None:
+        patience = Patience()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._running or self._is_stopping)
+                if self._is_stopping:
+                    self._cancel_queue()
+                    if not self._running:
+                        return
+                has_begun = self._hand_out()
+            if self._move() or has_begun:
+                patience.reset()
+            else:
+                patience.wait(False)
+
+    def _hand_out(self) -> bool:
+        """Give queued functions to idle workers, and return whether any was given; the lock is held."""
+        has_begun = False
+        for worker in self._workers:
+            if worker.closure is None and self._queue:
+                worker.closure = self._queue.popleft()
+                worker.since = time.monotonic()
+                worker.moves = self._execute(worker, worker.closure)
+                self._running += 1
+                has_begun = True
+                if len(self._queue) == QUEUE_LENGTH - 1:
+                    self._changed.notify_all()
+        return has_begun
+
+    def _move(self) -> bool:
+        """Move on what the workers are doing; return whether one of them has finished."""
+        has_finished = False
+        for worker in list(self._workers):
+            if worker.moves is None:
+                continue
+            try:
+                next(worker.moves)
+            except StopIteration:
+                has_finished = True
+                self._finish(worker)
+            except Exception as error:
+                if not says_rank_is_lost(error):
+                    raise
+                has_finished = True
+                self._lose(worker)
+        return has_finished
+
+    def _execute(self, worker: _Worker, closure: Closure) -> Iterator[None]:
+        worker.post.expect()
+        yield from worker.post.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
+        while not worker.post.expected.Test():
+            yield
+        answer = yield from worker.post.receive()
+        if answer[:1] == DONE:
+            try:
+                closure.result._set(unpack(answer[1:], self._find))
+                return
+            except Exception as failure:  # unpickling runs the code of whatever it meets
+                trace = ""
+                error: Exception = TypeError(
+                    f"the result of {closure.name} cannot be unpickled by the coordinator: "
+                    f"{type(failure).__name__}: {failure}"
+                )
+        else:
+            travelling = TravellingError(*pickle.loads(answer[1:]))
+            error, trace = travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}"
+        closure.result._fail(error, trace)
+        with self._changed:
+            # The first error is the one that is raised; functions after it may depend on what it should have done.
+            self._error = self._error or error
+            self._cancel_queue()
+
+    def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], dict[int, bytes]]:
+        """Return which of its own values a worker is to drop, and how it builds those that are new to it."""
+        while self._dropped:
+            number = self._dropped.popleft()
+            for each in self._workers:
+                if number in each.knows:
+                    each.knows.remove(number)
+                    each.drops.append(number)
+        drops, worker.drops = worker.drops, []
+        new = {values.number: values.built_by for values in closure.uses if values.number not in worker.knows}
+        worker.knows.update(new)
+        return drops, new
+
+    def _finish(self, worker: _Worker) -> None:
+        with self._changed:
+            worker.closure = worker.moves = None
+            self._running -= 1
+            if not self._running:
+                self._changed.notify_all()
+
+    def _lose(self, worker: _Worker) -> None:
+        """Go on without a worker that is gone; another one carries its function out."""
+        with self._changed:
+            closure = worker.closure
+            assert closure is not None
+            self._workers.remove(worker)
+            self._running -= 1
+            print(
+                f"mpidist: {worker.name} was lost in {closure.name}; {len(self._workers)} workers are left",
+                file=sys.stderr,
+                flush=True,
+            )
+            if not self._workers:
+                error = RankLostError(
+                    f"{worker.name}, the last worker, was lost in {closure.name}; start the job again and restore the "
+                    "newest checkpoint"
+                )
+                closure.result._fail(error)
+                raise error
+            self._queue.appendleft(closure)
+            if self._error is not None:
+                self._cancel_queue()
+            self._changed.notify_all()
+
+    def _cancel_queue(self) -> None:
+        while self._queue:
+            self._queue.popleft().result._cancel()
+        self._changed.notify_all()
+
+    def _tell_to_stop(self) -> None:
+        for worker in self._workers:
+            patience = Patience()
+            try:
+                for _ in worker.post.send(STOP):
+                    patience.wait(True)
+                for _ in worker.post.flush():
+                    patience.wait(True)
+            except Exception as error:
+                if not says_rank_is_lost(error):
+                    raise
+            worker.post.close()

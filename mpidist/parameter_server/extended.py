@@ -1,0 +1,242 @@
+"""ParameterServerExtended: one copy of each variable on a server, for replicas in sync and workers that are not.
+
+Both parameter server strategies. What they share: where variables are, and that gradients are applied there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core.devices import Device
+from mpidist.core.errors import MismatchError
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.connection import Connection, ask_all
+from mpidist.parameter_server.div_layout import div_sizes, offsets_of
+from mpidist.parameter_server.link import Link
+from mpidist.parameter_server.messages import Kind, Part
+from mpidist.parameter_server.remote import RemoteComponent, component_of, read_all
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.strategies.central import CentralExtended
+from mpidist.strategies.strategy import Strategy
+from mpidist.training.optimizer import Optimizer
+from mpidist.values import IndexedSlices, Variable
+from mpidist.values.placement import on_host
+from mpidist.values.variable import initial_array
+
+
+def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, name: str) -> int:
+    """Return into how many parts along the first axis a variable is cut."""
+    if array.ndim == 0:
+        return 1
+    shards = list(partitioner(array.shape, array.dtype))
+    if len(shards) != array.ndim or any(count != 1 for count in shards[1:]) or shards[0] < 1:
+        raise ValueError(
+            f"the partitioner returned {shards} for variable {name!r} of shape {array.shape}; expected one number per "
+            "axis, all 1 but the first: variables are cut along their first axis"
+        )
+    return shards[0]
+
+
+class _AtServers:
+    """What the servers know of an optimizer: its number at each, and whose slots they have."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.numbers: dict[Connection, int] = {}
+        self.variables: set[Variable] = set()
+        # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
+        self.count = 0
+        self.writes = -1
+
+
+class ParameterServerExtended(CentralExtended):
+    """Local replicas in sync; variables on the servers of a link.
+
+    Args:
+        strategy: The strategy it belongs to.
+        link: Connects this process with the servers.
+        devices: Of this process's replicas; its share of the GPUs, or the CPU, by default.
+        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        gives_initial_values: Whether this process's initial values count; others wait for them.
+        max_staleness: How many steps this worker may be ahead of the slowest; None for any number.
+        partitioner: Says into how many shards a new variable is cut; None cuts none.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        link: Link,
+        devices: tuple[str, ...] | None,
+        cluster_resolver: ClusterResolver,
+        gives_initial_values: bool,
+        max_staleness: int | None = None,
+        partitioner: Callable[..., Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(strategy, devices, None, cluster_resolver=cluster_resolver)
+        self._link = link
+        self._gives_initial_values = gives_initial_values
+        self._max_staleness = max_staleness
+        self._partitioner = partitioner
+        self._number = link.open()
+        if max_staleness is not None:
+            link.connections[0].control("start clock", self._number, doing="starting to count steps")
+        self._created = 0
+        self._dealt = 0
+        self._beside: list[int] = []
+        self._optimizers: dict[Optimizer, _AtServers] = {}
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The servers' devices, in the order in which variables are dealt to them."""
+        return tuple(str(Device("cpu", 0, "ps", index)) for index in range(len(self._link.servers)))
+
+    # Variables ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Create the variables of the block on the server of ``colocate_with_variable``; see ``StrategyExtended``."""
+        with super().colocate_vars_with(colocate_with_variable):
+            component = component_of(self._own_variable(colocate_with_variable, "colocate_vars_with()"))
+            self._beside.append(self._link.connections.index(component.connection))
+            try:
+                yield
+            finally:
+                self._beside.pop()
+
+    def _create_variable(self, **kwargs: Any) -> Any:
+        if self._partitioner is None or self._beside:
+            return super()._create_variable(**kwargs)
+        array = initial_array(kwargs["initial_value"], kwargs["dtype"], kwargs["shape"], kwargs["aggregation"])
+        shards = _number_of_shards(self._partitioner, array, kwargs["name"])
+        if shards == 1:
+            return super()._create_variable(**{**kwargs, "initial_value": array})
+        parts = np.split(array, offsets_of(div_sizes(len(array), shards))[1:-1])
+        variables = [
+            super(ParameterServerExtended, self)._create_variable(
+                **{**kwargs, "initial_value": part, "shape": None, "name": f"{kwargs['name']}/part_{i}"}
+            )
+            for i, part in enumerate(parts)
+        ]
+        return ShardedVariable(variables, name=kwargs["name"])
+
+    def _next_server(self) -> int:
+        """Return the index of the server that the next variable goes to: round-robin, unless it goes beside another."""
+        if self._beside:
+            return self._beside[-1]
+        self._dealt += 1
+        return (self._dealt - 1) % len(self._link.servers)
+
+    def _make_component(self, array: Array, properties: dict[str, Any]) -> RemoteComponent:
+        server, name, array = self._next_server(), properties["name"], on_host(array)
+        connection, kind = self._link.connections[server], Kind(array.shape, array.dtype)
+        key, doing = (self._number, self._created), f"creating variable {name!r}"
+        self._created += 1
+        described = f"variable {name!r} of shape {kind.shape} and dtype {kind.dtype} on ps {server}"
+        others = self._link.agree(("variable", *key), described, doing)
+        if others != described:
+            raise MismatchError(
+                f"this worker made {described} as number {key[1]} of its strategy, and another worker made {others}; "
+                "expected: every worker creates the same variables in the same order"
+            )
+        number = connection.control("create", key, name, kind.shape, kind.dtype, properties["constraint"], doing=doing)
+        component = RemoteComponent(connection, number, kind, name, self.parameter_devices[server])
+        if self._gives_initial_values:
+            connection.ask([component.part(messages.ASSIGN, array)])
+        else:
+            doing = f"waiting for the first worker's initial value of variable {name!r}"
+            connection.control("await", number, doing=doing)
+        return component
+
+    def _update_device(self, component: Any) -> str:
+        return self.worker_devices[0]
+
+    def read_all(self, variables: Sequence[Variable]) -> list[Array]:
+        """See ``StrategyExtended``: one message for each server."""
+        return read_all([self._own_variable(variable, "read_all()") for variable in variables])
+
+    # Optimizers -----------------------------------------------------------------------------------------------
+
+    def _apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+        """Push gradients to the servers, which apply them; one message for each."""
+        pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
+        known = self._introduce(optimizer, [variable for _, variable in pairs])
+        counter = component_of(optimizer.iterations)
+        if known.writes != counter.writes:
+            self._recount(optimizer, known)
+        rate = optimizer.rate_at(known.count)
+        requests: dict[Connection, list[Part]] = {}
+        for gradient, variable in pairs:
+            component = component_of(variable)
+            extra = {"optimizer": known.numbers[component.connection], "step": known.count, "number": rate}
+            if isinstance(gradient, IndexedSlices):
+                part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
+            else:
+                part = component.part(messages.UPDATE, on_host(gradient), **extra)
+            requests.setdefault(component.connection, []).append(part)
+        requests.setdefault(counter.connection, []).append(counter.part(messages.COUNT))
+        if self._max_staleness is not None:
+            # Last, so that the step is counted before this worker waits for slower ones.
+            clock = self._link.connections[0]
+            requests.setdefault(clock, []).append(Part(messages.TICK, self._number, number=self._max_staleness))
+        answers = ask_all(requests)
+        place = [part.operation for part in requests[counter.connection]].index(messages.COUNT)
+        known.count = int(answers[counter.connection][place])
+
+    def _recount(self, optimizer: Optimizer, known: _AtServers) -> None:
+        """Read the number of updates, at the beginning and where this process has set it, from a checkpoint say."""
+        counter = component_of(optimizer.iterations)
+        is_first, known.writes = known.writes < 0, counter.writes
+        known.count = int(counter.value())
+        if not is_first:
+            for connection, number in known.numbers.items():
+                connection.control("rewind", number, doing=f"setting the iterations of {optimizer.name}")
+
+    def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
+        """Return the number by which the servers know an optimizer: the next one, or ``number``, if it has none yet."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = _AtServers(len(self._optimizers) if number is None else number)
+        return self._optimizers[optimizer].ordinal
+
+    def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _AtServers:
+        """Tell the servers of an optimizer, and of the slots of variables, the first time."""
+        self.number_of(optimizer)
+        known = self._optimizers[optimizer]
+        new: dict[Connection, dict[int, dict[str, int]]] = {}
+        for variable in variables:
+            if variable in known.variables:
+                continue
+            component = component_of(variable)
+            slots = {name: component_of(slot).number for name, slot in optimizer.slots_of(variable).items()}
+            new.setdefault(component.connection, {})[component.number] = slots
+        for connection, slots_of in new.items():
+            key, doing = (self._number, known.ordinal), f"introducing optimizer {optimizer.name!r}"
+            known.numbers[connection] = connection.control("optimizer", key, optimizer.rule(), slots_of, doing=doing)
+        known.variables.update(variables)
+        return known
+
+    # Housekeeping ---------------------------------------------------------------------------------------------
+
+    def _copy_for(self, strategy: Strategy) -> Any:
+        raise ValueError(
+            f"{type(self._strategy).__name__} cannot be copied, since its variables are on servers; build a new one"
+        )
+
+    def _require_checkpoints(self, method: str) -> None:
+        if not self.should_checkpoint:
+            raise RuntimeError(
+                f"{method} was called on {self._link.task}, and the chief alone saves and restores the variables of "
+                f"{type(self._strategy).__name__}, for all; expected: `if strategy.extended.should_checkpoint:`"
+            )
+
+    def _close(self) -> None:
+        super()._close()
+        if self._max_staleness is not None and self._link.uses(self._number):
+            clock = self._link.connections[0]
+            clock.control("stop clock", self._number, self._link.rank, doing="ending to count steps")
+        self._link.close(self._number)

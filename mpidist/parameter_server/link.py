@@ -1,0 +1,256 @@
+"""Link: the ranks of one cluster, workers and servers, and the communicator on which they speak with one another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.collectives import Communicator
+from mpidist.collectives.leaving import abort_job, before_the_end
+from mpidist.core import settings
+from mpidist.core.errors import CollectiveTimeoutError, RankLostError
+from mpidist.parameter_server.connection import Connection
+from mpidist.strategies.devices import agreed_devices
+from mpidist.topology import world_topology
+from mpidist.topology.patience import duplicate
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+JOBS = ("chief", "worker", "ps")
+SERVER = "Server"
+COORDINATED = "ParameterServerStrategy"
+EVERY_WORKER = "v1.experimental.ParameterServerStrategy"
+OWNERS = (SERVER, COORDINATED, EVERY_WORKER)
+
+
+class Task(NamedTuple):
+    """A job and the index in it."""
+
+    job: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.job} {self.number}"
+
+
+class Link:
+    """Connects this rank with the others of its cluster (collective over the ranks that are chief, worker or ps).
+
+    Args:
+        resolver: Who is who.
+        owner: What this rank makes, one of :data:`OWNERS`.
+
+    Attributes:
+        owner: As given.
+        comm: A communicator of all ranks of the link.
+        tasks: The task of every rank of ``comm``.
+        task: That of this rank.
+        servers: The ranks of the servers, by their index.
+        workers: The ranks of the chief, if there is one, and of the workers, in that order.
+        replicas: How many each worker has, where there is a coordinator.
+        is_open: Whether this process has not taken leave yet.
+
+    Raises:
+        ValueError: The tasks of the ranks are not those of a cluster with servers and workers; workers under a
+            coordinator that have different numbers of devices.
+        CollectiveTimeoutError: Not all ranks came.
+    """
+
+    def __init__(self, resolver: ClusterResolver, owner: str) -> None:
+        self.owner = owner
+        self.comm = _duplicate(resolver, owner)
+        exchange = Communicator(self.comm, owner="cluster with parameter servers")
+        if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(JOBS):
+            # Collective the first time; later on only those that run the program could ask.
+            resolver.cluster_spec()
+        with exchange.shared_errors(f"making a {owner}"):
+            self.task = _task_of(resolver, owner)
+            replicas = 0 if self.task.job == "ps" else len(agreed_devices(None, None)[0])
+        told: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
+        exchange.close()
+        self.tasks = [Task(job, number) for job, number, _, _ in told]
+        by_task = {task: rank for rank, task in enumerate(self.tasks)}
+        owners = [owner for _, _, owner, _ in told]
+        check_tasks(self.tasks, owners)
+        # Of each worker, where a coordinator speaks of all of them as one.
+        self.replicas = 0
+        if COORDINATED in owners:
+            self.replicas = common_replicas(self.tasks, [count for *_, count in told])
+        ordered = sorted(by_task)
+        self.servers = [by_task[task] for task in ordered if task.job == "ps"]
+        self.workers = [by_task[task] for task in ordered if task.job != "ps"]
+        self.timeout: float = settings.TIMEOUT.read()
+        self._connections: list[Connection] | None = None
+        self._opened = 0
+        self._in_use: set[int] = set()
+        self.is_open = True
+        self._acts: list[Callable[[], None]] = []
+        before_the_end(self.leave)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in ``comm``."""
+        return self.tasks.index(self.task)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """To each server, by its index; made the first time."""
+        if self._connections is None:
+            self._connections = [
+                Connection(self.comm, rank, f"ps {index} (rank {rank})", self.timeout)
+                for index, rank in enumerate(self.servers)
+            ]
+        return self._connections
+
+    def before_leaving(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called before this process takes leave."""
+        self._acts.append(act)
+
+    def open(self) -> int:
+        """Count a strategy that uses the link, and return its number, which is the same on all workers."""
+        number = self._opened
+        self._opened += 1
+        self._in_use.add(number)
+        return number
+
+    def uses(self, number: int) -> bool:
+        """Whether a strategy still uses the link."""
+        return self.is_open and number in self._in_use
+
+    def agree(self, key: tuple[object, ...], value: Any, doing: str) -> Any:
+        """Return what the first worker to ask gave for ``key``, so that all have the same."""
+        return self.connections[0].control("agree", key, value, doing=doing)
+
+    def close(self, number: int) -> None:
+        """Note that a strategy does not use it any more; the last one takes leave of the servers."""
+        self._in_use.discard(number)
+        if not self._in_use:
+            self.leave()
+
+    def leave(self) -> None:
+        """Tell the servers that this process will ask nothing more; they end when all have said so."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        acts, self._acts = self._acts, []
+        for act in acts:
+            act()
+        if self.task.job != "ps":
+            for connection in self.connections:
+                self._take_leave(connection)
+
+    def _take_leave(self, connection: Connection) -> None:
+        try:
+            connection.leave()
+        except RankLostError:
+            return  # whoever asked it last has been told
+        except (RuntimeError, CollectiveTimeoutError) as error:
+            # It would serve this process for ever, and MPI_Finalize would wait for it.
+            abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
+
+
+def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
+    """Raise ValueError, on all ranks alike, unless tasks and what their ranks make form a cluster.
+
+    >>> check_tasks([Task("ps", 0), Task("worker", 0)], [SERVER, EVERY_WORKER])
+    """
+    counts = Counter(task.job for task in tasks)
+    text = ",".join(f"{job}:{count}" for job, count in counts.items())
+    if len(set(tasks)) < len(tasks):
+        names = ", ".join(map(str, tasks))
+        raise ValueError(f"two ranks have the same task ({names}); expected one rank for each task")
+    coordinated = COORDINATED in owners
+    if not counts["ps"] or not counts["worker"] + (0 if coordinated else counts["chief"]):
+        raise ValueError(
+            f"the cluster is {text}; expected at least one ps and one worker: type MPIDIST_JOBS="
+            + ("chief:1,ps:1,worker:2" if coordinated else "ps:1,worker:3")
+            + " mpirun -n 4 python ..."
+        )
+    for task, owner in zip(tasks, owners, strict=True):
+        expected = SERVER if task.job == "ps" else (SERVER if task.job == "worker" else COORDINATED)
+        if not coordinated and task.job != "ps":
+            expected = EVERY_WORKER
+        if owner != expected:
+            raise ValueError(
+                f"{task} made a {owner}, and others a {COORDINATED if coordinated else EVERY_WORKER}; expected "
+                f"{expected} there: with a coordinator only the chief runs the program, and ps and worker call "
+                "mpidist.Server(resolver).join(); without one every worker runs it, and only ps calls join()"
+            )
+
+
+def common_replicas(tasks: Sequence[Task], replicas: Sequence[int]) -> int:
+    """Return how many replicas each worker has; raises ValueError, on all ranks alike, where they differ.
+
+    >>> common_replicas([Task("ps", 0), Task("worker", 0), Task("worker", 1)], [0, 2, 2])
+    2
+    """
+    counts = {str(task): count for task, count in sorted(zip(tasks, replicas, strict=True)) if task.job == "worker"}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"the workers have different numbers of devices, {counts}; expected as many on each")
+    return next(iter(counts.values()))
+
+
+def _task_of(resolver: ClusterResolver, owner: str) -> Task:
+    job, index = resolver.task_type, resolver.task_id
+    if job not in JOBS or index is None:
+        raise ValueError(
+            f"this rank is {job}:{index} by its {type(resolver).__name__}; {owner} is for {', '.join(JOBS)}: set "
+            "MPIDIST_JOBS, such as 'ps:1,worker:3', or the task_type and task_id of the resolver"
+        )
+    return Task(job, index)
+
+
+def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
+    doing = f"connecting workers and parameter servers ({owner})"
+    if _link:
+        # Those that serve once have left with the first.
+        doing += "; after the last strategy was closed, ps ranks call Server(resolver).join() again for the next"
+    if isinstance(resolver, MPIClusterResolver) and not resolver.is_made_of(JOBS):
+        _task_of(resolver, owner)  # nobody waits for a rank that has no part in this
+        members = resolver.comm_of(JOBS)
+        try:
+            return duplicate(members, doing)
+        finally:
+            members.Free()
+    base = resolver.comm if isinstance(resolver, MPIClusterResolver) else world_topology().world
+    return duplicate(base, doing)
+
+
+# What this process is linked with, as long as anything uses it.
+_link: list[Link] = []
+
+
+def link_of(resolver: ClusterResolver, owner: str) -> Link:
+    """Return the link of this process, made the first time (collective then).
+
+    Raises:
+        RuntimeError: A strategy is open already beside which there can be no other.
+    """
+    if not _link or not _link[0].is_open:
+        _link[:] = [Link(resolver, owner)]
+    elif COORDINATED in (owner, _link[0].owner):
+        raise RuntimeError(
+            f"a {owner} was made while a {_link[0].owner} is open; a coordinator has one strategy: call "
+            "strategy.close() on the first one before you make another"
+        )
+    return _link[0]
+
+
+
+def checked_resolver(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
+    """Return the resolver given, or that of the MPI job.
+
+    Raises:
+        ValueError: Not a resolver.
+    """
+    if cluster_resolver is None:
+        return MPIClusterResolver()
+    if not isinstance(cluster_resolver, ClusterResolver):
+        raise ValueError(
+            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
+            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
+        )
+    return cluster_resolver

@@ -1,0 +1,146 @@
+"""What is not copied when a function goes to a worker: the names of variables, optimizers, the strategy, own values."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from mpidist.parameter_server.extended import ParameterServerExtended
+from mpidist.parameter_server.link import Link
+from mpidist.parameter_server.messages import Kind
+from mpidist.parameter_server.remote import RemoteComponent
+from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
+from mpidist.parameter_server.travelling import CannotTravelError, pack
+from mpidist.strategies.strategy import Strategy
+from mpidist.training import Optimizer
+from mpidist.values import Variable
+from mpidist.values.variable import variable_of
+
+Name = tuple[Any, ...]
+
+
+class Names:
+    """The names that one strategy's objects travel by, and what they mean in this process.
+
+    Any thread may pack.
+
+    Args:
+        link: Connects with the servers.
+        strategy: This process's.
+        own_value: Returns this worker's value of a number, where this is a worker.
+    """
+
+    def __init__(self, link: Link, strategy: Strategy, own_value: Callable[[int], Any] | None = None) -> None:
+        assert isinstance(strategy.extended, ParameterServerExtended)
+        self._link = link
+        self._strategy = strategy
+        self._extended = strategy.extended
+        self._own_value = own_value
+        self._variables: dict[tuple[int, int], Variable] = {}
+        self._descriptions: weakref.WeakKeyDictionary[Variable, bytes] = weakref.WeakKeyDictionary()
+        self._optimizers: dict[int, Optimizer] = {}
+        self._naming_of_bases: dict[type, Callable[[Any], Name | None]] = {
+            Variable: self._name_of_variable,
+            Optimizer: self._name_of_optimizer,
+            Strategy: self._name_of_strategy,
+            PerWorkerValues: lambda values: ("own", values.number),
+            RemoteValue: _refuse_remote_value,
+        }
+        self._naming: dict[type, Callable[[Any], Name | None] | None] = {}
+
+    def pack(self, value: Any, what: str) -> tuple[bytes, frozenset[PerWorkerValues]]:
+        """Return ``value`` as bytes, and the workers' own values that are named in them.
+
+        Raises:
+            TypeError: It cannot be pickled; ``what`` says what it is.
+            CannotTravelError: It holds something that must not be.
+        """
+        used: set[PerWorkerValues] = set()
+
+        def name_of(value: Any) -> Name | None:
+            name = self.name_of(value)
+            if name is not None and name[0] == "own":
+                used.add(value)
+            return name
+
+        return pack(value, name_of, what), frozenset(used)
+
+    def name_of(self, value: Any) -> Name | None:
+        """Return the name of an object that is not to be copied, None of others."""
+        kind = type(value)
+        try:
+            naming = self._naming[kind]
+        except KeyError:
+            found = (self._naming_of_bases[base] for base in kind.__mro__ if base in self._naming_of_bases)
+            naming = self._naming[kind] = next(found, None)
+        return None if naming is None else naming(value)
+
+    def find(self, name: Name) -> Any:
+        """Return what a name means in this process."""
+        what, *rest = name
+        if what == "strategy":
+            return self._strategy
+        if what == "own":
+            if self._own_value is None:
+                raise ValueError("a PerWorkerValues came back to the coordinator, where it has no value")
+            return self._own_value(*rest)
+        if what == "optimizer":
+            return self._find_optimizer(*rest)
+        server, number, description = rest
+        variable = self._variables.get((server, number))
+        if variable is None:
+            variable = self._make_variable(server, number, *pickle.loads(description))
+            self._variables[server, number] = variable
+        return variable
+
+    # Variables ------------------------------------------------------------------------------------------------
+
+    def _name_of_variable(self, variable: Variable) -> Name | None:
+        component = variable.values[0]
+        if not isinstance(component, RemoteComponent):
+            return None
+        server = self._link.connections.index(component.connection)
+        self._variables.setdefault((server, component.number), variable)
+        description = self._descriptions.get(variable)
+        if description is None:
+            # Most often the other side knows the variable already, and does not look into this.
+            properties = {
+                "trainable": variable.trainable,
+                "constraint": None,
+                "synchronization": variable.synchronization,
+                "aggregation": variable.aggregation,
+            }
+            description = pickle.dumps((tuple(component.kind), component.name, properties))
+            self._descriptions[variable] = description
+        return "variable", server, component.number, description
+
+    def _make_variable(self, server: int, number: int, kind: Any, called: str, properties: dict[str, Any]) -> Variable:
+        device = self._strategy.extended.parameter_devices[server]
+        component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
+        return variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
+
+    # Others ---------------------------------------------------------------------------------------------------
+
+    def _name_of_strategy(self, strategy: Strategy) -> Name | None:
+        return ("strategy",) if strategy is self._strategy else None
+
+    def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
+        """Its number, by which the servers know it, and what a program may have changed in it since."""
+        return "optimizer", self._extended.number_of(optimizer), type(optimizer), vars(optimizer)
+
+    def _find_optimizer(self, number: int, kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            optimizer = self._optimizers[number] = kind.__new__(kind)
+            self._extended.number_of(optimizer, number)
+        vars(optimizer).update(state)
+        return optimizer
+
+
+def _refuse_remote_value(_: RemoteValue) -> Name:
+    raise CannotTravelError(
+        "a RemoteValue was given to a scheduled function; expected its value: pass coordinator.fetch(value), or keep "
+        "what functions hand on to one another in variables"
+    )

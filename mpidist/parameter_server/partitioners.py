@@ -1,0 +1,139 @@
+"""Partitioners: into how many shards a variable is cut (tf.distribute.experimental.partitioners)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+# Of these an element's bytes are not known: objects and strings of any length.
+_WITHOUT_SIZE = "OSUT"
+
+
+class Partitioner:
+    """What partitioners have in common: they cut along one axis; a subclass says into how many shards.
+
+    Any callable with the signature of ``__call__`` will do in the place of one.
+    """
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis of a variable: 1 for all but ``axis``.
+
+        The rows along ``axis`` are dealt to the shards so that their numbers differ by at most one, larger ones first.
+
+        Args:
+            shape: Of the variable; not empty, a number cannot be cut.
+            dtype: Of its elements, whatever ``numpy.dtype`` takes.
+            axis: Along which to cut, from 0 to ``len(shape) - 1``.
+
+        Raises:
+            ValueError: A shape without ``axis``, or with a negative number in it.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners
+        """
+        dims = tuple(int(d) for d in shape)
+        if any(d < 0 for d in dims):
+            raise ValueError(f"shape is {dims}; expected numbers of at least 0")
+        if not 0 <= axis < len(dims):
+            raise ValueError(f"axis is {axis} for the shape {dims}; expected one of its axes, 0 or more")
+        result = [1] * len(dims)
+        # Without rows there is still one shard, which is the variable.
+        result[axis] = max(1, min(dims[axis], self._shards(dims, np.dtype(dtype), axis)))
+        return result
+
+    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        """Return the number of shards, before it is held to the number of rows."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _shards()")
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Cuts into ``num_shards`` shards, or one per row where there are fewer rows.
+
+    Args:
+        num_shards: 1 or more.
+
+    Raises:
+        ValueError: ``num_shards`` is below 1.
+        TypeError: It is no whole number.
+
+    >>> FixedShardsPartitioner(num_shards=2)((10, 3), "float32")
+    [2, 1]
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = _at_least_one("num_shards", num_shards)
+
+    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        return self._num_shards
+
+
+class MinSizePartitioner(Partitioner):
+    """Cuts into as many shards as have about ``min_shard_bytes`` or more, at most ``max_shards``.
+
+    As in TensorFlow the number of shards is rounded up, so a shard may have a little less than ``min_shard_bytes``.
+
+    Args:
+        min_shard_bytes: Bytes of a shard, 256 KiB by default.
+        max_shards: The most shards, 1 by default: give it, or nothing is cut.
+        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+
+    Raises:
+        ValueError: An argument below 1.
+        TypeError: An argument that is no whole number.
+
+    >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)((6, 1), "float32")
+    [2, 1]
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
+        self._min_shard_bytes = _at_least_one("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _at_least_one("max_shards", max_shards)
+        self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
+
+    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
+        return min(self._max_shards, -(-nbytes // self._min_shard_bytes))
+
+
+class MaxSizePartitioner(Partitioner):
+    """Cuts into as few shards as have at most ``max_shard_bytes`` each; a single row is never cut.
+
+    Args:
+        max_shard_bytes: Bytes of a shard.
+        max_shards: The most shards, which then may be larger than ``max_shard_bytes``; None for any number.
+        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+
+    Raises:
+        ValueError: An argument below 1.
+        TypeError: An argument that is no whole number.
+
+    >>> MaxSizePartitioner(max_shard_bytes=4)((6, 1), "float32")
+    [6, 1]
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
+        self._max_shard_bytes = _at_least_one("max_shard_bytes", max_shard_bytes)
+        self._max_shards = None if max_shards is None else _at_least_one("max_shards", max_shards)
+        self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
+
+    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        row_bytes = math.prod((*shape[:axis], *shape[axis + 1 :])) * _itemsize(dtype, self._bytes_per_string)
+        rows_per_shard = max(1, self._max_shard_bytes // max(1, row_bytes))
+        shards = -(-shape[axis] // rows_per_shard)
+        return shards if self._max_shards is None else min(shards, self._max_shards)
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a whole number, 1 or more")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected 1 or more")
+    return int(value)
+
+
+def _itemsize(dtype: np.dtype[Any], bytes_per_string: int) -> int:
+    return bytes_per_string if dtype.kind in _WITHOUT_SIZE else dtype.itemsize

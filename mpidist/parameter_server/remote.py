@@ -1,0 +1,180 @@
+"""RemoteComponent: a variable that a server keeps; reading pulls, assigning pushes, rows alone where they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.connection import Connection, ask_all
+from mpidist.parameter_server.messages import Kind, Operation, Part
+from mpidist.values import IndexedSlices, Variable, scatter
+from mpidist.values.component import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Assignment, Component, as_value_of
+from mpidist.values.indexed_slices import check_positions
+from mpidist.values.placement import HOST, Place, array_of, on_host
+
+_ASSIGNING: dict[Assignment, Operation] = {
+    ASSIGN: messages.ASSIGN,
+    ASSIGN_ADD: messages.ASSIGN_ADD,
+    ASSIGN_SUB: messages.ASSIGN_SUB,
+}
+# What has been read in a block of cache_variable_reads(); None outside.
+_cached: ContextVar[dict[RemoteComponent, Array] | None] = ContextVar("mpidist_cached_reads", default=None)
+
+
+class RemoteComponent(Component):
+    """The only copy of a variable, on a server. Each call is one request, which the server carries out in one go.
+
+    Args:
+        connection: To the server.
+        number: The server's number of the variable.
+        kind: Its shape and dtype.
+        name: The variable's.
+        device: Where it is, such as ``"/job:ps/task:0/device:CPU:0"``.
+    """
+
+    def __init__(self, connection: Connection, number: int, kind: Kind, name: str, device: str) -> None:
+        super().__init__(name, device)
+        self.connection = connection
+        self.number = number
+        self.kind = kind
+        # How often this process has assigned to it: what it remembers of the value is older then.
+        self.writes = 0
+        # Has the shape and the dtype, and no memory to speak of.
+        self._outline: Array = np.broadcast_to(np.zeros((), kind.dtype), kind.shape)
+
+    def part(
+        self,
+        operation: Operation,
+        *arrays: Array,
+        count: int = 0,
+        optimizer: int = 0,
+        step: int = 0,
+        number: float = 0.0,
+    ) -> Part:
+        """Return an operation on this variable as a part of a request."""
+        contiguous = [np.asarray(array, order="C") for array in arrays]
+        name = f"variable {self.name!r}"
+        return Part(operation, self.number, self.kind, contiguous, count, optimizer, step, number, name)
+
+    def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
+        """Return an operation on rows of this variable as a part of a request."""
+        indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
+        return self.part(operation, indices, on_host(slices.values), count=len(indices), **extra)
+
+    def _read(self) -> Array:
+        cache = _cached.get()
+        if cache is not None and self in cache:
+            return cache[self]
+        (array,) = self.connection.ask([self.part(messages.READ)])
+        return _kept(self, array)
+
+    def _assign(self, how: Assignment, value: Any) -> RemoteComponent:
+        self.writes += 1
+        self.connection.ask([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))])
+        return self
+
+    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
+        rows = scatter.check_slices(slices, self)
+        self.connection.ask([self.rows_part(messages.SCATTER[how.name], rows)])
+        return self
+
+    def value(self) -> Array:
+        """See ``Component``: what was read is nobody else's, and needs no copy."""
+        return self._read().copy() if _cached.get() is not None else _writable(self._read())
+
+    def sparse_read(self, indices: Any) -> Array:
+        """Return the rows at ``indices``; no other rows travel."""
+        positions = on_host(array_of(indices))
+        check_positions(positions, self.shape[0] if self.shape else 0)
+        flat = positions.reshape(-1).astype(messages.INDEX, copy=False)
+        (rows,) = self.connection.ask([self.part(messages.GATHER, flat, count=flat.size)])
+        return _writable(rows).reshape(*positions.shape, *self.shape[1:])
+
+    def _copy(self) -> RemoteComponent:
+        raise RuntimeError(
+            f"variable {self.name!r} cannot be copied: it is kept by {self.connection.name} for all workers; create "
+            "another one on all of them, inside `with strategy.scope():`, from variable.numpy()"
+        )
+
+    def _local_array(self) -> Array:
+        return self._outline
+
+    def _local_place(self) -> Place:
+        return HOST
+
+    def __repr__(self) -> str:
+        return f"<RemoteComponent {self.name!r} on {self.device}>"
+
+
+def _writable(array: Array) -> Array:
+    array.flags.writeable = True
+    return array
+
+
+def _kept(component: RemoteComponent, array: Array) -> Array:
+    array.flags.writeable = False
+    cache = _cached.get()
+    if cache is not None:
+        cache[component] = array
+    return array
+
+
+def component_of(variable: Variable) -> RemoteComponent:
+    """Return the copy of a variable that a server keeps."""
+    (component,) = variable.values
+    assert isinstance(component, RemoteComponent)
+    return component
+
+
+def read_all(variables: Sequence[Variable]) -> list[Array]:
+    """Return the values of several variables, pulled from each server in one message, all servers at once."""
+    cache = _cached.get() or {}
+    wanted = dict.fromkeys(component_of(variable) for variable in variables)
+    missing: dict[Connection, list[RemoteComponent]] = {}
+    for component in wanted:
+        if component not in cache:
+            missing.setdefault(component.connection, []).append(component)
+    requests = {
+        connection: [component.part(messages.READ) for component in components]
+        for connection, components in missing.items()
+    }
+    found = dict(cache)
+    for connection, arrays in (ask_all(requests) if requests else {}).items():
+        for component, array in zip(missing[connection], arrays, strict=True):
+            found[component] = _kept(component, array)
+    given: set[RemoteComponent] = set(cache)
+    results = []
+    for component in map(component_of, variables):
+        results.append(found[component].copy() if component in given else _writable(found[component]))
+        given.add(component)
+    return results
+
+
+@contextmanager
+def cache_variable_reads() -> Iterator[None]:
+    """Pull each parameter server variable at most once in the block, also if it is assigned in between.
+
+    In this thread. Saves a round trip per read where a function uses its variables several times.
+
+    Raises:
+        ValueError: Used inside such a block.
+
+    Source: ``tf.distribute``'s context of the same name for parameter server training.
+
+    >>> with cache_variable_reads():
+    ...     Variable(2.0).numpy()
+    array(2.)
+    """
+    if _cached.get() is not None:
+        raise ValueError("cache_variable_reads() was entered inside of itself; expected one block around the reads")
+    token = _cached.set({})
+    try:
+        yield
+    finally:
+        _cached.reset(token)

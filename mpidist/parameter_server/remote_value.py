@@ -1,0 +1,131 @@
+"""RemoteValue: what a scheduled function will return; PerWorkerValues: what each worker has of its own."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+from mpidist.core import nest
+
+
+class RemoteValueStatus(enum.Enum):
+    """How far a scheduled function has come."""
+
+    NOT_READY = "NOT_READY"
+    ABORTED = "ABORTED"
+    READY = "READY"
+
+
+class _RemoteTraceback(Exception):
+    """Shows, as the cause of an error, where it came about on the worker."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RemoteValue:
+    """The result of a scheduled function, which may still be to come (tf.distribute.experimental.coordinator).
+
+    Args:
+        wait_for: Waits for the event, with a report where that takes long.
+    """
+
+    def __init__(self, wait_for: Callable[[threading.Event], None]) -> None:
+        self._wait_for = wait_for
+        self._is_settled = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def status(self) -> RemoteValueStatus:
+        """NOT_READY, READY, or ABORTED if the function failed or was cancelled."""
+        if not self._is_settled.is_set():
+            return RemoteValueStatus.NOT_READY
+        return RemoteValueStatus.READY if self._error is None else RemoteValueStatus.ABORTED
+
+    def fetch(self) -> Any:
+        """Return the result, a nest of NumPy arrays or whatever the function returned; waits for it.
+
+        Raises:
+            CancelledError: An earlier function failed before this one was started.
+            Exception: What the function raised, with the worker's traceback as its cause.
+        """
+        self._wait_for(self._is_settled)
+        if self._error is not None:
+            # Without the frames of those that have raised it before.
+            raise self._error.with_traceback(None)
+        return self._value
+
+    def get(self) -> Any:
+        """Do what :meth:`fetch` does: results are in this process's memory already."""
+        return self.fetch()
+
+    def _set(self, value: Any) -> None:
+        self._value = value
+        self._is_settled.set()
+
+    def _fail(self, error: BaseException, trace: str = "") -> None:
+        if trace:
+            error.__cause__ = _RemoteTraceback(trace)
+        self._error = error
+        self._is_settled.set()
+
+    def _cancel(self) -> None:
+        self._fail(CancelledError("an earlier function failed, so this one was not started; schedule it again"))
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue {self.status.name}>"
+
+
+def fetch(value: Any) -> Any:
+    """Return a nest with the results in the place of its RemoteValues; waits for them."""
+    return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
+
+
+class PerWorkerValues:
+    """A value of each worker; as an argument of a scheduled function it means the one of the worker that runs it.
+
+    Workers keep it until the coordinator's program does not refer to it any more.
+
+    Args:
+        number: By which the workers know it.
+        built_by: Makes it on a worker, the first time it is used there; packed.
+        uses: The workers' other own values that it is built of.
+    """
+
+    def __init__(self, number: int, built_by: bytes, uses: frozenset[PerWorkerValues]) -> None:
+        self.number = number
+        self.built_by = built_by
+        self.uses = uses
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(
+            "next() was called on the coordinator, where a PerWorkerValues has no value; pass it to "
+            "coordinator.schedule(fn, args=(values,)), and call next() inside fn"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number}>"
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """A dataset on each worker; ``iter()`` of it gives the iterators, one on each worker."""
+
+    def __init__(
+        self,
+        number: int,
+        built_by: bytes,
+        uses: frozenset[PerWorkerValues],
+        make_iterators: Callable[[PerWorkerDataset], Any],
+    ) -> None:
+        super().__init__(number, built_by, uses)
+        self._make_iterators = make_iterators
+
+    def __iter__(self) -> Any:
+        return self._make_iterators(self)

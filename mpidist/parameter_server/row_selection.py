@@ -1,0 +1,74 @@
+"""Which rows of an array an index needs, and the index that picks the same from those rows alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.values.operators import as_operand
+from mpidist.values.placement import array_of, on_host
+
+# Rows in rising order, each once.
+Rows = range | Array
+
+
+def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]]:
+    """Return the rows that ``array[key]`` needs of an array of ``shape``, and the key for an array of these rows alone.
+
+    Args:
+        key: Whatever NumPy takes as an index.
+        shape: At least one axis.
+
+    Raises:
+        IndexError: NumPy's, for a key that does not fit the shape.
+
+    >>> rows, rest = select_rows([5, 2, 5], (10, 3))
+    >>> array = np.arange(30).reshape(10, 3)
+    >>> rows, np.array_equal(array[rows][rest], array[[5, 2, 5]])
+    (array([2, 5]), True)
+    """
+    items = [_plain(item) for item in (key if isinstance(key, tuple) else (key,))]
+    # An array of this shape without memory: NumPy's own errors, before anything is read.
+    np.broadcast_to(np.False_, shape)[tuple(items)]
+    left = len(shape) - sum(map(_axes, items))
+    for place, item in enumerate(items):
+        if item is Ellipsis and left:
+            break
+        if _axes(item):
+            rows, instead = _taken(item, shape[0])
+            return rows, (*items[:place], *instead, *items[place + 1 :])
+    return range(shape[0]), tuple(items)
+
+
+def _plain(item: Any) -> Any:
+    """Return one item of a key as a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis."""
+    if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
+        return item
+    array = on_host(array_of(as_operand(item)))
+    if array.size == 0 and isinstance(item, (list, tuple)):
+        array = array.astype(np.intp)
+    return array.item() if array.ndim == 0 and array.dtype.kind in "biu" else array
+
+
+def _axes(item: Any) -> int:
+    """Return how many axes of the array an item of a key speaks of."""
+    if isinstance(item, np.ndarray):
+        return item.ndim if item.dtype.kind == "b" else 1
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+def _taken(item: Any, count: int) -> tuple[Rows, tuple[Any, ...]]:
+    """Return the rows that an item takes of ``count``, and what stands in its place for an array of them alone."""
+    if isinstance(item, int):
+        row = range(count)[item]
+        return range(row, row + 1), (0,)
+    if isinstance(item, slice):
+        rows = range(*item.indices(count))
+        return (rows, (slice(None),)) if rows.step > 0 else (rows[::-1], (slice(None, None, -1),))
+    # A mask stands for the positions of what is true in it, of which the first are rows.
+    first, *others = item.nonzero() if item.dtype.kind == "b" else (item,)
+    positions = first.astype(np.intp, copy=False)
+    taken, numbers = np.unique(np.where(positions < 0, positions + count, positions), return_inverse=True)
+    return taken, (numbers.reshape(positions.shape), *others)

@@ -1,0 +1,284 @@
+"""Service: how a server receives requests, has its store carry them out, and replies, until all clients have left.
+
+One thread does everything, and never waits for one client alone: a request or reply that does not fit into one message
+is moved on a little each time around, so that a client that stops in the middle holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.memory import Pool
+from mpidist.core.errors import PeerError
+from mpidist.parameter_server.clocks import NOT_YET
+from mpidist.parameter_server.messages import (
+    CONTROL,
+    DONE,
+    FAILED,
+    FIRST_MESSAGE_BYTES,
+    INLINE_BYTES,
+    LEAVE,
+    OPERATIONS,
+    PART,
+    PREAMBLE,
+    TAG_DATA,
+    TAG_REPLY,
+    TAG_REPLY_DATA,
+    TAG_REQUEST,
+    TICK,
+    nbytes_of,
+    pieces_of,
+)
+from mpidist.parameter_server.patience import Patience
+from mpidist.parameter_server.store import Loan, Store
+from mpidist.topology import import_mpi
+from mpidist.topology.faults import lost_ranks, says_rank_is_lost
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# A request on its way: every next() moves it on if it can.
+_Moves = Generator[None, None, None]
+
+
+class _Client:
+    """One client, of which there is at most one request at a time."""
+
+    def __init__(self, comm: MPI.Intracomm, rank: int, name: str) -> None:
+        self.rank = rank
+        self.name = name
+        self.request = bytearray(FIRST_MESSAGE_BYTES)
+        self.reply = bytearray(FIRST_MESSAGE_BYTES)
+        self.receive = comm.Recv_init(self.request, rank, TAG_REQUEST)
+        self.sending: list[MPI.Request] = []
+
+
+class Service:
+    """Serves the clients of a link.
+
+    Args:
+        comm: The communicator of the link.
+        clients: Rank and name of each client.
+        store: What is served.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, clients: Sequence[tuple[int, str]], store: Store) -> None:
+        self._comm = comm
+        self._clients = [_Client(comm, rank, name) for rank, name in clients]
+        self._store = store
+        self._pool = Pool()
+        self._moving: dict[_Client, _Moves] = {}
+        self._byte = import_mpi().BYTE
+        self.requests = 0
+
+    def run(self) -> None:
+        """Serve until every client has left."""
+        patience = Patience()
+        for client in self._clients:
+            client.receive.Start()
+        receives = [client.receive for client in self._clients]
+        test_any = import_mpi().Request.Testany
+        while self._clients:
+            index, has_come = -1, False
+            try:
+                index, has_come = test_any(receives)
+            except Exception as error:
+                self._drop_lost(error)
+            if has_come and index >= 0:
+                self._accept(self._clients[index])
+                patience.reset()
+            if self._moving:
+                self._move()
+            if len(receives) != len(self._clients):
+                receives = [client.receive for client in self._clients]
+            elif not has_come or index < 0:
+                patience.wait(bool(self._moving))
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    def _accept(self, client: _Client) -> None:
+        """Begin with a request whose first message is there; most end here as well."""
+        self.requests += 1
+        moves = self._handle(client)
+        if self._moved(client, moves):
+            self._moving[client] = moves
+
+    def _move(self) -> None:
+        for client, moves in list(self._moving.items()):
+            if not self._moved(client, moves):
+                self._moving.pop(client, None)
+
+    def _moved(self, client: _Client, moves: _Moves) -> bool:
+        """Move a request on; return whether there is more to do."""
+        try:
+            next(moves)
+        except StopIteration:
+            return False
+        except Exception as error:
+            if not says_rank_is_lost(error):
+                raise
+            self._lose(client)
+            return False
+        return True
+
+    def _handle(self, client: _Client) -> _Moves:
+        number_of_parts, _, is_inline, _ = PREAMBLE.unpack_from(client.request)
+        if is_inline:
+            words, at = client.request, PREAMBLE.size
+        else:
+            words, at = bytearray(number_of_parts * PART.size), 0
+            yield from self._receive(client, [np.frombuffer(words, np.uint8)])
+        parts = [PART.unpack_from(words, at + i * PART.size) for i in range(number_of_parts)]
+        at += number_of_parts * PART.size
+        results: list[Array | Loan] = []
+        has_left = False
+        try:
+            arrays = [self._arrays(part) for part in parts]
+            if is_inline:
+                _fill(client.request, at, arrays)
+            else:
+                yield from self._receive(client, [array for some in arrays for array in some])
+            for (code, variable, _, optimizer, step, number), some in zip(parts, arrays, strict=True):
+                operation = OPERATIONS[code]
+                result: Any
+                if operation is CONTROL:
+                    what, arguments = pickle.loads(some[0].tobytes())
+                    result = self._store.control(what, arguments)
+                    result = yield from _until_there(result)
+                    result = np.frombuffer(pickle.dumps(result), np.uint8)
+                elif operation is TICK:
+                    result = yield from _until_there(self._store.clocks.tick(variable, client.rank, int(number)))
+                elif operation is LEAVE:
+                    result, has_left = None, True
+                else:
+                    result = self._store.carry_out(operation, variable, some, optimizer, step, number)
+                if result is not None:
+                    results.append(result)
+        except Exception as error:
+            if says_rank_is_lost(error):
+                raise
+            yield from self._reply(client, FAILED, [np.frombuffer(_pickled(error), np.uint8)])
+        else:
+            yield from self._reply(client, DONE, results)
+        if has_left:
+            self._dismiss(client)
+
+    def _arrays(self, part: tuple[Any, ...]) -> list[Array]:
+        """Return memory for what comes with a part."""
+        operation, count = OPERATIONS[part[0]], part[2]
+        if operation.takes == "":
+            return []
+        if operation.takes == "bytes":
+            return [np.empty(count, np.uint8)]
+        layouts = self._store.kind_of(part[1]).layouts(operation.takes, count)
+        return [self._pool.take(nbytes_of((shape, _ONE)), dtype).reshape(shape) for shape, dtype in layouts]
+
+    def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
+        receives = [
+            self._comm.Irecv([piece, self._byte], client.rank, TAG_DATA)
+            for array in arrays
+            for piece in pieces_of(array)
+        ]
+        test_all = import_mpi().Request.Testall
+        while not test_all(receives):
+            yield
+
+    # Replies --------------------------------------------------------------------------------------------------
+
+    def _reply(self, client: _Client, status: int, results: Sequence[Array | Loan]) -> _Moves:
+        arrays = [result.array if isinstance(result, Loan) else result for result in results]
+        data_bytes = sum([array.nbytes for array in arrays])
+        is_inline = data_bytes <= INLINE_BYTES
+        reply = client.reply
+        PREAMBLE.pack_into(reply, 0, len(arrays), data_bytes, is_inline, status)
+        end = PREAMBLE.size
+        # The client has the reply to its last request, or it would not have sent this one.
+        import_mpi().Request.Waitall(client.sending)
+        client.sending.clear()
+        if is_inline:
+            for array in arrays:
+                begin, end = end, end + array.nbytes
+                reply[begin:end] = array.reshape(-1).view(np.uint8).data
+        client.receive.Start()
+        client.sending.append(self._comm.Isend([memoryview(reply)[:end], self._byte], client.rank, TAG_REPLY))
+        if is_inline:
+            return
+        loans = [result for result in results if isinstance(result, Loan)]
+        for loan in loans:
+            loan.count += 1
+        try:
+            client.sending += [
+                self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA)
+                for array in arrays
+                for piece in pieces_of(array)
+            ]
+            test_all = import_mpi().Request.Testall
+            while not test_all(client.sending):
+                yield
+        finally:
+            for loan in loans:
+                loan.count -= 1
+
+    # Those who leave ------------------------------------------------------------------------------------------
+
+    def _dismiss(self, client: _Client) -> None:
+        import_mpi().Request.Waitall(client.sending)
+        client.receive.Cancel()
+        client.receive.Wait()
+        client.receive.Free()
+        self._clients.remove(client)
+        self._store.clocks.forget(client.rank)
+
+    def _lose(self, client: _Client) -> None:
+        """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
+        print(f"mpidist: {client.name} was lost; this server goes on without it", file=sys.stderr, flush=True)
+        self._clients.remove(client)
+        self._moving.pop(client, None)
+        self._store.clocks.forget(client.rank)
+        _lost.append(client)
+
+    def _drop_lost(self, error: Exception) -> None:
+        """Go on without the clients that are gone, after MPI has said that there are such."""
+        if not says_rank_is_lost(error):
+            raise error
+        gone = lost_ranks(self._comm)
+        for client in [client for client in self._clients if client.rank in gone]:
+            self._lose(client)
+
+
+_ONE = np.dtype(np.uint8)
+_lost: list[_Client] = []
+
+
+def _until_there(answer: Any) -> Generator[None, None, Any]:
+    """Return an answer, after asking for it until it is there if it is a callable."""
+    if not callable(answer):
+        return answer
+    while (result := answer()) is NOT_YET:
+        yield
+    return result
+
+
+def _fill(buffer: bytearray, at: int, arrays: Sequence[Sequence[Array]]) -> None:
+    view = memoryview(buffer)
+    for some in arrays:
+        for array in some:
+            end = at + array.nbytes
+            array.reshape(-1).view(np.uint8).data[:] = view[at:end]
+            at = end
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error as bytes; one that cannot travel as another that says the same."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # whatever its pickling raises, the text is what matters
+        return pickle.dumps(PeerError(f"{type(error).__name__}: {error}"))
+    return data

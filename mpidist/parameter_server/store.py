@@ -1,0 +1,202 @@
+"""Store: what a server keeps, variables, optimizers and agreements, and how one operation changes it; no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.core.context import get_strategy
+from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.errors import PeerError
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.clocks import NOT_YET, Clocks
+from mpidist.parameter_server.messages import Kind, Operation
+from mpidist.training.optimizer import Optimizer
+from mpidist.values import IndexedSlices, Variable, scatter
+from mpidist.values.component import ASSIGN_ADD, ASSIGN_SUB, ArrayComponent, Assignment
+from mpidist.values.scatter import ScatterOp
+from mpidist.values.variable import variable_of
+
+_ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: ASSIGN_ADD, messages.ASSIGN_SUB.code: ASSIGN_SUB}
+_SCATTERING: dict[int, ScatterOp] = {
+    messages.SCATTER[op.name].code: op
+    for op in (scatter.ADD, scatter.SUB, scatter.MUL, scatter.DIV, scatter.MIN, scatter.MAX, scatter.UPDATE)
+}
+
+
+class Loan:
+    """An array that is on its way to clients: nobody writes it until all have it."""
+
+    __slots__ = ("array", "count")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.count = 0
+
+
+class ServedComponent(ArrayComponent):
+    """The copy of a variable that a server keeps; what is being sent of it is never written."""
+
+    def __init__(self, array: Array, name: str) -> None:
+        super().__init__(array, name, "cpu:0")
+        self._loan = Loan(array)
+
+    def lend(self) -> Loan:
+        """Return the array to be sent; the caller counts it up, and down once it has been."""
+        return self._loan
+
+    def take(self, array: Array) -> None:
+        """Take ``array``, which the caller does not use any more, as the value."""
+        super().__init__(array, self.name, self.device)
+        self._loan = Loan(array)
+
+    def _assign(self, how: Assignment, value: Any) -> ServedComponent:
+        self._make_writable()
+        super()._assign(how, value)
+        return self
+
+    def _scatter(self, how: ScatterOp, slices: Any) -> ServedComponent:
+        self._make_writable()
+        super()._scatter(how, slices)
+        return self
+
+    def _make_writable(self) -> None:
+        if self._loan.count:
+            self.take(self._loan.array.copy())
+
+
+class Store:
+    """The variables of one server.
+
+    Args:
+        clients: The ranks that it serves; the initial values of the first count.
+    """
+
+    def __init__(self, clients: Sequence[int]) -> None:
+        self._first_client = clients[0] if clients else None
+        self.clocks = Clocks(clients)
+        self._variables: list[Variable] = []
+        self._kinds: list[Kind] = []
+        self._ids: dict[tuple[int, int], int] = {}
+        self._initialized: set[int] = set()
+        self._optimizers: list[Optimizer] = []
+        self._optimizer_ids: dict[tuple[int, int], int] = {}
+        # Of the last update of a variable by an optimizer.
+        self._steps: dict[tuple[int, int], int] = {}
+        self._agreed: dict[Any, Any] = {}
+        self._meetings: dict[tuple[int, int], set[int]] = {}
+        self._controls: dict[str, Callable[..., Any]] = {
+            "agree": self._agreed.setdefault,
+            "create": self._create,
+            "await": self._await,
+            "optimizer": self._add_optimizer,
+            "meet": self._meet,
+            "rewind": self._rewind,
+            "start clock": self.clocks.start,
+            "stop clock": self.clocks.stop,
+        }
+
+    def kind_of(self, variable: int) -> Kind:
+        """Return shape and dtype of a variable."""
+        return self._kinds[variable]
+
+    # Operations -----------------------------------------------------------------------------------------------
+
+    def carry_out(
+        self,
+        operation: Operation,
+        variable: int,
+        arrays: Sequence[Array],
+        optimizer: int,
+        step: int,
+        number: float,
+    ) -> Array | Loan | None:
+        """Do one operation on a variable, and return what it gives back."""
+        code = operation.code
+        target = self._variables[variable]
+        component = cast("ServedComponent", target.values[0])
+        if operation is messages.READ:
+            return component.lend()
+        if operation is messages.GATHER:
+            return component.sparse_read(arrays[0])
+        if operation is messages.ASSIGN:
+            component.take(arrays[0])
+            self._initialized.add(variable)
+        elif code in _ADDING:
+            component._assign(_ADDING[code], arrays[0])
+        elif code in _SCATTERING:
+            component._scatter(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
+        elif operation is messages.COUNT:
+            component._assign(ASSIGN_ADD, np.ones((), target.dtype))
+            return target.value()
+        else:
+            gradient = arrays[0] if len(arrays) == 1 else IndexedSlices(arrays[1], arrays[0], target.shape)
+            # A worker knows the number of updates as of its last one; those of others since then count as well.
+            step = self._steps[optimizer, variable] = max(step, self._steps.get((optimizer, variable), -1) + 1)
+            self._optimizers[optimizer].update_one(target, gradient, number, step)
+        return None
+
+    # Rarer things ---------------------------------------------------------------------------------------------
+
+    def control(self, what: str, arguments: tuple[Any, ...]) -> Any:
+        """Do a control request; a callable as the answer is asked again and again until it gives one."""
+        return self._controls[what](*arguments)
+
+    def _create(self, key: tuple[int, int], name: str, shape: tuple[int, ...], dtype: Any, constraint: Any) -> int:
+        """Make a variable, the first time it is asked for, and return its number; all have agreed on what it is."""
+        if key not in self._ids:
+            component = ServedComponent(np.zeros(shape, dtype), name)
+            self._ids[key] = len(self._variables)
+            self._kinds.append(Kind(shape, np.dtype(dtype)))
+            self._variables.append(
+                variable_of(
+                    get_strategy(),
+                    [component],
+                    initial_value=None,
+                    name=name,
+                    trainable=False,
+                    constraint=constraint,
+                    synchronization=VariableSynchronization.ON_WRITE,
+                    aggregation=VariableAggregation.NONE,
+                )
+            )
+        return self._ids[key]
+
+    def _await(self, variable: int) -> Callable[[], Any]:
+        """Answer once the first client has given its initial value."""
+
+        def answer() -> Any:
+            if variable in self._initialized:
+                return None
+            if self._first_client not in self.clocks.clients:
+                raise PeerError(
+                    "the first worker, whose initial values count, has ended or closed its strategies without having "
+                    "created it; expected: every worker creates the same variables"
+                )
+            return NOT_YET
+
+        return answer
+
+    def _add_optimizer(self, key: tuple[int, int], optimizer: Optimizer, slots: dict[int, dict[str, int]]) -> int:
+        """Take an optimizer, the first time, and slots of variables that it does not know yet; return its number."""
+        if key not in self._optimizer_ids:
+            self._optimizer_ids[key] = len(self._optimizers)
+            self._optimizers.append(optimizer)
+        number = self._optimizer_ids[key]
+        for variable, names in slots.items():
+            those = {name: self._variables[slot] for name, slot in names.items()}
+            self._optimizers[number].keep_slots(self._variables[variable], those)
+        return number
+
+    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], Any]:
+        """Answer once every client that has not left has come to a meeting."""
+        came = self._meetings.setdefault(meeting, set())
+        came.add(client)
+        return lambda: None if came.issuperset(self.clocks.clients) else NOT_YET
+
+    def _rewind(self, optimizer: int) -> None:
+        """Count updates from what the next one says: the number was set, by restoring a checkpoint say."""
+        self._steps = {key: step for key, step in self._steps.items() if key[0] != optimizer}

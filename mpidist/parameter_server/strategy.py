@@ -1,0 +1,153 @@
+"""ParameterServerStrategy: one program on the chief, whose functions workers carry out (tf.distribute, version 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.input import distribute_dataset, distribute_from_function
+from mpidist.parameter_server.dispatcher import Dispatcher
+from mpidist.parameter_server.extended import ParameterServerExtended
+from mpidist.parameter_server.link import COORDINATED, Link, checked_resolver, link_of
+from mpidist.parameter_server.partitioners import Partitioner
+from mpidist.strategies.devices import check_devices
+from mpidist.strategies.strategy import Strategy
+
+
+class DatasetForWorkers:
+    """What a ``distribute_`` method returned on the coordinator: a dataset that each worker is to make for itself.
+
+    Args:
+        strategy: Whose method it was.
+        method: Its name.
+        args: Its arguments.
+    """
+
+    def __init__(self, strategy: Strategy, method: str, args: tuple[Any, ...]) -> None:
+        self._strategy, self._method, self._args = strategy, method, args
+
+    def __call__(self) -> Any:
+        """Make the dataset, on a worker."""
+        return getattr(self._strategy, self._method)(*self._args)
+
+    def __iter__(self) -> NoReturn:
+        raise ValueError(
+            "a dataset of ParameterServerStrategy was iterated over on the coordinator; expected: "
+            "coordinator.create_per_worker_dataset(dataset), iter() of that, and next() in a scheduled function"
+        )
+
+
+def _finds_nothing(name: Any) -> NoReturn:
+    raise LookupError(f"nothing was scheduled, so no result can name {name!r}")
+
+
+class CoordinatorExtended(ParameterServerExtended):
+    """On the chief: it makes variables and hands functions out."""
+
+    def __init__(
+        self, strategy: Strategy, link: Link, resolver: ClusterResolver, partitioner: Partitioner | None
+    ) -> None:
+        devices = tuple(f"cpu:{i}" for i in range(link.replicas))
+        super().__init__(strategy, link, devices, resolver, True, partitioner=partitioner)
+        # The ClusterCoordinator, of which there is one.
+        self.coordinator: Any = None
+        self._dispatcher: Dispatcher | None = None
+        link.before_leaving(self._stop)
+
+    @property
+    def link(self) -> Link:
+        """Connects with workers and servers."""
+        return self._link
+
+    def dispatch(self, find: Callable[[Any], Any]) -> Dispatcher:
+        """Start handing functions out."""
+        self._dispatcher = Dispatcher(self._link, find)
+        return self._dispatcher
+
+    def _stop(self) -> None:
+        """Tell the workers that the job is over."""
+        (self._dispatcher or self.dispatch(_finds_nothing)).stop()
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "ParameterServerStrategy.run() was called on the coordinator; expected: inside a scheduled function, "
+            "coordinator.schedule(lambda: strategy.run(fn, args))"
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return DatasetForWorkers(self._strategy, "experimental_distribute_dataset", (dataset, options))
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        return DatasetForWorkers(self._strategy, "distribute_datasets_from_function", (dataset_fn, options))
+
+
+class WorkerTwinExtended(ParameterServerExtended):
+    """On a worker: what the coordinator's strategy means in a scheduled function."""
+
+    def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
+        super().__init__(strategy, link, devices, resolver, False)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """False: the coordinator writes checkpoints."""
+        return False
+
+    def _create_variable(self, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"variable {kwargs['name']!r} was created in a scheduled function; create it on the coordinator, inside "
+            "`with strategy.scope():`, and let the function use it"
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return distribute_dataset(dataset, self._input_workers(), self._strategy, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        return distribute_from_function(dataset_fn, self._input_workers(), self._strategy, options)
+
+
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training that one program coordinates (tf.distribute.ParameterServerStrategy).
+
+    The chief constructs it, creates variables in its scope, which are dealt to the parameter servers in turn, and
+    schedules functions by a ``mpidist.coordinator.ClusterCoordinator``. Ranks that are ``ps`` or ``worker`` call
+    ``mpidist.Server(resolver).join()``. Collective over all ranks of the cluster.
+
+    ``run``, ``reduce`` and the like work in scheduled functions, over the replicas of one worker.
+
+    Args:
+        cluster_resolver: Who is who; the roles of the MPI job by default
+            (``MPIDIST_JOBS="chief:1,ps:2,worker:5"``).
+        variable_partitioner: Called with shape and dtype of each new variable, such as
+            ``mpidist.experimental.partitioners.MinSizePartitioner()``; a variable of several shards is a
+            ShardedVariable. Scalars, and variables that are colocated with others, are not cut.
+
+    Raises:
+        ValueError: A cluster without chief, server or worker; workers with different numbers of devices; a rank that
+            is not the chief; a partitioner that cuts another axis than the first.
+        CollectiveTimeoutError: Not all ranks of the cluster came.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ParameterServerStrategy
+    """
+
+    def __init__(
+        self, cluster_resolver: ClusterResolver | None = None, variable_partitioner: Partitioner | None = None
+    ) -> None:
+        resolver = checked_resolver(cluster_resolver)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise ValueError(f"variable_partitioner is {variable_partitioner!r}; expected a function, or None")
+        if resolver.task_type != "chief":
+            raise ValueError(
+                f"this rank is {resolver.task_type}:{resolver.task_id}; ParameterServerStrategy is for the chief, "
+                "which coordinates: the others call mpidist.Server(resolver).join(). For a program on every worker use "
+                "mpidist.v1.experimental.ParameterServerStrategy"
+            )
+        link = link_of(resolver, COORDINATED)
+        super().__init__(CoordinatorExtended(self, link, resolver, variable_partitioner))
+
+
+class WorkerTwin(Strategy):
+    """The coordinator's strategy on a worker; made by ``Server.join``."""
+
+    def __init__(self, link: Link, resolver: ClusterResolver) -> None:
+        super().__init__(WorkerTwinExtended(self, link, check_devices(None), resolver))

@@ -1,0 +1,119 @@
+"""How functions, arguments and results travel between coordinator and workers: pickled, variables by what they mean.
+
+A variable, a strategy or a resource of each worker is not copied: in its place goes its name, and on the other side
+stands what the name means there.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from mpidist.core.errors import PeerError
+
+try:
+    from cloudpickle import Pickler as _Pickler
+    from cloudpickle import register_pickle_by_value  # noqa: F401 - says that this is cloudpickle as we know it
+
+    HAS_CLOUDPICKLE = True
+except ImportError:
+    from pickle import Pickler as _Pickler
+
+    HAS_CLOUDPICKLE = False
+
+
+class CannotTravelError(ValueError):
+    """Something was given to another rank that means nothing there; the text says what to do instead."""
+
+
+class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
+    """Puts names in the place of what a function says has one."""
+
+    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any]) -> None:
+        self._name_of = name_of
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the name that goes in the place of an object, None where it is copied."""
+        return self._name_of(value)
+
+
+class _FindingUnpickler(pickle.Unpickler):
+    """Puts what a name means in its place."""
+
+    def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
+        self._find = find
+        super().__init__(file)
+
+    def persistent_load(self, name: Any) -> Any:
+        """Return what stands for a name."""
+        return self._find(name)
+
+
+def pack(value: Any, name_of: Callable[[Any], Any], what: str) -> bytes:
+    """Return ``value`` as bytes.
+
+    Args:
+        value: Anything that can be pickled.
+        name_of: Returns the name of an object that is not to be copied, None of others.
+        what: What is packed, for the error.
+
+    Raises:
+        TypeError: It cannot be pickled.
+        CannotTravelError: It holds something that must not be.
+    """
+    file = io.BytesIO()
+    try:
+        _NamingPickler(file, name_of).dump(value)
+    except CannotTravelError:
+        raise
+    except Exception as error:  # pickling runs the code of whatever it meets
+        hint = "" if HAS_CLOUDPICKLE else "; for functions of a script type: pip install 'mpidist[coordinator]'"
+        raise TypeError(f"{what} cannot be sent to another rank: {type(error).__name__}: {error}{hint}") from error
+    return file.getvalue()
+
+
+def unpack(data: bytes, find: Callable[[Any], Any]) -> Any:
+    """Return what :func:`pack` was given, with what ``find`` returns for each name."""
+    return _FindingUnpickler(io.BytesIO(data), find).load()
+
+
+class TravellingError(NamedTuple):
+    """An exception on its way to the coordinator.
+
+    Attributes:
+        data: The exception, packed; empty if it cannot be.
+        text: What it says.
+        trace: Its traceback.
+    """
+
+    data: bytes
+    text: str
+    trace: str
+
+    def unpack(self, find: Callable[[Any], Any]) -> Exception:
+        """Return the exception, or where it did not survive the way, a PeerError that says the same."""
+        try:
+            error = unpack(self.data, find)
+        except Exception:  # unpickling runs the code of whatever it meets
+            error = None
+        return error if isinstance(error, Exception) else PeerError(self.text)
+
+
+def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> TravellingError:
+    """Pack an exception that is being handled.
+
+    One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it
+    arrives as a PeerError.
+    """
+    text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    data = b""
+    if isinstance(error, Exception):
+        # One that cannot be pickled travels as its text.
+        with suppress(TypeError, CannotTravelError):
+            data = pack(error, name_of, "an exception")
+    return TravellingError(data, text, trace)
