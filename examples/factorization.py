@@ -76,12 +76,8 @@ def best_error(images, rank):
     return float(np.sqrt((singular_values[rank:] ** 2).sum() / images.size))
 
 
-def main():
-    arguments = parse_arguments()
-    resolver = make_resolver()
-    if resolver.task_type == "ps":
-        mpidist.Server(resolver).join()
-        return
+def train(resolver, arguments):
+    """The program of each worker."""
     images = load_digits().data / 16.0
     with mpidist.v1.experimental.ParameterServerStrategy(resolver) as strategy:
         factors = Factors(strategy, images, arguments.rank)
@@ -97,6 +93,13 @@ def main():
                 f"done after {int(optimizer.iterations.numpy())} updates of a table in shards of {sizes} rows: "
                 f"error {factors.error(images):.4f}, best possible {best_error(images, arguments.rank):.4f}"
             )
+
+
+def main():
+    arguments = parse_arguments()
+    resolver = make_resolver()
+    # The ranks that are servers serve.
+    mpidist.launch(lambda: train(resolver, arguments), cluster_resolver=resolver)
 
 
 if __name__ == "__main__":

@@ -127,12 +127,11 @@ def report(training, test_data):
 def main():
     arguments = parse_arguments()
     resolver = make_resolver(arguments)
-    if resolver.task_type == "ps" or (arguments.coordinator and resolver.task_type == "worker"):
-        mpidist.Server(resolver).join()
-    elif arguments.coordinator:
-        train_by_coordinator(resolver, arguments)
+    # Ranks of other roles serve those that run the program.
+    if arguments.coordinator:
+        mpidist.launch(lambda: train_by_coordinator(resolver, arguments), ("chief",), resolver)
     else:
-        train_on_every_worker(resolver, arguments)
+        mpidist.launch(lambda: train_on_every_worker(resolver, arguments), cluster_resolver=resolver)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from mpidist.topology.signals import SIGNALS_TO_SAVE
+
 # What a scheduler takes as: start this job again.
 EXIT_CODE = 42
 _LOOK_SECONDS = 1.0
@@ -46,7 +48,7 @@ class TerminationConfig:
         grace_period: float | None = None,
         save_fn: Callable[..., Any] | None = None,
         *,
-        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Sequence[int] = SIGNALS_TO_SAVE,
     ) -> None:
         functions = {"termination_watcher_fn": termination_watcher_fn, "exit_fn": exit_fn, "save_fn": save_fn}
         for name, function in functions.items():

@@ -38,7 +38,7 @@ from mpidist.collectives.work import Work
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError
-from mpidist.topology.faults import revoke, says_rank_is_lost
+from mpidist.topology.faults import revoke, revoking, says_rank_is_lost
 from mpidist.topology.patience import duplicate
 
 if TYPE_CHECKING:
@@ -76,15 +76,10 @@ class Channel:
     ) -> None:
         self.owner = owner
         self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
-        try:
-            check_descriptors(self.comm)
-        except (OSError, PeerError):
-            self.comm.Free()
-            raise
+        self.node = self._make_node()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.node = Node(self.comm)
         self.trace = watch(self.comm, self.name) if name is None else None
         self.handshake = (
             Handshake(self.comm, self.node.board)
@@ -110,6 +105,15 @@ class Channel:
             side_thread.watch(self.guard)
         open_channels.append(self)
         see_to_the_end()
+
+    def _make_node(self) -> Node:
+        with revoking(self.comm):
+            try:
+                check_descriptors(self.comm)
+            except (OSError, PeerError):
+                self.comm.Free()
+                raise
+            return Node(self.comm)
 
     def __repr__(self) -> str:
         return f"<channel of a {self.owner}, rank {self.rank} of {self.size}>"

@@ -16,6 +16,7 @@ from mpidist.collectives.slots import Slots
 from mpidist.collectives.waiting import Steps
 from mpidist.core import settings
 from mpidist.topology import Topology, import_mpi
+from mpidist.topology.faults import revoking
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,14 +53,15 @@ class Node:
         self.ranks: list[list[int]] = [[] for _ in range(self.topology.num_nodes)]
         for rank, index in enumerate(self.topology.node_of_rank):
             self.ranks[index].append(rank)
-        self.board = Board(self.comm)
-        self.memory = NeighboursMemory()
+        with revoking(self.comm):
+            self.board = Board(self.comm)
+            self.pids: list[int] = self.comm.allgather(os.getpid())
+            self.memory = NeighboursMemory()
+            may_read = self._can_read() and settings.READ_NEIGHBOURS.read()
         self.shared = SharedMemory(self.board)
         self.results = SharedResults(self.shared)
         self.slots: Slots | None = None
         self._slots_are_made = False
-        self.pids: list[int] = self.comm.allgather(os.getpid())
-        may_read = self._can_read() and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
 
     @property
@@ -102,7 +104,8 @@ class Node:
 def _shared_topology(comm: MPI.Intracomm) -> Topology:
     """Return the topology of ``comm``, in nodes of one rank each where a node lacks room for its board."""
     topology = Topology(comm)
-    fits = has_room(topology.node, bytes_needed(topology.local_size))
+    with revoking(topology.node):
+        fits = has_room(topology.node, bytes_needed(topology.local_size))
     if comm.allreduce(int(fits), op=import_mpi().MIN):
         return topology
     if topology.rank == 0:

@@ -11,9 +11,10 @@ from mpidist.collectives.leaving import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology
-from mpidist.topology.faults import can_go_on, says_rank_is_lost
+from mpidist.topology.faults import agree, can_go_on, means_loss
+from mpidist.topology.launcher import check_world
 from mpidist.topology.patience import limited
-from mpidist.topology.topology import replace_world
+from mpidist.topology.topology import has_world, replace_world
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,8 +55,13 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
         raise ValueError(f"min_ranks is {min_ranks!r}; expected a whole number of 1 or more")
     if not isinstance(state, State):
         raise TypeError(f"state is {state!r}; expected mpidist.elastic.State(step=0, ...)")
-    world = world_topology().world
-    if not can_go_on() or world.Get_size() == 1:
+    everyone = import_mpi().COMM_WORLD
+    if can_go_on() and not has_world():
+        # A rank may be lost before mpidist has any communicator of its own.
+        check_world(everyone.Get_size())
+        world = _make_world(everyone, replace_world)
+        _check_number(everyone.Get_size(), world, min_ranks, None)
+    if world_topology().world.Get_size() == 1 or not can_go_on():
         return train(state)
     while True:
         result: list[T] = []
@@ -74,10 +80,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
 def _is_loss(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, RankLostError) or says_rank_is_lost(seen):
-            return True
-        # Open MPI calls it an internal error where a collective that does not block meets a rank that is lost.
-        if isinstance(seen, import_mpi().Exception) and world_topology().world.Get_failed().Get_size():
+        if isinstance(seen, RankLostError) or means_loss(seen, world_topology().world):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -94,12 +97,36 @@ def _all_are_through(mine: bool) -> bool:
 def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
     """Whether all ranks say so and none is lost; the same on all, whatever else they were in on ``world``."""
     with limited(doing):
+        return agree(world, mine)
+
+
+def _make_world(old: MPI.Intracomm, prepare: Callable[[MPI.Intracomm], None]) -> MPI.Intracomm:
+    """Return a communicator of the ranks of ``old`` that are left, on which all have carried ``prepare`` out."""
+    while True:
+        with limited("finding out which ranks are left"):
+            world = cast("MPI.Intracomm", old.Shrink())
         try:
-            return bool(world.Agree(int(mine)))
+            prepare(world)
+            is_well = True
         except import_mpi().Exception as error:
-            if says_rank_is_lost(error):
-                return False
-            raise
+            if not means_loss(error, world):
+                raise
+            # One more is lost. Those that wait for this rank are to come on, too.
+            is_well = False
+            world.Revoke()
+        # Ranks may have seen different things: all go on, or all look again.
+        if _agree(world, is_well, "agreeing to go on"):
+            return world
+        old = world
+
+
+def _check_number(before: int, world: MPI.Intracomm, min_ranks: int, lost: BaseException | None) -> None:
+    size = world.Get_size()
+    if size < min_ranks:
+        raise RankLostError(
+            f"{before - size} of {before} ranks are lost, and {size} are left; expected {min_ranks} at least "
+            "(min_ranks): start the job again, from its checkpoint"
+        ) from lost
 
 
 def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
@@ -108,30 +135,15 @@ def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
     abandon_all()
     old = world_topology().world
     before = old.Get_size()
-    while True:
-        with limited("finding out which ranks are left"):
-            old.Revoke()
-            world = cast("MPI.Intracomm", old.Shrink())
+    old.Revoke()
+
+    def take_over(world: MPI.Intracomm) -> None:
         state._forget_attempt()
-        try:
-            state._take_over(world)
-            replace_world(world)
-            is_well = True
-        except import_mpi().Exception as error:
-            if not says_rank_is_lost(error):
-                raise
-            # One more is lost. Those that wait for this rank are to come on, too.
-            is_well = False
-            world.Revoke()
-        # Ranks may have seen different things: all go on, or all look again.
-        if _agree(world, is_well, "agreeing to go on"):
-            break
-        old = world
-    if world.Get_size() < min_ranks:
-        raise RankLostError(
-            f"{before - world.Get_size()} of {before} ranks are lost, and {world.Get_size()} are left; expected "
-            f"{min_ranks} at least (min_ranks): start the job again, from its checkpoint"
-        ) from lost
+        state._take_over(world)
+        replace_world(world)
+
+    world = _make_world(old, take_over)
+    _check_number(before, world, min_ranks, lost)
     if world.Get_rank() == 0:
         _log.warning(
             "mpidist: %d of %d ranks are lost; %d go on from commit %d, after %.2f s",

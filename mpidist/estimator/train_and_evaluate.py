@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpidist.checkpoint.pending import finish_writing
-from mpidist.checkpoint.termination import TerminationConfig
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
@@ -22,6 +18,7 @@ from mpidist.estimator.line import Line, News
 from mpidist.estimator.results import EvalResult
 from mpidist.estimator.specs import EvalSpec, TrainSpec
 from mpidist.parameter_server.server import Server
+from mpidist.topology.signals import signals_left_to_others
 
 
 def train_and_evaluate(
@@ -161,7 +158,7 @@ def _train(part: _Part) -> Any:
 
 
 def _evaluate(part: _Part) -> list[EvalResult]:
-    with _signals_left_to_others():
+    with signals_left_to_others():
         # How long the training takes is nobody's concern, so without a report.
         _evaluate_to_the_end(part, "", part.evaluations.evaluate_if_due)
     return part.evaluations.results
@@ -196,24 +193,6 @@ def _await_evaluation(part: _Part) -> None:
 def _left_alone(part: _Part) -> PeerError:
     left = ", ".join(f"{part.cast.name(rank)} by sys.exit({code!r})" for rank, code in sorted(part.line.left.items()))
     return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
-
-
-@contextlib.contextmanager
-def _signals_left_to_others() -> Iterator[None]:
-    """Let signals that ask for a save, which launchers send to all ranks, not end one that has nothing to save."""
-    numbers = TerminationConfig().signals if threading.current_thread() is threading.main_thread() else ()
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, _ignore)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Handle a signal; not SIG_IGN, which programs that ``eval_fn`` starts would inherit."""
 
 
 def _nothing() -> None:

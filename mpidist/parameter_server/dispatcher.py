@@ -13,7 +13,7 @@ from typing import Any
 
 from mpidist.collectives.leaving import abort_job
 from mpidist.core import settings
-from mpidist.core.errors import PeerError, RankLostError
+from mpidist.core.errors import RankLostError
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
 from mpidist.parameter_server.patience import Patience
@@ -83,7 +83,7 @@ class Dispatcher:
         self._running = 0
         self._error: Exception | None = None
         self._is_stopping = False
-        self._failure: PeerError | None = None
+        self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="mpidist-coordinator", daemon=True)
         self._thread.start()
@@ -105,9 +105,9 @@ class Dispatcher:
     def is_done(self) -> bool:
         """Whether nothing is queued or under way; raises the error of a function that failed once that is so."""
         with self._changed:
+            self._check_alive()
             if self._queue or self._running:
                 return False
-            self._check_alive()
             self._raise_error()
             return True
 
@@ -183,10 +183,11 @@ class Dispatcher:
             self._dispatch()
             self._tell_to_stop()
         except BaseException as error:  # everybody who waits learns of it
-            if isinstance(error, PeerError):
+            failure: Exception
+            if isinstance(error, RankLostError):
                 failure = error
             else:
-                failure = PeerError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
+                failure = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             with self._changed:
                 self._failure = failure

@@ -50,7 +50,8 @@ class Link:
         task: That of this rank.
         servers: The ranks of the servers, by their index.
         workers: The ranks of the chief, if there is one, and of the workers, in that order.
-        replicas: How many each worker has, where there is a coordinator.
+        is_coordinated: Whether a coordinator speaks of all workers as one.
+        replicas: How many each worker has, where that is so.
         is_open: Whether this process has not taken leave yet.
 
     Raises:
@@ -75,9 +76,9 @@ class Link:
         by_task = {task: rank for rank, task in enumerate(self.tasks)}
         owners = [owner for _, _, owner, _ in told]
         check_tasks(self.tasks, owners)
-        # Of each worker, where a coordinator speaks of all of them as one.
+        self.is_coordinated = COORDINATED in owners
         self.replicas = 0
-        if COORDINATED in owners:
+        if self.is_coordinated:
             self.replicas = common_replicas(self.tasks, [count for *_, count in told])
         ordered = sorted(by_task)
         self.servers = [by_task[task] for task in ordered if task.job == "ps"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.waiting import Steps, all_done
 from mpidist.parameter_server.messages import FIRST_MESSAGE_BYTES, pieces_of
 from mpidist.topology import import_mpi
 
@@ -35,6 +35,7 @@ class Post:
         self._tag_out, self._tag_in = tag_out, tag_in
         self._first_out = bytearray(FIRST_MESSAGE_BYTES)
         self._first_in = bytearray(FIRST_MESSAGE_BYTES)
+        self._byte = import_mpi().BYTE
         self._sending: list[MPI.Request] = []
         self.expected = comm.Recv_init(self._first_in, other, tag_in)
 
@@ -44,41 +45,37 @@ class Post:
 
     def send(self, data: bytes) -> Steps[None]:
         """Send ``data``, after what was sent before."""
-        mpi = import_mpi()
-        while not mpi.Request.Testall(self._sending):
+        while not all_done(self._sending):
             yield
-        self._sending.clear()
         first = self._first_out
         _LENGTH.pack_into(first, 0, len(data))
         end = _LENGTH.size + min(len(data), _INLINE_BYTES)
         first[_LENGTH.size : end] = data[:_INLINE_BYTES]
-        self._sending.append(self._comm.Isend([memoryview(first)[:end], mpi.BYTE], self._other, self._tag_out))
+        self._sending.append(self._comm.Isend([memoryview(first)[:end], self._byte], self._other, self._tag_out))
         rest = np.frombuffer(data, np.uint8)[_INLINE_BYTES:]
         if rest.size:
             self._sending += [
-                self._comm.Isend([piece, mpi.BYTE], self._other, self._tag_out) for piece in pieces_of(rest)
+                self._comm.Isend([piece, self._byte], self._other, self._tag_out) for piece in pieces_of(rest)
             ]
-            while not mpi.Request.Testall(self._sending):
+            while not all_done(self._sending):
                 yield
 
     def receive(self) -> Steps[bytes]:
         """Return what has come, once :attr:`expected` is complete."""
-        mpi = import_mpi()
         (length,) = _LENGTH.unpack_from(self._first_in)
         if length <= _INLINE_BYTES:
             return bytes(memoryview(self._first_in)[_LENGTH.size : _LENGTH.size + length])
         data = np.empty(length, np.uint8)
         data[:_INLINE_BYTES] = np.frombuffer(self._first_in, np.uint8)[_LENGTH.size :]
-        receives = [
-            self._comm.Irecv([piece, mpi.BYTE], self._other, self._tag_in) for piece in pieces_of(data[_INLINE_BYTES:])
-        ]
-        while not mpi.Request.Testall(receives):
+        rest = data[_INLINE_BYTES:]
+        receives = [self._comm.Irecv([piece, self._byte], self._other, self._tag_in) for piece in pieces_of(rest)]
+        while not all_done(receives):
             yield
         return data.tobytes()
 
     def flush(self) -> Steps[None]:
         """Wait until all that was sent has left."""
-        while not import_mpi().Request.Testall(self._sending):
+        while not all_done(self._sending):
             yield
 
     def close(self) -> None:

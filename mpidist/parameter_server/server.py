@@ -11,6 +11,7 @@ from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
 from mpidist.parameter_server.strategy import WorkerTwin
 from mpidist.parameter_server.worker_loop import WorkerLoop
+from mpidist.topology.signals import signals_left_to_others
 
 
 class Server:
@@ -66,9 +67,11 @@ class Server:
         """Serve until the chief and all workers have closed their strategies or ended their programs.
 
         A parameter server keeps variables and applies updates; a worker carries out the functions that the
-        coordinator schedules. A client that is lost is reported, and served no more where MPI survives it.
+        coordinator schedules. A client that is lost is reported, and served no more where MPI survives it. SIGTERM and
+        SIGUSR1, which ask a job to save, are for the others, unless the program has handlers of its own for them.
 
         Raises:
+            RankLostError: The coordinator was lost.
             RuntimeError: This rank is the chief or an evaluator, which run a program of their own.
         """
         self.start()
@@ -77,12 +80,15 @@ class Server:
         link, self._link = self._link, None
         if link.task.job == "ps":
             clients = [(rank, f"{link.tasks[rank]} (rank {rank})") for rank in link.workers]
-            Service(link.comm, clients, Store(link.workers)).run()
+            coordinator = link.workers[0] if link.is_coordinated else None
+            with signals_left_to_others():
+                Service(link.comm, clients, Store(link.workers), coordinator).run()
             link.leave()
             return
         if link.task.job == "worker":
             twin = WorkerTwin(link, self._resolver)
-            WorkerLoop(link, twin).run()
+            with signals_left_to_others():
+                WorkerLoop(link, twin).run()
             twin.close()
             return
         raise RuntimeError(

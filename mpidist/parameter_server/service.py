@@ -15,7 +15,8 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.memory import Pool
-from mpidist.core.errors import PeerError
+from mpidist.collectives.waiting import all_done
+from mpidist.core.errors import PeerError, RankLostError
 from mpidist.parameter_server.clocks import NOT_YET
 from mpidist.parameter_server.messages import (
     CONTROL,
@@ -66,10 +67,18 @@ class Service:
         comm: The communicator of the link.
         clients: Rank and name of each client.
         store: What is served.
+        coordinator: The client without whom there is nothing to do, if there is one.
     """
 
-    def __init__(self, comm: MPI.Intracomm, clients: Sequence[tuple[int, str]], store: Store) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        clients: Sequence[tuple[int, str]],
+        store: Store,
+        coordinator: int | None = None,
+    ) -> None:
         self._comm = comm
+        self._coordinator = coordinator
         self._clients = [_Client(comm, rank, name) for rank, name in clients]
         self._store = store
         self._pool = Pool()
@@ -78,7 +87,11 @@ class Service:
         self.requests = 0
 
     def run(self) -> None:
-        """Serve until every client has left."""
+        """Serve until every client has left.
+
+        Raises:
+            RankLostError: The coordinator was lost.
+        """
         patience = Patience()
         for client in self._clients:
             client.receive.Start()
@@ -167,6 +180,8 @@ class Service:
         else:
             yield from self._reply(client, DONE, results)
         if has_left:
+            while not all_done(client.sending):
+                yield
             self._dismiss(client)
 
     def _arrays(self, part: tuple[Any, ...]) -> list[Array]:
@@ -185,8 +200,7 @@ class Service:
             for array in arrays
             for piece in pieces_of(array)
         ]
-        test_all = import_mpi().Request.Testall
-        while not test_all(receives):
+        while not all_done(receives):
             yield
 
     # Replies --------------------------------------------------------------------------------------------------
@@ -199,8 +213,8 @@ class Service:
         PREAMBLE.pack_into(reply, 0, len(arrays), data_bytes, is_inline, status)
         end = PREAMBLE.size
         # The client has the reply to its last request, or it would not have sent this one.
-        import_mpi().Request.Waitall(client.sending)
-        client.sending.clear()
+        while not all_done(client.sending):
+            yield
         if is_inline:
             for array in arrays:
                 begin, end = end, end + array.nbytes
@@ -218,8 +232,7 @@ class Service:
                 for array in arrays
                 for piece in pieces_of(array)
             ]
-            test_all = import_mpi().Request.Testall
-            while not test_all(client.sending):
+            while not all_done(client.sending):
                 yield
         finally:
             for loan in loans:
@@ -228,7 +241,6 @@ class Service:
     # Those who leave ------------------------------------------------------------------------------------------
 
     def _dismiss(self, client: _Client) -> None:
-        import_mpi().Request.Waitall(client.sending)
         client.receive.Cancel()
         client.receive.Wait()
         client.receive.Free()
@@ -237,11 +249,15 @@ class Service:
 
     def _lose(self, client: _Client) -> None:
         """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
-        print(f"mpidist: {client.name} was lost; this server goes on without it", file=sys.stderr, flush=True)
+        print(f"mpidist: {client.name} was lost; this server serves it no more", file=sys.stderr, flush=True)
         self._clients.remove(client)
         self._moving.pop(client, None)
         self._store.clocks.forget(client.rank)
         _lost.append(client)
+        if client.rank == self._coordinator:
+            raise RankLostError(
+                f"{client.name} was lost, which coordinates; start the job again and restore the newest checkpoint"
+            )
 
     def _drop_lost(self, error: Exception) -> None:
         """Go on without the clients that are gone, after MPI has said that there are such."""

@@ -96,7 +96,8 @@ class WorkerTwinExtended(ParameterServerExtended):
     def _create_variable(self, **kwargs: Any) -> Any:
         raise ValueError(
             f"variable {kwargs['name']!r} was created in a scheduled function; create it on the coordinator, inside "
-            "`with strategy.scope():`, and let the function use it"
+            "`with strategy.scope():`, and let the function use it; for those of an optimizer call "
+            "optimizer.build(variables) there"
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

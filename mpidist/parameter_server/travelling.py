@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mpidist.core.errors import PeerError
-
 try:
     from cloudpickle import Pickler as _Pickler
     from cloudpickle import register_pickle_by_value  # noqa: F401 - says that this is cloudpickle as we know it
@@ -96,19 +94,19 @@ class TravellingError(NamedTuple):
     trace: str
 
     def unpack(self, find: Callable[[Any], Any]) -> Exception:
-        """Return the exception, or where it did not survive the way, a PeerError that says the same."""
+        """Return the exception, or where it did not survive the way, a RuntimeError that says the same."""
         try:
             error = unpack(self.data, find)
         except Exception:  # unpickling runs the code of whatever it meets
             error = None
-        return error if isinstance(error, Exception) else PeerError(self.text)
+        return error if isinstance(error, Exception) else RuntimeError(self.text)
 
 
 def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> TravellingError:
     """Pack an exception that is being handled.
 
     One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it
-    arrives as a PeerError.
+    arrives as a RuntimeError.
     """
     text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     data = b""

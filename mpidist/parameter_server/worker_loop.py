@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives.waiting import drive
 from mpidist.core.context import variable_creator_scope
+from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
@@ -58,7 +58,11 @@ class WorkerLoop:
         self._own: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Carry out what comes until the coordinator says stop, or is gone."""
+        """Carry out what comes until the coordinator says stop.
+
+        Raises:
+            RankLostError: It is gone.
+        """
         _index.set(self._link.task.number)
         try:
             while True:
@@ -73,7 +77,10 @@ class WorkerLoop:
         except Exception as error:
             if not says_rank_is_lost(error):
                 raise
-            print("mpidist: the coordinator was lost; this worker ends", file=sys.stderr, flush=True)
+            raise RankLostError(
+                f"the coordinator was lost, and {self._link.task} has nothing more to do; start the job again and "
+                "restore the newest checkpoint"
+            ) from error
         finally:
             _index.set(None)
 

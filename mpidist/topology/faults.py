@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +48,38 @@ def lost_ranks(comm: MPI.Intracomm) -> set[int]:
     return ranks
 
 
+def means_loss(error: BaseException, comm: MPI.Intracomm) -> bool:
+    """Whether ``error``, of a call on ``comm``, comes of a rank that is gone.
+
+    Open MPI calls it an internal error where a collective that does not block meets a rank that is lost.
+    """
+    if says_rank_is_lost(error):
+        return True
+    is_of_mpi = isinstance(error, sys.modules["mpi4py.MPI"].Exception)
+    return is_of_mpi and (comm.Is_revoked() or comm.Get_failed().Get_size() > 0)
+
+
 def revoke(comm: MPI.Intracomm) -> None:
     """Let every rank of ``comm`` that waits on it, now or later, get an error (MPI_Comm_revoke); local."""
     if can_go_on() and not comm.Is_revoked():
         comm.Revoke()
+
+
+def agree(comm: MPI.Intracomm, mine: bool) -> bool:
+    """Whether all ranks of ``comm`` say so and none is lost; the same on all, also where it is revoked (collective)."""
+    try:
+        return bool(comm.Agree(int(mine)))
+    except sys.modules["mpi4py.MPI"].Exception as error:
+        if says_rank_is_lost(error):
+            return False
+        raise
+
+
+@contextmanager
+def revoking(comm: MPI.Intracomm) -> Iterator[None]:
+    """A block of calls on ``comm``: where MPI fails in it, ranks that wait there for this one get an error, too."""
+    try:
+        yield
+    except sys.modules["mpi4py.MPI"].Exception:
+        revoke(comm)
+        raise

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import CollectiveTimeoutError
+from mpidist.core.errors import CollectiveTimeoutError, RankLostError
+from mpidist.topology.faults import agree, can_go_on, means_loss, revoke
 from mpidist.topology.launcher import import_mpi
 
 if TYPE_CHECKING:
@@ -27,9 +28,29 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
 
     Raises:
         CollectiveTimeoutError: Not all ranks came within ``MPIDIST_TIMEOUT``.
+        RankLostError: A rank was lost meanwhile; on all ranks, so that none goes on with a duplicate that others lack.
     """
-    limit, warn_after = settings.TIMEOUT.read(), settings.WARN_AFTER.read()
     copy, request = comm.Idup()
+    if not can_go_on():
+        _wait(request, comm, doing)
+        return copy
+    lost: BaseException | None = None
+    try:
+        _wait(request, comm, doing)
+    except import_mpi().Exception as error:
+        if not means_loss(error, comm):
+            raise
+        lost = error
+        revoke(comm)
+    with limited(f"agreeing on {doing}"):
+        all_have_it = agree(comm, lost is None)
+    if not all_have_it:
+        raise RankLostError(f"a rank was lost in {doing}") from lost
+    return copy
+
+
+def _wait(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
+    limit, warn_after = settings.TIMEOUT.read(), settings.WARN_AFTER.read()
     start = time.monotonic()
     has_warned = False
     while not request.Test():
@@ -46,7 +67,6 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
             raise CollectiveTimeoutError(doing, 0, waited, comm.Get_rank())
         if waited > 1.0:
             time.sleep(_NAP_SECONDS)
-    return copy
 
 
 class limited:  # noqa: N801 - a block, like contextlib's

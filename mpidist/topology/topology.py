@@ -45,7 +45,8 @@ class Topology:
             machine.Free()
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
-        first_ranks = self.world.allgather(self.node.bcast(self.rank if self.local_rank == 0 else None))
+        # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
+        first_ranks = self.world.allgather(_first_rank(self.node, self.world))
         nodes = {first: index for index, first in enumerate(sorted(set(first_ranks)))}
         self.node_of_rank = tuple(nodes[first] for first in first_ranks)
         self.node_index = self.node_of_rank[self.rank]
@@ -56,7 +57,21 @@ class Topology:
         self.node.Free()
 
 
+def _first_rank(node: MPI.Intracomm, world: MPI.Intracomm) -> int:
+    """Return the rank in ``world`` of the first rank of ``node``; local."""
+    group, everyone = node.Get_group(), world.Get_group()
+    (first,) = group.Translate_ranks([0], everyone)
+    group.Free()
+    everyone.Free()
+    return int(first)
+
+
 _world: list[Topology] = []
+
+
+def has_world() -> bool:
+    """Whether the topology of all ranks has been made."""
+    return bool(_world)
 
 
 def replace_world(comm: MPI.Intracomm) -> None:

@@ -17,8 +17,8 @@ class Metric:
     """What the metrics share: totals in ON_READ variables with aggregation SUM.
 
     Create it inside ``with strategy.scope():`` (collective). Under a strategy that keeps one copy of each variable the
-    replicas add to common totals: ``update_state`` is then collective over the replicas in sync. A subclass names its totals in ``total_names`` and
-    computes the result from their sums over all replicas.
+    replicas add to common totals: ``update_state`` is then collective over the replicas in sync. A subclass names its
+    totals in ``total_names`` and computes the result from their sums over all replicas.
 
     Args:
         name: For the names of its variables.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import mpidist
+from mpidist.strategies.central import CentralExtended
 
 AUTO = mpidist.VariableSynchronization.AUTO
 ON_WRITE = mpidist.VariableSynchronization.ON_WRITE
@@ -48,7 +49,7 @@ def is_single(strategy: Any) -> bool:
 
 def is_central(strategy: Any) -> bool:
     """Tell strategies that keep one copy of a variable for all replicas."""
-    return isinstance(strategy, mpidist.experimental.CentralStorageStrategy)
+    return isinstance(strategy.extended, CentralExtended)
 
 
 def same(actual: Any, expected: Any) -> None:

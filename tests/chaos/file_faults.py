@@ -105,7 +105,9 @@ def _damage(trial: Trial, checkpoint: Path) -> str:
     path = trial.random.choice(sorted(checkpoint.iterdir()))
     content = bytearray(path.read_bytes())
     place = trial.random.randrange(len(content))
-    how = trial.random.choice(["truncated", "flipped", "removed", "longer"])
+    # Without its manifest a directory is no checkpoint.
+    kinds = ["truncated", "flipped", "longer", *(["removed"] if path.name != "manifest.json" else [])]
+    how = trial.random.choice(kinds)
     if how == "truncated":
         path.write_bytes(content[:place])
     elif how == "flipped":
