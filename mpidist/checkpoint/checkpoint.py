@@ -311,7 +311,7 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             "one: make a checkpoint for each"
         )
     strategy = strategies.pop() if strategies else default
-    extended_of(strategy)._require_checkpoints(method if method.endswith("Handler()") else f"Checkpoint.{method}")
+    extended_of(strategy)._require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
 
 

@@ -12,7 +12,6 @@ from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology
 from mpidist.topology.faults import agree, can_go_on, means_loss
-from mpidist.topology.launcher import check_world
 from mpidist.topology.patience import limited
 from mpidist.topology.topology import has_world, replace_world
 
@@ -55,12 +54,9 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
         raise ValueError(f"min_ranks is {min_ranks!r}; expected a whole number of 1 or more")
     if not isinstance(state, State):
         raise TypeError(f"state is {state!r}; expected mpidist.elastic.State(step=0, ...)")
-    everyone = import_mpi().COMM_WORLD
+    import_mpi()
     if can_go_on() and not has_world():
-        # A rank may be lost before mpidist has any communicator of its own.
-        check_world(everyone.Get_size())
-        world = _make_world(everyone, replace_world)
-        _check_number(everyone.Get_size(), world, min_ranks, None)
+        _begin(min_ranks)
     if world_topology().world.Get_size() == 1 or not can_go_on():
         return train(state)
     while True:
@@ -75,6 +71,20 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
         if _all_are_through(lost is None):
             return result[0]
         _go_on(state, lost, min_ranks)
+
+
+def _begin(min_ranks: int) -> None:
+    """Make the world of mpidist, also where a rank is lost before there is any communicator of its own (collective)."""
+    everyone = import_mpi().COMM_WORLD
+    lost: BaseException | None = None
+    try:
+        world_topology()
+    except Exception as error:
+        if not isinstance(error, RankLostError) and not means_loss(error, everyone):
+            raise
+        lost = error
+    if not _agree(everyone, lost is None, "agreeing to begin"):
+        _check_number(everyone.Get_size(), _make_world(everyone, replace_world), min_ranks, lost)
 
 
 def _is_loss(error: BaseException) -> bool:

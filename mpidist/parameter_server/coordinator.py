@@ -77,7 +77,7 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> RemoteValue:
-        """Have a worker call ``fn(*args, **kwargs)``, and return at once.
+        """Have a worker call ``fn(*args, **kwargs)`` in the strategy's scope, and return at once.
 
         Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
         is not said. Waits only while 262,144 functions are queued.

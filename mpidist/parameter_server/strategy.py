@@ -61,13 +61,21 @@ class CoordinatorExtended(ParameterServerExtended):
         return self._link
 
     def dispatch(self, find: Callable[[Any], Any]) -> Dispatcher:
-        """Start handing functions out."""
+        """Start handing functions out.
+
+        Raises:
+            RuntimeError: The strategy has been closed.
+        """
+        if not self._link.is_open:
+            raise RuntimeError(
+                "a ClusterCoordinator was made of a ParameterServerStrategy that has been closed; build a new strategy"
+            )
         self._dispatcher = Dispatcher(self._link, find)
         return self._dispatcher
 
     def _stop(self) -> None:
         """Tell the workers that the job is over."""
-        (self._dispatcher or self.dispatch(_finds_nothing)).stop()
+        (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         raise NotImplementedError(

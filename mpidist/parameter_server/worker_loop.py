@@ -52,6 +52,7 @@ class WorkerLoop:
 
     def __init__(self, link: Link, strategy: Strategy) -> None:
         self._link = link
+        self._strategy = strategy
         self._names = Names(link, strategy, self._own_value)
         self._post = Post(link.comm, link.workers[0], TAG_FROM_WORKER, TAG_TO_WORKER)
         self._definitions: dict[int, bytes] = {}
@@ -95,7 +96,8 @@ class WorkerLoop:
             self._drop(drops)
             self._definitions.update(definitions)
             fn, args, kwargs = unpack(payload, self._names.find)
-            result = fn(*args, **kwargs)
+            with self._strategy.scope():
+                result = fn(*args, **kwargs)
             name = getattr(fn, "__qualname__", repr(fn))
             return DONE + pack(result, self._names.name_of, f"the result of {name}, {type(result).__name__},")
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from mpidist.core import settings
+from mpidist.topology.faults import revoking
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.patience import duplicate
 
@@ -88,5 +89,7 @@ def world_topology() -> Topology:
     if not _world:
         mpi = import_mpi()
         check_world(mpi.COMM_WORLD.Get_size())
-        _world.append(Topology(duplicate(mpi.COMM_WORLD, "finding out which ranks share a node")))
+        comm = duplicate(mpi.COMM_WORLD, "finding out which ranks share a node")
+        with revoking(comm):
+            _world.append(Topology(comm))
     return _world[0]

@@ -121,6 +121,15 @@ def _is_joined(coordinator: ClusterCoordinator) -> bool:
     return True
 
 
+def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException:
+    """Return what a call raises."""
+    try:
+        fn(*args, **kwargs)
+    except BaseException as error:
+        return error
+    raise AssertionError("no error was raised")
+
+
 def wait_until(is_so: Callable[[], Any], what: str) -> None:
     """Wait for something that another thread or process does."""
     deadline = time.monotonic() + PATIENCE_SECONDS

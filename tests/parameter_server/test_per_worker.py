@@ -11,8 +11,7 @@ import pytest
 
 import mpidist
 from mpidist.coordinator import PerWorkerDataset, PerWorkerValues, experimental_get_current_worker_index
-from tests.parameter_server.coordinated import Gate, OnChief
-from tests.parameter_server.test_schedule import error_of
+from tests.parameter_server.coordinated import Gate, OnChief, error_of
 
 pytestmark = pytest.mark.one_rank
 

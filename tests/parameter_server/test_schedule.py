@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import sys
 import threading
 from concurrent.futures import CancelledError
 from typing import Any, NoReturn
@@ -13,9 +10,9 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.coordinator import RemoteValueStatus, experimental_get_current_worker_index
+from mpidist.coordinator import RemoteValueStatus
 from mpidist.parameter_server import dispatcher
-from tests.parameter_server.coordinated import Call, Gate, OnChief, wait_until
+from tests.parameter_server.coordinated import Call, Gate, OnChief, error_of
 from tests.support.mpirun import run_script
 
 pytestmark = pytest.mark.one_rank
@@ -30,14 +27,6 @@ def return_args(*args: Any, **kwargs: Any) -> Any:
 
 def fail(text: str = "no") -> NoReturn:
     raise ValueError(text)
-
-
-def error_of(fn: Any, *args: Any, **kwargs: Any) -> BaseException:
-    try:
-        fn(*args, **kwargs)
-    except BaseException as error:
-        return error
-    raise AssertionError("no error was raised")
 
 
 # What travels -------------------------------------------------------------------------------------------------
@@ -269,118 +258,6 @@ def test_several_threads_schedule(strategy: Any, coordinator: Any) -> None:
     assert total.numpy() == 4 * sum(range(50))
 
 
-# Errors -------------------------------------------------------------------------------------------------------
-
-
-@chief
-def test_join_raises_the_first_error_once_and_scheduling_goes_on(strategy: Any, coordinator: Any) -> None:
-    gate = Gate(strategy)
-
-    def slow() -> str:
-        gate.pass_through()
-        return "kept"
-
-    in_flight = coordinator.schedule(slow)
-    gate.await_waiting(1)
-    failed = coordinator.schedule(fail, args=("first",))
-    wait_until(lambda: failed.status is RemoteValueStatus.ABORTED, "the failure")
-    assert not coordinator.done()
-    gate.open()
-    error = error_of(coordinator.join)
-    assert isinstance(error, ValueError)
-    assert str(error) == "first"
-    cause = str(error.__cause__)
-    assert "fail on worker" in cause
-    assert "in fail" in cause
-    assert error_of(failed.fetch) is error
-    # What was under way is kept.
-    assert in_flight.fetch() == "kept"
-    coordinator.join()
-    assert coordinator.done()
-    assert coordinator.fetch(coordinator.schedule(lambda: 5)) == 5
-
-
-@chief
-def test_what_is_queued_when_a_function_fails_is_cancelled(strategy: Any, coordinator: Any) -> None:
-    gate = Gate(strategy)
-    with strategy.scope():
-        count = mpidist.Variable(0, name="count")
-
-    def pass_and_fail() -> None:
-        gate.pass_through()
-        fail()
-
-    for _ in range(WORKERS):
-        coordinator.schedule(pass_and_fail)
-    queued = [coordinator.schedule(lambda: count.assign_add(1) and None) for _ in range(20)]
-    gate.await_waiting(WORKERS)
-    gate.open()
-    # Of two that fail one is raised, by whoever asks first, and the other one is not raised later.
-    assert isinstance(error_of(coordinator.join), ValueError)
-    coordinator.join()
-    assert {value.status for value in queued} == {RemoteValueStatus.ABORTED}
-    errors = [error_of(value.fetch) for value in queued]
-    assert {type(error) for error in errors} == {CancelledError}
-    assert "schedule it again" in str(errors[0])
-    assert count.numpy() == 0
-
-
-@chief
-def test_done_and_schedule_raise_as_join_does(strategy: Any, coordinator: Any) -> None:
-    for ask in (coordinator.done, lambda: coordinator.schedule(return_args)):
-        coordinator.schedule(fail, args=("to be told",))
-        wait_until(lambda: coordinator._dispatcher._can_raise(), "the end of what was under way")
-        assert str(error_of(ask)) == "to be told"
-        coordinator.join()
-
-
-class Odd(Exception):
-    """Cannot be put together from its arguments."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"odd {one} {two}")
-
-
-@chief
-def test_errors_of_every_kind_travel(strategy: Any, coordinator: Any) -> None:
-    class Local(Exception):
-        pass
-
-    class Heavy(Exception):
-        def __init__(self) -> None:
-            super().__init__("heavy")
-            self.lock = threading.Lock()
-
-    class Final(BaseException):
-        pass
-
-    def raising(kind: str) -> None:
-        if kind == "exit":
-            sys.exit(3)
-        raise {
-            "local": lambda: Local("local"),
-            "odd": lambda: Odd(1, 2),
-            "heavy": Heavy,
-            "final": lambda: Final("final"),
-            "stop": lambda: StopIteration("stop"),
-        }[kind]()
-
-    for kind, expected, text in (
-        ("local", Local, "local"),
-        ("stop", StopIteration, "stop"),
-        ("odd", RuntimeError, "Odd: odd 1 2"),
-        ("heavy", RuntimeError, "Heavy: heavy"),
-        ("exit", RuntimeError, "SystemExit: 3"),
-        ("final", RuntimeError, "Final: final"),
-    ):
-        value = coordinator.schedule(raising, args=(kind,))
-        error = error_of(coordinator.join)
-        assert type(error) is expected, (kind, error)
-        assert str(error) == text
-        assert "in raising" in str(error.__cause__)
-        assert error_of(value.fetch) is error
-
-
 # As a script --------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -425,78 +302,3 @@ def test_a_script_with_functions_and_errors_of_its_own() -> None:
     assert "said by a worker: hello" in done.stdout
     assert "example 25: 0.125" in done.stdout
     assert "caught: hello" in done.stdout
-
-
-# Soak ---------------------------------------------------------------------------------------------------------
-
-
-def resident() -> int:
-    """Return the bytes of memory that this process has."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def residents(coordinator: Any) -> dict[str, int]:
-    """Return the memory of the coordinator, and of the workers; a result of each has to be met with."""
-    found = {"chief": resident()}
-    while len(found) < 1 + WORKERS:
-        both = [coordinator.schedule(lambda: (experimental_get_current_worker_index(), resident())) for _ in range(4)]
-        found.update({f"worker {index}": size for index, size in coordinator.fetch(both)})
-    return found
-
-
-def soak(strategy: Any, coordinator: Any, functions: int) -> dict[str, list[int]]:
-    """Schedule functions, of which some fail, and account for each; return the memory at the half and at the end."""
-    rng = random.Random(5)
-    with strategy.scope():
-        done = mpidist.Variable(0, name="done")
-        failures = mpidist.Variable(0, name="failures")
-
-    def work(number: int, fails: bool) -> int:
-        (failures if fails else done).assign_add(1)
-        if fails:
-            raise ValueError(number)
-        return number
-
-    raised: list[int] = []
-    counts = {"returned": 0, "failed": 0, "cancelled": 0}
-    memory: dict[str, list[int]] = {}
-    number = 0
-    for half in (1, 2):
-        while number < functions * half // 2:
-            values: list[tuple[int, Any]] = []
-            try:
-                for _ in range(rng.randrange(1, 200)):
-                    values.append((number, coordinator.schedule(work, args=(number, rng.random() < 0.01))))
-                    number += 1
-                coordinator.join()
-            except ValueError as error:
-                raised += error.args
-            for expected, value in values:
-                counts[_account(value, expected)] += 1
-        for name, size in residents(coordinator).items():
-            memory.setdefault(name, []).append(size)
-    assert sum(counts.values()) == number
-    assert counts["returned"] == done.numpy()
-    assert counts["failed"] == failures.numpy() > 0
-    assert len(set(raised)) == len(raised) <= counts["failed"]
-    return memory
-
-
-def _account(value: Any, expected: int) -> str:
-    if value.status is RemoteValueStatus.READY:
-        assert value.fetch() == expected
-        return "returned"
-    error = error_of(value.fetch)
-    if isinstance(error, CancelledError):
-        return "cancelled"
-    assert isinstance(error, ValueError)
-    assert error.args == (expected,)
-    return "failed"
-
-
-@chief
-def test_many_functions_of_which_some_fail_are_each_accounted_for_once(strategy: Any, coordinator: Any) -> None:
-    memory = soak(strategy, coordinator, 5000)
-    for name, (half, end) in memory.items():
-        assert end - half < 8 << 20, (name, half, end)

@@ -22,7 +22,6 @@ def on_workers(
     local: int = 1,
     max_staleness: int | None = None,
     timeout: float = 240.0,
-    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Call ``work(strategy, *args)`` on every worker of a new job, and return the results by worker.
 
@@ -34,10 +33,11 @@ def on_workers(
         local: Replicas of each worker.
         max_staleness: Of the strategy.
         timeout: Seconds until the job is killed.
-        env: Environment variables to add.
     """
     options = {"devices": [f"cpu:{i}" for i in range(local)], "max_staleness": max_staleness}
-    return run(_rank, ps + workers, work, ps, args, options, timeout=timeout, env=env)[ps:]
+    # Whoever waits in vain says for what, before the job is killed.
+    limits = {"MPIDIST_WARN_AFTER": "30", "MPIDIST_TIMEOUT": "60"}
+    return run(_rank, ps + workers, work, ps, args, options, timeout=timeout, env=limits)[ps:]
 
 
 def resolver_of(ps: int) -> MPIClusterResolver:
