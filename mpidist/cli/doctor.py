@@ -25,7 +25,7 @@ from mpidist.cli.doctor_text import findings_text, report
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
 from mpidist.core.version import __version__
-from mpidist.topology import import_mpi
+from mpidist.topology import end_job, import_mpi
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
 from mpidist.topology.start_commands import command_for
@@ -168,8 +168,7 @@ def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoR
 def _abort() -> NoReturn:
     sys.stdout.flush()
     time.sleep(_LAUNCHER_READS_SECONDS)
-    import_mpi().COMM_WORLD.Abort(_FOUND_SOMETHING)
-    raise AssertionError("MPI_Abort came back")
+    end_job()
 
 
 # Output ---------------------------------------------------------------------------------------------------------------

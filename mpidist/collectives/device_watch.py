@@ -16,7 +16,7 @@ import time
 from typing import Protocol
 
 from mpidist.core import settings
-from mpidist.topology import import_mpi
+from mpidist.topology import end_job, import_mpi
 
 _LOOK_SECONDS = 0.25
 
@@ -137,7 +137,7 @@ class DeviceWatch:
 def _end_job(why: str) -> None:
     _say(f"ends the job: {why}")
     # Without stopping NCCL first: that may want all ranks, and the program would go on with what it finds.
-    import_mpi().COMM_WORLD.Abort(1)
+    end_job()
 
 
 def _say(what: str) -> None:

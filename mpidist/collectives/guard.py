@@ -288,8 +288,8 @@ def report_text(number: int, standings: dict[int, Standing], size: int) -> str:
 def _what(found: Standing | None, number: int) -> str:
     if found is None:
         return (
-            f"gave no answer within {_ANSWER_SECONDS:.0f} s: its process has ended or was stopped, or runs code that "
-            "keeps Python's lock"
+            f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
+            "stopped, or runs code that keeps Python's lock"
         )
     here = f"at {found.where} ({found.process})"
     if found.waits:

@@ -16,7 +16,7 @@ from mpidist.collectives.side_thread import side_thread
 from mpidist.collectives.waiting import Deadline, Steps, drive
 from mpidist.core import settings
 from mpidist.core.errors import MismatchError, PeerError
-from mpidist.topology import import_mpi
+from mpidist.topology import end_job, import_mpi
 
 if TYPE_CHECKING:
     from mpidist.collectives.channel import Channel
@@ -55,7 +55,7 @@ def carry_through(steps: Steps[Any], otherwise: Callable[[], None]) -> Steps[Non
 def abort_job(rank: int, reason: str | None) -> None:
     """End the job where MPI_Finalize would wait for ever, say for a collective that was given up."""
     print(f"mpidist: rank {rank} ends the job: {reason}", file=sys.stderr, flush=True)
-    import_mpi().COMM_WORLD.Abort(1)
+    end_job()
 
 
 def before_the_end(act: Callable[[], None]) -> None:

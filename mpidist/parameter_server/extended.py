@@ -236,7 +236,7 @@ class ParameterServerExtended(CentralExtended):
 
     def _close(self) -> None:
         super()._close()
-        if self._max_staleness is not None and self._link.uses(self._number):
-            clock = self._link.connections[0]
-            clock.control("stop clock", self._number, self._link.rank, doing="ending to count steps")
+        if self._link.serves_others_than(self._number):
+            doing = "closing one of several strategies"
+            self._link.connections[0].control("close", self._number, self._link.rank, doing=doing)
         self._link.close(self._number)

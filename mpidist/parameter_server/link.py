@@ -117,9 +117,9 @@ class Link:
         self._in_use.add(number)
         return number
 
-    def uses(self, number: int) -> bool:
-        """Whether a strategy still uses the link."""
-        return self.is_open and number in self._in_use
+    def serves_others_than(self, number: int) -> bool:
+        """Whether a strategy still uses the link, and others do as well."""
+        return self.is_open and number in self._in_use and len(self._in_use) > 1
 
     def agree(self, key: tuple[object, ...], value: Any, doing: str) -> Any:
         """Return what the first worker to ask gave for ``key``, so that all have the same."""

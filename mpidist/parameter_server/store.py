@@ -96,7 +96,7 @@ class Store:
             "meet": self._meet,
             "rewind": self._rewind,
             "start clock": self.clocks.start,
-            "stop clock": self.clocks.stop,
+            "close": self.clocks.close,
         }
 
     def kind_of(self, variable: int) -> Kind:
@@ -195,7 +195,17 @@ class Store:
         """Answer once every client that has not left has come to a meeting."""
         came = self._meetings.setdefault(meeting, set())
         came.add(client)
-        return lambda: None if came.issuperset(self.clocks.clients) else NOT_YET
+        strategy, _ = meeting
+        self.clocks.pause(strategy, client)
+
+        def answer() -> Any:
+            if not came.issuperset(self.clocks.workers_of(strategy)):
+                return NOT_YET
+            self._meetings.pop(meeting, None)
+            self.clocks.even_out(strategy)
+            return None
+
+        return answer
 
     def _rewind(self, optimizer: int) -> None:
         """Count updates from what the next one says: the number was set, by restoring a checkpoint say."""

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.core import context
+from mpidist.core import context, settings
 from mpidist.core.errors import MismatchError
 from mpidist.input import Dataset, InputContext, InputWorkers, distribute_dataset, distribute_from_function
 from mpidist.input.policies import share_of
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
+from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.strategy import Strategy
 from mpidist.strategies.v1 import StrategyV1
+from mpidist.topology import world_topology
+from mpidist.values.placement import HOST
 
 
 class WorkerExtended(ParameterServerExtended):
@@ -34,6 +37,7 @@ class WorkerExtended(ParameterServerExtended):
         super().__init__(strategy, link, devices, resolver, self._worker_id == 0, max_staleness)
         others = link.agree(("strategy", self._number), max_staleness, "making a strategy")
         if others != max_staleness:
+            self._close()
             raise MismatchError(
                 f"this worker gave max_staleness={max_staleness}, and another worker {others}; expected the same on all"
             )
@@ -77,6 +81,17 @@ class WorkerExtended(ParameterServerExtended):
         return distribute_from_function(fn, self._sharing_input(), self._strategy, options)
 
 
+class AloneExtended(CentralStorageExtended):
+    """The worker of a program without a cluster: its variables are on its own host."""
+
+    def __init__(self, strategy: Strategy, devices: tuple[str, ...] | None, resolver: ClusterResolver) -> None:
+        super().__init__(strategy, devices, HOST.device, None)
+        self._cluster_resolver = resolver
+
+    def barrier(self) -> None:
+        """Return: there is nobody to wait for."""
+
+
 class ParameterServerStrategyV1(StrategyV1):
     """Asynchronous training: variables on servers, workers each at its own pace (the v1 ParameterServerStrategy).
 
@@ -87,7 +102,8 @@ class ParameterServerStrategyV1(StrategyV1):
     is lost. Between requests others may change anything: gradients are formed of values that may be old.
 
     The ranks that are ``ps`` call ``mpidist.Server(resolver).join()``. Collective over all ranks of the cluster the
-    first time a strategy is made.
+    first time a strategy is made. In a process by itself, without resolver and roles, it is for trying a program out:
+    variables are on the host.
 
     Args:
         cluster_resolver: Who is who; the roles of the MPI job by default
@@ -102,6 +118,13 @@ class ParameterServerStrategyV1(StrategyV1):
         CollectiveTimeoutError: Not all ranks of the cluster came.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/experimental/ParameterServerStrategy
+
+    >>> import mpidist
+    >>> with ParameterServerStrategyV1(devices=["cpu:0", "cpu:1"]) as strategy:
+    ...     with strategy.scope():
+    ...         v = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
+    ...     float(strategy.run(lambda: v.assign_add(1.0)))
+    2.0
     """
 
     def __init__(
@@ -116,6 +139,9 @@ class ParameterServerStrategyV1(StrategyV1):
             raise TypeError(f"max_staleness is {max_staleness!r}; expected a whole number of steps, or None")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"max_staleness is {max_staleness}; expected at least 0")
+        if cluster_resolver is None and _is_alone():
+            super().__init__(AloneExtended(self, local_devices, resolver))
+            return
         link = link_of(resolver, EVERY_WORKER)
         super().__init__(WorkerExtended(self, link, local_devices, resolver, max_staleness))
 
@@ -132,5 +158,9 @@ class ParameterServerStrategyV1(StrategyV1):
         """
         context.require_cross_replica(self, "barrier()", "call it outside run()")
         extended = self.extended
-        assert isinstance(extended, WorkerExtended)
+        assert isinstance(extended, (WorkerExtended, AloneExtended))
         extended.barrier()
+
+
+def _is_alone() -> bool:
+    return settings.JOBS.read() is None and world_topology().size == 1

@@ -1,12 +1,13 @@
 """Where this rank stands: launcher, world, nodes, and what happens to the job when a rank fails."""
 
-from mpidist.topology.abort import install_excepthook
+from mpidist.topology.abort import end_job, install_excepthook
 from mpidist.topology.launcher import cores_are_short, import_mpi, prepare_environment
 from mpidist.topology.topology import Topology, world_topology
 
 __all__ = [
     "Topology",
     "cores_are_short",
+    "end_job",
     "import_mpi",
     "install_excepthook",
     "prepare_environment",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.core import settings
 from mpidist.core.errors import PeerError
@@ -20,12 +21,27 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 1
 _LAUNCHER_READS_SECONDS = 0.2
+# How long MPI may take to hand the news to the launcher.
+_ABORT_SECONDS = 5
+_STDERR = 2
 # mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
 _APART_SECONDS, _MOST_APART = 0.3, 8
 # How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
 # rank, which then speaks for all, a little less.
 _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.5, 2.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def end_job() -> NoReturn:
+    """End the job with code 1 (MPI_Abort); this process also where nobody can be told of it.
+
+    On a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
+    Python's lock. So a thread of faulthandler, which needs none, ends this process after 5 s, under "Timeout (0:00:05)!"
+    and the stacks of its threads on stderr. The launcher ends ranks that it hears of earlier.
+    """
+    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
+    sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(EXIT_CODE)
+    raise AssertionError("MPI_Abort came back")
 
 
 def install_excepthook() -> None:
@@ -110,7 +126,7 @@ class _Hook:
             time.sleep(_LAUNCHER_READS_SECONDS)
             if is_fault_tolerant():
                 time.sleep(_APART_SECONDS * min(world.Get_rank(), _MOST_APART))
-            world.Abort(EXIT_CODE)
+            end_job()
 
 
 class _AbortHook(_Hook):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
+from mpidist.topology.abort import end_job
 from mpidist.topology.faults import agree, can_go_on, means_loss, revoke
 from mpidist.topology.launcher import import_mpi
 
@@ -103,4 +104,4 @@ class limited:  # noqa: N801 - a block, like contextlib's
 
     def _end(self, what: str) -> None:
         self._say(what)
-        import_mpi().COMM_WORLD.Abort(1)
+        end_job()

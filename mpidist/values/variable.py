@@ -267,6 +267,13 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             return self._component(local_id)._read()
         return self._policy.read(self)
 
+    def value(self) -> Array:
+        """Return the value in the current context; see ``Assignable.value``."""
+        local_id = self._local_id()
+        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+            return super().value()
+        return self._component(local_id or 0).value()
+
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
         local_id = self._local_id()

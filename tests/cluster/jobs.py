@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,29 +69,56 @@ def launch(
         JobError: See there; with all that the job printed.
         TimeoutError: It did not end in time; with stacks.
     """
-    places = PLACEMENTS[placement]
+    ranks = len(PLACEMENTS[placement].hosts)
     with tempfile.TemporaryDirectory(dir=lab.scratch) as folder:
-        # The hosts' virtual CPUs are the same few real ones; the ranks cannot see that there are too few.
-        env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "RESULTS": folder})
-        allocation = [f"--nodes={lab.settings.hosts}", "--ntasks-per-node=2"]
-        command = [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
-        if by == "mpirun":
-            command = ["salloc", "--quiet", *allocation, *mpirun_command(), *places.mpirun, *command]
-        else:
-            # The PMIx of the wheel has no munge component and would say so on every rank.
-            env["PMIX_MCA_psec"] = "native"
-            if "--distribution=arbitrary" in places.srun:
-                hostfile = Path(folder, "hosts")
-                hostfile.write_text("".join(f"node{host}\n" for host in places.hosts))
-                env["SLURM_HOSTFILE"] = str(hostfile)
-                allocation = []
-            command = ["srun", "--mpi=pmix", *allocation, *places.srun, *command]
-        done = lab.run("login", command, env=env, timeout=timeout)
-        found = {rank: Path(folder, f"{rank}.json") for rank in range(len(places.hosts))}
-        results = {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
-    if done.returncode != 0 or len(results) != len(places.hosts):
+        done = start(lab, Path(folder), program, *arguments, by=by, placement=placement, timeout=timeout)
+        results = results_in(Path(folder))
+    if done.returncode != 0 or len(results) != ranks:
         raise JobError(
-            f"{' '.join(command)}: status {done.returncode}, results of ranks {sorted(results)} of "
-            f"{len(places.hosts)}\n{done.stdout}\n{done.stderr}"
+            f"{program} by {by}: status {done.returncode}, results of ranks {sorted(results)} of {ranks}\n"
+            f"{done.stdout}\n{done.stderr}"
         )
-    return [results[rank] for rank in range(len(places.hosts))]
+    return [results[rank] for rank in range(ranks)]
+
+
+def start(
+    lab: Lab,
+    folder: Path,
+    program: str,
+    *arguments: object,
+    by: str = "mpirun",
+    placement: str = "block",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 90.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``launch`` does, with its results in ``folder``; returns what it printed, whatever its status.
+
+    Args:
+        folder: An empty one that all hosts see.
+        env: Environment variables to add.
+
+    Raises:
+        TimeoutError: It did not end in time; with stacks.
+    """
+    places = PLACEMENTS[placement]
+    # The hosts' virtual CPUs are the same few real ones; the ranks cannot see that there are too few.
+    full = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "RESULTS": str(folder), **(env or {})})
+    allocation = [f"--nodes={lab.settings.hosts}", "--ntasks-per-node=2"]
+    command = [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
+    if by == "mpirun":
+        command = ["salloc", "--quiet", *allocation, *mpirun_command(), *places.mpirun, *command]
+    else:
+        # The PMIx of the wheel has no munge component and would say so on every rank.
+        full["PMIX_MCA_psec"] = "native"
+        if "--distribution=arbitrary" in places.srun:
+            hostfile = folder / "hosts"
+            hostfile.write_text("".join(f"node{host}\n" for host in places.hosts))
+            full["SLURM_HOSTFILE"] = str(hostfile)
+            allocation = []
+        command = ["srun", "--mpi=pmix", *allocation, *places.srun, *command]
+    return lab.run("login", command, env=full, timeout=timeout)
+
+
+def results_in(folder: Path) -> dict[int, Any]:
+    """Return the results that ranks have left so far."""
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}

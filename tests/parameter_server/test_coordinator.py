@@ -140,7 +140,9 @@ def test_all_workers_share_an_optimizer(strategy: Any, coordinator: Any) -> None
 @chief
 def test_workers_that_meet_two_optimizers_in_different_order(strategy: Any, coordinator: Any) -> None:
     with strategy.scope():
-        one, two = mpidist.Variable(0.0), mpidist.Variable(0.0)
+        one = mpidist.Variable(0.0)
+        with strategy.extended.colocate_vars_with(one):
+            two = mpidist.Variable(0.0)
         slow, fast = mpidist.optimizers.SGD(0.1), mpidist.optimizers.SGD(1.0, momentum=0.5)
         slow.build([one])
         fast.build([two])

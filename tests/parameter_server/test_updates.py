@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpidist
+from mpidist.optimizers import SGD, Adam
 from mpidist.values import IndexedSlices
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, on_workers, resolver_of, worker_of
@@ -42,7 +44,7 @@ def sparse_pushes(strategy: Any, pushes: int) -> Any:
     rng = np.random.default_rng(worker_of(strategy))
     with strategy.scope():
         table, learned = (mpidist.Variable(np.zeros((50, 3)), name=name) for name in ("table", "learned"))
-        optimizer = mpidist.optimizers.SGD(1.0)
+        optimizer = SGD(1.0)
     own = np.zeros((50, 3))
     for _ in range(pushes):
         rows = rng.integers(0, 50, rng.integers(0, 9))
@@ -68,8 +70,8 @@ def trainings(strategy: Any, steps: int) -> Any:
     """Train with constant gradients, of which any order gives the same; by three optimizers."""
     made: list[tuple[Any, Any]] = []
     with strategy.scope():
-        for optimizer in (mpidist.optimizers.SGD(), mpidist.optimizers.SGD(0.5, momentum=0.5), mpidist.optimizers.Adam()):
-            made.append((optimizer, mpidist.Variable(np.zeros(4), name="w")))
+        for make in (SGD, partial(SGD, 0.5, momentum=0.5), Adam):
+            made.append((make(), mpidist.Variable(np.zeros(4), name="w")))
     for _ in range(steps):
         for optimizer, weight in made:
             strategy.run(lambda o=optimizer, w=weight: o.apply_gradients([(np.ones(4), w)]))
@@ -85,7 +87,7 @@ def test_optimizers_of_several_workers() -> None:
         assert [count for count, _ in other] == [60] * 3
     np.testing.assert_allclose(sgd[1], np.full(4, -0.01 * 60))
     alone = mpidist.Variable(np.zeros(4))
-    optimizer = mpidist.optimizers.SGD(0.5, momentum=0.5)
+    optimizer = SGD(0.5, momentum=0.5)
     for _ in range(60):
         optimizer.apply_gradients([(np.ones(4), alone)])
     same(momentum[1], alone.numpy())
@@ -106,11 +108,11 @@ def schedule(step: int) -> float:
 
 def optimizers() -> list[Any]:
     return [
-        mpidist.optimizers.SGD(0.1),
-        mpidist.optimizers.SGD(schedule, momentum=0.9),
-        mpidist.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-        mpidist.optimizers.Adam(0.05),
-        mpidist.optimizers.Adam(schedule, beta_1=0.8, epsilon=1e-5),
+        SGD(0.1),
+        SGD(schedule, momentum=0.9),
+        SGD(0.1, momentum=0.9, nesterov=True),
+        Adam(0.05),
+        Adam(schedule, beta_1=0.8, epsilon=1e-5),
     ]
 
 
@@ -251,7 +253,7 @@ def kinds(strategy: Any) -> int:
 def many(strategy: Any) -> None:
     with strategy.scope():
         variables = [mpidist.Variable(np.full(7, float(i)), name=f"v{i}") for i in range(1000)]
-        optimizer = mpidist.optimizers.SGD(1.0)
+        optimizer = SGD(1.0)
     same(strategy.extended.read_all(variables), [np.full(7, float(i)) for i in range(1000)])
     strategy.run(lambda: optimizer.apply_gradients([(np.full(7, 1.0), v) for v in variables]))
     same(strategy.extended.read_all(variables[::-1]), [np.full(7, i - 1.0) for i in reversed(range(1000))])
@@ -285,7 +287,7 @@ def raising(value: Any) -> Any:
 def errors_of_servers(strategy: Any) -> Any:
     with strategy.scope():
         weight = mpidist.Variable(np.zeros(2), name="weight", constraint=raising)
-        optimizer = mpidist.optimizers.SGD(1.0)
+        optimizer = SGD(1.0)
     found = error_of(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), weight)])))
     strategy.run(lambda: optimizer.apply_gradients([(np.full(2, -5.0), weight)]))
     return found, weight.numpy().tolist()
@@ -301,7 +303,7 @@ def on_gpus(ps: int) -> list[str]:
     with Strategy(resolver, devices=["gpu:0", "gpu:1"]) as strategy:
         with strategy.scope():
             weight = mpidist.Variable(cupy.arange(6.0).reshape(3, 2), name="w")
-            optimizer = mpidist.optimizers.SGD(1.0)
+            optimizer = SGD(1.0)
         assert isinstance(weight.value(), np.ndarray)
         weight.assign(cupy.asarray(weight.numpy().T.copy()).T + 1.0)
         weight.assign_sub(cupy.ones((3, 2)))
@@ -340,7 +342,7 @@ def paced(strategy: Any, bound: int, slow_steps: int) -> Any:
     """Return how far this worker was ahead of the slow one, worker 0, at most."""
     with strategy.scope():
         weight, slowest = mpidist.Variable(np.zeros(2)), mpidist.Variable(0, name="slowest")
-        optimizer = mpidist.optimizers.SGD(1.0)
+        optimizer = SGD(1.0)
     strategy.barrier()
     if worker_of(strategy) == 0:
         for _ in range(slow_steps):

@@ -143,6 +143,36 @@ def test_a_signal_that_python_turns_into_an_exception() -> None:
     assert "rank 1 of 2 on host " in done.stderr
 
 
+def test_a_launcher_that_does_not_answer_keeps_no_rank_waiting(tmp_path) -> None:
+    script = (
+        INSTALL
+        + MPI
+        + f"""
+import os, pathlib, signal, time
+launcher = os.getppid()
+process = world.allgather(os.getpid())[1]
+if world.Get_rank() == 1:
+    world.Recv(bytearray(1))
+    raise ArithmeticError("nobody hears of it")
+os.kill(launcher, signal.SIGSTOP)
+try:
+    world.Send(bytearray(1), 1)
+    give_up, state = time.monotonic() + 30, ""
+    while state != "Z" and time.monotonic() < give_up:
+        state = pathlib.Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()[0]
+        time.sleep(0.05)
+    pathlib.Path({str(tmp_path)!r}, "state").write_text(state)
+finally:
+    os.kill(launcher, signal.SIGCONT)
+world.Recv(bytearray(1), 1)
+"""
+    )
+    done = run_script(script, 2)
+    assert done.returncode != 0
+    assert (tmp_path / "state").read_text() == "Z"
+    assert "ArithmeticError: nobody hears of it" in done.stderr
+
+
 def _python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],

@@ -10,4 +10,7 @@ from typing import Any
 
 def leave(rank: int, result: Any) -> None:
     """Leave the result of a rank for ``jobs.launch``; it must be what JSON can hold."""
-    Path(os.environ["RESULTS"], f"{rank}.json").write_text(json.dumps(result))
+    path = Path(os.environ["RESULTS"], f"{rank}.json")
+    # Whoever looks meanwhile sees all of it or nothing.
+    path.with_suffix(".part").write_text(json.dumps(result))
+    path.with_suffix(".part").rename(path)

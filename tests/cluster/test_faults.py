@@ -1,0 +1,149 @@
+"""Hosts that fail under a job that reduces round after round: a cable out for a while and for good, power cut."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import PLACEMENTS, results_in, start
+from tests.cluster.lab import Lab
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+WARN_SECONDS, TIMEOUT_SECONDS = 3.0, 10.0
+# What is promised of ranks that are reachable: to have raised, and to have ended, so long after the deadline.
+ENDED_SECONDS = 10.0
+# Of a rank that raised where nobody can be told: it ends by itself a little later.
+CUT_OFF_SECONDS = 15.0
+# The launcher waits for the host until Slurm takes it for dead: 15 s (SlurmdTimeout) and up to as many between two looks.
+LAUNCHER_SECONDS = 75.0
+OUT_SECONDS = 5.0
+HOSTS = PLACEMENTS["block"].hosts
+LaunchersEnd = Future[CompletedProcess[str]]
+
+
+class Rounds:
+    """A job of programs/rounds.py that is going on.
+
+    Attributes:
+        folder: Where its ranks leave what became of them.
+        launcher: What its launcher printed, when it has ended.
+    """
+
+    def __init__(self, folder: Path, launcher: LaunchersEnd) -> None:
+        self.folder, self.launcher = folder, launcher
+
+    def until(self, has_come: Callable[[], object], what: str, deadline: float) -> None:
+        """Wait for something, until ``deadline`` of time.monotonic()."""
+        while not has_come():
+            assert time.monotonic() < deadline, f"not in time: {what}; results: {results_in(self.folder)}"
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, int]:
+        """Return the processes of its ranks that there are, by rank."""
+        found = {}
+        mark = f"RESULTS={self.folder}".encode()
+        for entry in Path("/proc").iterdir():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            (rank,) = [int(v.partition(b"=")[2]) for v in variables if v.startswith(b"PMIX_RANK=")] or [None]
+            if rank is not None and mark in variables:
+                found[rank] = int(entry.name)
+        return found
+
+
+@contextmanager
+def going(lab: Lab, by: str, **env: str) -> Iterator[Rounds]:
+    """Start it, and wait until all ranks reduce; it must be over where the block ends."""
+    with tempfile.TemporaryDirectory(dir=lab.scratch) as name, ThreadPoolExecutor(1) as thread:
+        folder = Path(name)
+        launcher = thread.submit(start, lab, folder, "rounds", by=by, env=env, timeout=150.0)
+        job = Rounds(folder, launcher)
+        is_on = folder / "going"
+        job.until(lambda: is_on.exists() or launcher.done(), "its first rounds", time.monotonic() + 60)
+        assert is_on.exists(), launcher.result()
+        yield job
+        launcher.result()
+
+
+@pytest.fixture
+def repair(lab: Lab) -> Iterator[Callable[[str], None]]:
+    """Start a host anew, whatever became of it, and wait until Slurm runs steps on all hosts again."""
+    broken: list[str] = []
+    yield broken.append
+    for host in broken:
+        lab.off(host)
+        lab.boot(host)
+    lab.wait_until_idle(60)
+    deadline = time.monotonic() + 60
+    while lab.run("login", ["srun", "--nodes=4", "--ntasks-per-node=1", "true"], timeout=30).returncode != 0:
+        assert time.monotonic() < deadline, "Slurm starts nothing on all hosts after the repair"
+
+
+@pytest.mark.parametrize("by", ["mpirun", "srun"])
+def test_a_cable_that_is_out_for_a_while_costs_time_only(lab: Lab, by: str) -> None:
+    with going(lab, by, MPIDIST_TIMEOUT="60") as job:
+        lab.cut("node1")
+        time.sleep(OUT_SECONDS)  # the fault itself
+        lab.mend("node1")
+        (job.folder / "enough").touch()
+        done = job.launcher.result()
+        results = results_in(job.folder)
+    assert done.returncode == 0, done.stderr
+    # They compare every result with what it must be.
+    assert {rank: found["error"] for rank, found in results.items()} == dict.fromkeys(range(len(HOSTS)))
+    assert len({found["rounds"] for found in results.values()}) == 1
+
+
+@pytest.mark.parametrize("by", ["mpirun", "srun"])
+@pytest.mark.parametrize(("fault", "lost"), [("cut", 1), ("off", 1), ("cut", 0)])
+def test_a_host_that_is_lost_is_named_by_all_others_and_the_job_ends(
+    lab: Lab, repair: Callable[[str], None], fault: str, lost: int, by: str
+) -> None:
+    host, gone = f"node{lost}", {rank for rank, at in enumerate(HOSTS) if at == lost}
+    reachable = set(range(len(HOSTS))) - gone
+    limits = {"MPIDIST_WARN_AFTER": f"{WARN_SECONDS:g}", "MPIDIST_TIMEOUT": f"{TIMEOUT_SECONDS:g}"}
+    with going(lab, by, **limits) as job:
+        repair(host)
+        getattr(lab, fault)(host)
+        began = time.monotonic()
+        ended = began + TIMEOUT_SECONDS + ENDED_SECONDS
+        job.until(lambda: reachable <= results_in(job.folder).keys(), "the errors of all others", ended)
+        job.until(lambda: not reachable & job.processes().keys(), "the end of all others", ended)
+        results = results_in(job.folder)
+        job.until(
+            lambda: not results_in(job.folder).keys() & job.processes().keys(),
+            "the end of ranks that nobody hears of",
+            ended + CUT_OFF_SECONDS,
+        )
+        job.until(job.launcher.done, "the end of the launcher", began + LAUNCHER_SECONDS)
+        done = job.launcher.result()
+    check_reports(results, done, gone)
+    print(f"\n{fault} {host} under {by}: ranks gave up {_last(results, reachable) - began:.1f} s later, the launcher ")
+
+
+def check_reports(results: dict[int, Any], done: CompletedProcess[str], gone: set[int]) -> None:
+    """Check that all others name the ranks that are gone, in their errors and in the report before."""
+    text = ",".join(map(str, sorted(gone)))
+    named = f"  ranks {min(gone)}-{max(gone)}: gave no answer within 2 s: its host cannot be reached"
+    assert done.returncode != 0, text
+    for rank in set(range(len(HOSTS))) - gone:
+        assert results[rank]["error"] == "CollectiveTimeoutError", results[rank]
+        assert named in results[rank]["text"], results[rank]
+    report, *_ = done.stderr.partition("Traceback")
+    assert "have waited 3 s for the other ranks" in report, done.stderr
+    assert named in report, done.stderr
+
+
+def _last(results: dict[int, Any], ranks: set[int]) -> float:
+    return max(float(results[rank]["at"]) for rank in ranks)
