@@ -61,6 +61,11 @@ def parse_arguments():
         action="store_true",
         help="when ranks are lost go on with the others, from the last step (under mpirun --with-ft ulfm)",
     )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same ranks give the same bits, whatever is reduced together (--strategy multi_worker)",
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="checkpoints and curves (default: out/)")
     parser.add_argument("--dump-weights", type=Path, metavar="FILE.npz", help="write the weights and losses, too")
     arguments = parser.parse_args()
@@ -70,6 +75,8 @@ def parse_arguments():
         parser.error("--device gpu needs a strategy that places things: one_device, mirrored or multi_worker")
     if arguments.elastic and arguments.strategy != "multi_worker":
         parser.error(f"--elastic goes on with the ranks that are left, and --strategy {arguments.strategy} has but one")
+    if arguments.deterministic and arguments.strategy != "multi_worker":
+        parser.error(f"--deterministic is about sums over ranks, and --strategy {arguments.strategy} forms none")
     for name in ("devices", "epochs", "batch_size", "steps"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
@@ -87,7 +94,8 @@ def make_strategy(arguments):
         return mpidist.OneDeviceStrategy(f"{arguments.device}:0")
     if arguments.strategy == "mirrored":
         return mpidist.MirroredStrategy(devices)
-    return mpidist.MultiWorkerMirroredStrategy(devices=devices)
+    options = mpidist.CommunicationOptions(deterministic=arguments.deterministic)
+    return mpidist.MultiWorkerMirroredStrategy(devices=devices, communication_options=options)
 
 
 def load_data():

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from mpidist.collectives.acquaintance import Acquaintance, open_ways
 from mpidist.collectives.announcing import COMMON_ERRORS, announce
 from mpidist.collectives.crossing import Lookout, note_thread
 from mpidist.collectives.descriptors import check_descriptors
@@ -101,7 +102,8 @@ class Channel:
         self._interrupted: BaseException | None = None
         self.guard: Guard | None = None
         if self.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
-            self.guard = Guard(self.comm, self.name, self._standing, self._on_crossing)
+            acquaintance = Acquaintance(self.rank, self.node.ranks)
+            self.guard = Guard(self.comm, self.name, acquaintance, self._standing, self._on_crossing)
             side_thread.watch(self.guard)
         open_channels.append(self)
         see_to_the_end()
@@ -113,7 +115,9 @@ class Channel:
             except (OSError, PeerError):
                 self.comm.Free()
                 raise
-            return Node(self.comm)
+            node = Node(self.comm)
+            open_ways(self.comm, node.ranks)
+            return node
 
     def __repr__(self) -> str:
         return f"<channel of a {self.owner}, rank {self.rank} of {self.size}>"

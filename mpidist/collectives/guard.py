@@ -1,8 +1,8 @@
 """Guard: ranks that wait have one of them find out what all are doing: for a report, or whether they can ever go on.
 
-The rank that waits turns to the lowest rank of its communicator that answers; that one asks all others, once for all
-that wait for the same collective. Ranks answer in their side thread, so a rank that computes for long is told from one
-that has stopped.
+The rank that waits turns to the first rank of its communicator's first node, or where that gives no answer to the next
+(see ``mpidist.collectives.acquaintance``); that one asks all that it may, once for all that wait for the same
+collective. Ranks answer in their side thread, so a rank that computes for long is told from one that has stopped.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mpidist.collectives.acquaintance import Acquaintance
 from mpidist.collectives.crossing import Crossing, Whereabouts, find_crossing, whereabouts
 from mpidist.collectives.leaving import open_channels
 from mpidist.collectives.side_thread import side_thread
@@ -31,6 +32,7 @@ _ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
 # A message must be one that MPI sends without waiting for the other side.
 _LONGEST_TEXT, _LONGEST_REPORT = 300, 2500
 _MOST_LINES = 40
+_NOT_ASKED = "could not be asked from here, as the first ranks of the first two nodes gave no answer"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Guard:
     Args:
         comm: The private communicator.
         name: Of the communicator, the same on all ranks and no other's.
+        acquaintance: Whom this rank turns to.
         standing: Returns what this rank is doing on it, but for lines and ``process``; called in the side thread.
         on_crossing: Called in the side thread when it is known that a collective can never go on.
     """
@@ -96,11 +99,13 @@ class Guard:
         self,
         comm: MPI.Intracomm,
         name: str,
+        acquaintance: Acquaintance,
         standing: Callable[[], Standing],
         on_crossing: Callable[[], None],
     ) -> None:
         self.comm = comm
         self._name = name
+        self._acquaintance = acquaintance
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._standing_here = standing
         self._on_crossing_here = on_crossing
@@ -123,12 +128,12 @@ class Guard:
 
     def print_report(self, number: int) -> None:
         """Have one rank find out and print what keeps collective ``number`` from going on; returns at once."""
-        side_thread.call(lambda: self._turn_to(0, _Question(number, _PRINT)))
+        side_thread.call(lambda: self._turn_to(_Question(number, _PRINT)))
 
     def report(self, number: int) -> str | None:
         """Return what keeps collective ``number`` from going on; None if nobody has told in time."""
         question = _Question(number, _REPORT)
-        side_thread.call(lambda: self._turn_to(0, question))
+        side_thread.call(lambda: self._turn_to(question))
         give_up = time.monotonic() + _ANSWER_SECONDS + 2 * _HEARD_SECONDS
         while question not in self._reports and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -136,7 +141,7 @@ class Guard:
 
     def look_for_crossing(self, number: int) -> None:
         """Have one rank find out whether collective ``number`` can ever go on; returns at once."""
-        side_thread.call(lambda: self._turn_to(0, _Question(number, _CROSSING)))
+        side_thread.call(lambda: self._turn_to(_Question(number, _CROSSING)))
 
     def crossing(self, number: int) -> str | None:
         """Return why collective ``number`` can never go on; None where that is not known."""
@@ -147,8 +152,9 @@ class Guard:
     def _send(self, rank: int, kind: str, *content: Any) -> None:
         side_thread.send(self, rank, kind, content)
 
-    def _turn_to(self, rank: int, question: _Question) -> None:
-        """Have ``rank``, or the next one that answers, ask all others."""
+    def _turn_to(self, question: _Question, turn: int = 0) -> None:
+        """Have the rank whose turn it is, or the next one that answers, ask all others."""
+        rank = self._acquaintance.order[turn]
         if rank == self._rank:
             self._inquire(question, rank)
             return
@@ -157,7 +163,7 @@ class Guard:
 
         def give_up() -> None:
             if (question, rank) not in self._heard:
-                self._turn_to(rank + 1, question)
+                self._turn_to(question, turn + 1)
 
         side_thread.later(_HEARD_SECONDS, give_up)
 
@@ -172,9 +178,8 @@ class Guard:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
             inquiry = self._inquiries[question] = _Inquiry(self._rank, self._standing(question))
-            for rank in range(self._size):
-                if rank != self._rank:
-                    self._send(rank, "ask", question)
+            for rank in self._acquaintance.known - {self._rank}:
+                self._send(rank, "ask", question)
             found = inquiry
             side_thread.later(_ANSWER_SECONDS, lambda: self._finish(question, found))
         inquiry.askers.add(asker)
@@ -188,7 +193,7 @@ class Guard:
         inquiry = self._inquiries.get(question)
         if inquiry is not None:  # it is not kept where it found no crossing
             inquiry.standings[source] = standing
-            if len(inquiry.standings) == self._size:
+            if len(inquiry.standings) == len(self._acquaintance.known):
                 self._finish(question, inquiry)
 
     def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
@@ -204,7 +209,9 @@ class Guard:
                 text = crossing.text[:_LONGEST_REPORT]
                 self.spread(Crossing(text, crossing.waits))
             return
-        report = inquiry.report = report_text(question.number, inquiry.standings, self._size)
+        report = inquiry.report = report_text(
+            question.number, inquiry.standings, self._size, self._acquaintance.known
+        )
         if question.purpose == _PRINT:
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
@@ -220,9 +227,8 @@ class Guard:
         for number in numbers:
             self._crossings[number] = crossing.text
         self._on_crossing_here()
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._send(rank, "crossing", crossing)
+        for rank in self._acquaintance.known - {self._rank}:
+            self._send(rank, "crossing", crossing)
         for channel in open_channels:
             if channel.guard is not None:
                 channel.guard.spread(crossing)
@@ -258,13 +264,14 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
-def report_text(number: int, standings: dict[int, Standing], size: int) -> str:
+def report_text(number: int, standings: dict[int, Standing], size: int, asked: Collection[int]) -> str:
     """Return who waits for collective ``number``, who has not come to it, and what each does.
 
     Args:
         number: Of the collective.
         standings: Of the ranks that answered.
         size: Number of ranks.
+        asked: The ranks that could be asked, the one that asked among them.
     """
     waiting = {rank: found for rank, found in standings.items() if found.waits and found.number == number}
     text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
@@ -276,7 +283,8 @@ def report_text(number: int, standings: dict[int, Standing], size: int) -> str:
     ]
     groups: dict[str, list[int]] = {}
     for rank in range(size):
-        groups.setdefault(_what(standings.get(rank), number), []).append(rank)
+        what = _what(standings.get(rank), number) if rank in asked else _NOT_ASKED
+        groups.setdefault(what, []).append(rank)
     # Those that are waited for come first.
     order = sorted(groups.items(), key=lambda group: (group[1][0] in waiting, group[1]))
     lines += [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {what}" for what, ranks in order[:_MOST_LINES]]

@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.leaving import EXIT_SECONDS
 from mpidist.collectives.memory import Pool
-from mpidist.collectives.waiting import Deadline, Steps, drive, until_all_done, until_done
+from mpidist.collectives.waiting import Deadline, Steps, all_done, drive, until_all_done, until_done
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
@@ -37,6 +37,7 @@ from mpidist.parameter_server.messages import (
     pieces_of,
 )
 from mpidist.parameter_server.travelling import pack
+from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 # In a message, of the variables of a large request.
 _MOST_NAMES = 3
+# For a reply, before it is waited for with a deadline: about half a millisecond.
+_QUICK_LOOKS = 500
 
 
 class Connection:
@@ -65,6 +68,7 @@ class Connection:
 
     def __init__(self, comm: MPI.Intracomm, server: int, name: str, timeout: float) -> None:
         self._comm = comm
+        self._byte = import_mpi().BYTE
         self._server = server
         self.name = name
         self._timeout = timeout
@@ -78,6 +82,7 @@ class Connection:
         self._owes_reply = False
         self._results: list[Array] = []
         self._receiving: list[MPI.Request] | None = None
+        self._takes_error = False
         self._pool = Pool()
         self._end: str | None = None
         self.is_lost = False
@@ -129,33 +134,48 @@ class Connection:
         if self._owes_reply:
             self._take_reply()
         self._sent = parts
-        data_bytes = sum([array.nbytes for part in parts for array in part.arrays])
-        is_inline = len(parts) * PART.size + data_bytes <= INLINE_BYTES
-        request = self._request
-        PREAMBLE.pack_into(request, 0, len(parts), data_bytes, is_inline, 0)
         try:
             self._await_reply.Start()
-            if is_inline:
-                end = _pack_parts(request, PREAMBLE.size, parts)
-                for part in parts:
-                    for array in part.arrays:
-                        begin, end = end, end + array.nbytes
-                        request[begin:end] = array.reshape(-1).view(np.uint8).data
-                self._send(memoryview(request)[:end], TAG_REQUEST)
-            else:
-                self._send(memoryview(request)[: PREAMBLE.size], TAG_REQUEST)
-                words = bytearray(len(parts) * PART.size)
-                _pack_parts(words, 0, parts)
-                self._send(words, TAG_DATA)
-                for part in parts:
-                    for array in part.arrays:
-                        for piece in pieces_of(array):
-                            self._send(piece, TAG_DATA)
+            self._expect_arrays(parts)
+            self._send_request(parts)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(parts)} was broken off while it was sent, with {type(error).__name__}: {error}"
             raise
         self._owes_reply = True
+
+    def _expect_arrays(self, parts: Sequence[Part]) -> None:
+        """Start to receive a reply that does not fit into one message, which comes straight to where it will lie."""
+        layouts = [layout for part in parts for layout in part.kind.results(part.operation.gives, part.length)]
+        is_known = all([part.operation.gives != "bytes" for part in parts])
+        if is_known and sum(map(nbytes_of, layouts)) > INLINE_BYTES:
+            self._results = self._room(layouts)
+            self._receiving = self._receive_results()
+
+    def _send_request(self, parts: Sequence[Part]) -> None:
+        request, end = self._request, PREAMBLE.size
+        arrays = [array for part in parts for array in part.arrays]
+        data_bytes = sum([array.nbytes for array in arrays])
+        words_bytes = len(parts) * PART.size
+        words_inline = words_bytes <= INLINE_BYTES
+        data_inline = words_bytes + data_bytes <= INLINE_BYTES
+        PREAMBLE.pack_into(request, 0, len(parts), data_bytes, words_inline, data_inline)
+        words = None if words_inline else bytearray(words_bytes)
+        if words is None:
+            end = _pack_parts(request, end, parts)
+        else:
+            _pack_parts(words, 0, parts)
+        if data_inline:
+            for array in arrays:
+                begin, end = end, end + array.nbytes
+                request[begin:end] = array.reshape(-1).view(np.uint8).data
+        self._send(memoryview(request)[:end], TAG_REQUEST)
+        if words is not None:
+            self._send(words, TAG_DATA)
+        if not data_inline:
+            for array in arrays:
+                for piece in pieces_of(array):
+                    self._send(piece, TAG_DATA)
 
     def finish(self) -> list[Any]:
         """Return what the server gives back for the request that was started; the lock is held."""
@@ -169,26 +189,42 @@ class Connection:
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and what came; may be called again where it was broken off."""
         try:
-            self._wait(until_done(self._await_reply))
-            self._wait(until_all_done(self._sending))
-            self._sending.clear()
+            self._wait_for_reply()
+            if not all_done(self._sending):
+                self._wait(until_all_done(self._sending))
+                self._sending.clear()
             _, data_bytes, is_inline, status = PREAMBLE.unpack_from(self._reply)
+            if status == FAILED and self._receiving is not None and not self._takes_error:
+                self._expect_nothing()
             if self._receiving is None:
+                self._takes_error = status == FAILED
                 self._results = self._room_for_reply(data_bytes, status)
                 self._receiving = self._fill(is_inline)
-            self._wait(until_all_done(self._receiving))
+            if not all_done(self._receiving):
+                self._wait(until_all_done(self._receiving))
         except BaseException as error:
             self._check_lost(error)
             raise
         results, self._results, self._receiving, self._owes_reply = self._results, [], None, False
+        self._takes_error = False
         return status == FAILED, results
+
+    def _wait_for_reply(self) -> None:
+        has_come = self._await_reply.Test
+        for _ in range(_QUICK_LOOKS):
+            if has_come():
+                return
+        self._wait(until_done(self._await_reply))
+
+    def _expect_nothing(self) -> None:
+        """Take back the receives of arrays that do not come, as the request has failed."""
+        for request in self._receiving or ():
+            request.Cancel()
+            request.Wait()
+        self._results, self._receiving = [], None
 
     def _send(self, buffer: Any, tag: int) -> None:
         self._sending.append(self._comm.Isend([buffer, self._byte], self._server, tag))
-
-    @property
-    def _byte(self) -> MPI.Datatype:
-        return sys.modules["mpi4py.MPI"].BYTE  # type: ignore[no-any-return]
 
     def _room_for_reply(self, data_bytes: int, status: int) -> list[Array]:
         """Return the arrays of a reply, to be filled."""
@@ -196,16 +232,22 @@ class Connection:
             layouts: list[tuple[tuple[int, ...], Any]] = [((data_bytes,), BYTES)]
         else:
             layouts = [layout for part in self._sent for layout in _result_layouts(part, data_bytes)]
+        return self._room(layouts)
+
+    def _room(self, layouts: Sequence[tuple[tuple[int, ...], Any]]) -> list[Array]:
         return [self._pool.take(_count(shape), dtype).reshape(shape) for shape, dtype in layouts]
+
+    def _receive_results(self) -> list[MPI.Request]:
+        return [
+            self._comm.Irecv([piece, self._byte], self._server, TAG_REPLY_DATA)
+            for array in self._results
+            for piece in pieces_of(array)
+        ]
 
     def _fill(self, is_inline: int) -> list[MPI.Request]:
         """Fill the arrays of a reply with what came in its first message, or start to receive them."""
         if not is_inline:
-            return [
-                self._comm.Irecv([piece, self._byte], self._server, TAG_REPLY_DATA)
-                for array in self._results
-                for piece in pieces_of(array)
-            ]
+            return self._receive_results()
         reply, end = memoryview(self._reply), PREAMBLE.size
         for array in self._results:
             begin, end = end, end + array.nbytes

@@ -3,7 +3,7 @@
 A request is a list of *parts*, each one operation on one variable, which the server carries out one after the other
 without anything in between. It begins with one message: a preamble, and behind it, if all fits, the parts and their
 arrays. What does not fit follows: the parts in one message, then each array in a message of its own, straight from and
-to where it lies. A reply is made the same way from the arrays that the parts give back.
+to where it lies. A reply is made the same way from the arrays that the parts give back; an error is always one message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ TAG_REQUEST, TAG_DATA, TAG_REPLY, TAG_REPLY_DATA, TAG_TO_WORKER, TAG_FROM_WORKER
 
 # The most that travels in the first message; above it a copy costs more than another message.
 FIRST_MESSAGE_BYTES = 16 << 10
-# Number of parts, bytes of what follows the preamble, whether they are in this message, and the status of a reply.
+# Of a request: number of parts, bytes of their arrays, whether the parts are in this message, and the arrays. Of a
+# reply: number of arrays, their bytes, whether they are in this message, and the status.
 PREAMBLE = struct.Struct("=qqqq")
 # Operation, variable, number of rows or bytes, optimizer, step, a number (the learning rate of an update).
 PART = struct.Struct("=qqqqqd")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,8 +142,8 @@ class Service:
         return True
 
     def _handle(self, client: _Client) -> _Moves:
-        number_of_parts, _, is_inline, _ = PREAMBLE.unpack_from(client.request)
-        if is_inline:
+        number_of_parts, _, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
+        if words_inline:
             words, at = client.request, PREAMBLE.size
         else:
             words, at = bytearray(number_of_parts * PART.size), 0
@@ -153,7 +154,7 @@ class Service:
         has_left = False
         try:
             arrays = [self._arrays(part) for part in parts]
-            if is_inline:
+            if data_inline:
                 _fill(client.request, at, arrays)
             else:
                 yield from self._receive(client, [array for some in arrays for array in some])
@@ -220,18 +221,21 @@ class Service:
                 begin, end = end, end + array.nbytes
                 reply[begin:end] = array.reshape(-1).view(np.uint8).data
         client.receive.Start()
-        client.sending.append(self._comm.Isend([memoryview(reply)[:end], self._byte], client.rank, TAG_REPLY))
+        first = [memoryview(reply)[:end], self._byte]
         if is_inline:
+            client.sending.append(self._comm.Isend(first, client.rank, TAG_REPLY))
             return
         loans = [result for result in results if isinstance(result, Loan)]
         for loan in loans:
             loan.count += 1
         try:
+            # The client is ready for them, and need not wait for what says that they come.
             client.sending += [
                 self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA)
                 for array in arrays
                 for piece in pieces_of(array)
             ]
+            client.sending.append(self._comm.Isend(first, client.rank, TAG_REPLY))
             while not all_done(client.sending):
                 yield
         finally:
@@ -291,10 +295,10 @@ def _fill(buffer: bytearray, at: int, arrays: Sequence[Sequence[Array]]) -> None
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an error as bytes; one that cannot travel as another that says the same."""
-    try:
+    """Return an error as bytes of one message; one that cannot travel as another that says the same."""
+    with suppress(Exception):  # whatever its pickling raises, the text is what matters
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # whatever its pickling raises, the text is what matters
-        return pickle.dumps(PeerError(f"{type(error).__name__}: {error}"))
-    return data
+        if len(data) <= INLINE_BYTES:
+            return data
+    return pickle.dumps(PeerError(f"{type(error).__name__}: {error}"[: INLINE_BYTES // 8]))

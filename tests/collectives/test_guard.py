@@ -141,7 +141,7 @@ def test_reports_of_many_ranks_are_short() -> None:
         901: Standing(9, 9, "reduce", True, 70.0, False, None, "train.py:9 (load)", "process 3 on b"),
         902: Standing(0, 0, "", False, 70.0, True, process="process 4 on b"),
     }
-    assert report_text(7, found, 904).splitlines() == [
+    assert report_text(7, found, 904, range(904)).splitlines() == [
         "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",
         "  rank 900: has not come to it: its last one was number 6, barrier, 70 s ago; its program is at train.py:9 "
         "(load) (process 2 on b)",

@@ -185,9 +185,8 @@ def two_at_a_time() -> Any:
         if strategy is one:
             first = variable
     other.barrier()
-    with other.scope():
-        with pytest.raises(ValueError, match="different strategies|created in"):
-            other.extended.update(first, lambda v: v.assign(1.0))
+    with other.scope(), pytest.raises(ValueError, match="different strategies|created in"):
+        other.extended.update(first, lambda v: v.assign(1.0))
     result = float(first), float(variable)
     other.barrier()
     one.close()

@@ -1,4 +1,4 @@
-"""What servers do to variables: no update is lost, no read is torn, any size and dtype, the same bits as in one process."""
+"""What servers do to variables: no update lost, no read torn, any size and dtype, the same bits as in one process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""Acquaintance: whom a rank turns to beside its collectives, and the ways there, opened while all hosts answer.
+
+Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
+is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
+talk as they like, those of different nodes by way of two ranks that have a connection to every other from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpidist.topology import import_mpi
+from mpidist.topology.patience import limited
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TAG = 32765
+# A connection takes a file descriptor at either end. In larger jobs they are opened by the first question.
+_MOST_RANKS = 256
+
+
+class Acquaintance:
+    """Whom this rank turns to.
+
+    Args:
+        rank: This rank.
+        nodes: Of every node, its ranks; the same on all ranks.
+
+    Attributes:
+        spokesmen: The first rank of each of the first two nodes, which talk to all.
+        known: The ranks that this one may talk to.
+        order: Those to turn to with a question, one after the other until one answers; this rank is among them.
+
+    >>> third = Acquaintance(4, [[0, 1], [2, 3], [4, 5]])
+    >>> third.order, sorted(third.known)
+    ([0, 2, 4, 5], [0, 2, 4, 5])
+    >>> sorted(Acquaintance(2, [[0, 1], [2, 3], [4, 5]]).known)
+    [0, 1, 2, 3, 4, 5]
+    """
+
+    def __init__(self, rank: int, nodes: Sequence[Sequence[int]]) -> None:
+        (own,) = (node for node in nodes if rank in node)
+        self.spokesmen = [node[0] for node in nodes[:2]]
+        self.order = [*self.spokesmen, *(mate for mate in own if mate not in self.spokesmen)]
+        everyone = (rank for node in nodes for rank in node)
+        self.known = set(everyone if rank in self.spokesmen else self.order)
+
+
+def open_ways(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
+    """Open the connections between spokesmen and all ranks of other nodes (collective over the communicator)."""
+    rank = comm.Get_rank()
+    if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
+        return
+    spokesmen = Acquaintance(rank, nodes).spokesmen
+    far = [other for node in nodes if rank not in node for other in node]
+    nothing = bytearray(0)
+    requests = [comm.Isend(nothing, other, _TAG) for other in far if other in spokesmen]
+    if rank in spokesmen:
+        requests += [comm.Irecv(nothing, other, _TAG) for other in far]
+    with limited("opening connections to ranks of other nodes"):
+        import_mpi().Request.Waitall(requests)
