@@ -100,8 +100,9 @@ def _resolver(pair: Intracomm) -> MPIClusterResolver:
 
 def _bare_server(comm: Intracomm, sizes: list[int]) -> None:
     """Serve an array of each size, without a thought for errors, deadlines or other workers."""
-    values = [np.zeros(size // 4, np.float32) for size in sizes]
-    scratch = [np.empty_like(value) for value in values]
+    # Written, as those of a server are: what has never been written is one page of zeros, which the cache has.
+    values = [np.ones(size // 4, np.float32) for size in sizes]
+    scratch = [np.ones_like(value) for value in values]
     header, done = np.empty(2, np.int64), np.zeros(1, np.int64)
     while True:
         comm.Recv(header, 1, _HEADER)

@@ -94,7 +94,7 @@ def make_strategy(arguments):
         return mpidist.OneDeviceStrategy(f"{arguments.device}:0")
     if arguments.strategy == "mirrored":
         return mpidist.MirroredStrategy(devices)
-    options = mpidist.CommunicationOptions(deterministic=arguments.deterministic)
+    options = mpidist.experimental.CommunicationOptions(deterministic=arguments.deterministic)
     return mpidist.MultiWorkerMirroredStrategy(devices=devices, communication_options=options)
 
 

@@ -36,8 +36,8 @@ def end_job() -> NoReturn:
     """End the job with code 1 (MPI_Abort); this process also where nobody can be told of it.
 
     On a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
-    Python's lock. So a thread of faulthandler, which needs none, ends this process after 5 s, under "Timeout (0:00:05)!"
-    and the stacks of its threads on stderr. The launcher ends ranks that it hears of earlier.
+    Python's lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line
+    "Timeout (0:00:05)!" and the stacks of its threads on stderr. Where the launcher can be told it is quicker.
     """
     faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(EXIT_CODE)

@@ -88,9 +88,9 @@ def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> N
 
 
 FIRST_IS_GONE = """
-import os, signal, time, numpy, mpidist
+import os, signal, sys, time, numpy, mpidist
 comm = mpidist.Communicator()
-if comm.rank == 0:
+if comm.rank < int(sys.argv[1]):
     child = os.fork()
     if child == 0:
         time.sleep(5)
@@ -102,11 +102,20 @@ comm.close()
 """
 
 
-def test_another_rank_asks_where_the_first_does_not_answer() -> None:
-    job = run_script(FIRST_IS_GONE, 3, env={"MPIDIST_WARN_AFTER": "0.5"})
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int | None) -> None:
+    job = run_script(FIRST_IS_GONE, 3, "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
     assert job.returncode == 0, job.stderr
     assert "ranks 1-2 of 3 have waited" in job.stderr
     assert "rank 0: gave no answer" in job.stderr
+
+
+def test_where_the_first_of_two_nodes_do_not_answer_a_node_speaks_for_itself() -> None:
+    job = run_script(FIRST_IS_GONE, 4, "2", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=1)
+    assert job.returncode == 0, job.stderr
+    assert "rank 2 of 4 has waited" in job.stderr
+    assert "ranks 0-1: gave no answer" in job.stderr
+    assert "rank 3: could not be asked from here" in job.stderr
 
 
 SUBSET = """
