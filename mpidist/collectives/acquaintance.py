@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpidist.topology import import_mpi
 from mpidist.topology.patience import limited
 
 if TYPE_CHECKING:
@@ -60,4 +59,6 @@ def open_ways(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
     if rank in spokesmen:
         requests += [comm.Irecv(nothing, other, _TAG) for other in far]
     with limited("opening connections to ranks of other nodes"):
-        import_mpi().Request.Waitall(requests)
+        # One by one, as the error of several together does not say that a rank is lost.
+        for request in requests:
+            request.Wait()

@@ -174,6 +174,7 @@ def test_wrong_options(tmp_path: Path) -> None:
         (("--epochs", "0"), "expected 1 or more"),
         (("--device", "gpu", "--strategy", "default"), "needs a strategy that places things"),
         (("--elastic", "--strategy", "mirrored"), "--elastic goes on with the ranks that are left"),
+        (("--deterministic", "--strategy", "mirrored"), "--deterministic is about sums over ranks"),
     ]:
         done = subprocess.run(
             [sys.executable, str(SCRIPT), *options],
