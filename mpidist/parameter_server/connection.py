@@ -85,6 +85,7 @@ class Connection:
         self._takes_error = False
         self._pool = Pool()
         self._end: str | None = None
+        self._has_left = False
         self.is_lost = False
 
     def ask(self, parts: Sequence[Part]) -> list[Any]:
@@ -113,18 +114,24 @@ class Connection:
         return pickle.loads(answer.tobytes())
 
     def leave(self) -> None:
-        """Tell the server that this process asks nothing more; nothing if that was done, or the server is lost."""
-        if self._end is None:
-            # What was given up gets a last chance, as collectives that were given up do.
-            limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
-            with self.lock:
-                self._timeout = limit
-                self.start([Part(LEAVE)])
-                self.finish()
-            self._end = (
-                "this process has taken leave of it: its strategies were closed, or its program has ended; use "
-                "variables before strategy.close()"
-            )
+        """Tell the server that this process asks nothing more; nothing if that was done, or the server is lost.
+
+        Raises:
+            RuntimeError: It cannot be told, as a request was broken off.
+        """
+        if self.is_lost or self._has_left:
+            return
+        # What was given up gets a last chance, as collectives that were given up do.
+        limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
+        with self.lock:
+            self._timeout = limit
+            self.start([Part(LEAVE)])
+            self.finish()
+        self._has_left = True
+        self._end = (
+            "this process has taken leave of it: its strategies were closed, or its program has ended; use "
+            "variables before strategy.close()"
+        )
 
     def start(self, parts: Sequence[Part]) -> None:
         """Send a request, whose arrays must stay as they are until :meth:`finish`; the lock is held."""
@@ -133,10 +140,14 @@ class Connection:
             raise kind(f"{self.name} can no longer be asked: {self._end}")
         if self._owes_reply:
             self._take_reply()
+        # Before anything is under way: there may not be the memory.
+        expected = self._room_for_arrays(parts)
         self._sent = parts
         try:
             self._await_reply.Start()
-            self._expect_arrays(parts)
+            if expected:
+                self._results = expected
+                self._receiving = self._receive_results()
             self._send_request(parts)
         except BaseException as error:
             self._check_lost(error)
@@ -144,13 +155,11 @@ class Connection:
             raise
         self._owes_reply = True
 
-    def _expect_arrays(self, parts: Sequence[Part]) -> None:
-        """Start to receive a reply that does not fit into one message, which comes straight to where it will lie."""
+    def _room_for_arrays(self, parts: Sequence[Part]) -> list[Array]:
+        """Return where a reply that does not fit into one message will lie; it comes straight there."""
         layouts = [layout for part in parts for layout in part.kind.results(part.operation.gives, part.length)]
         is_known = all([part.operation.gives != "bytes" for part in parts])
-        if is_known and sum(map(nbytes_of, layouts)) > INLINE_BYTES:
-            self._results = self._room(layouts)
-            self._receiving = self._receive_results()
+        return self._room(layouts) if is_known and sum(map(nbytes_of, layouts)) > INLINE_BYTES else []
 
     def _send_request(self, parts: Sequence[Part]) -> None:
         request, end = self._request, PREAMBLE.size
@@ -235,7 +244,7 @@ class Connection:
         return self._room(layouts)
 
     def _room(self, layouts: Sequence[tuple[tuple[int, ...], Any]]) -> list[Array]:
-        return [self._pool.take(_count(shape), dtype).reshape(shape) for shape, dtype in layouts]
+        return [self._pool.take(math.prod(shape), dtype).reshape(shape) for shape, dtype in layouts]
 
     def _receive_results(self) -> list[MPI.Request]:
         return [
@@ -343,10 +352,6 @@ def _result_layouts(part: Part, data_bytes: int) -> list[tuple[tuple[int, ...], 
     if part.operation.gives == "bytes":
         return [((data_bytes,), BYTES)]
     return part.kind.results(part.operation.gives, part.length)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return nbytes_of((shape, BYTES))
 
 
 def _doing(parts: Sequence[Part]) -> str:

@@ -121,19 +121,19 @@ class Dispatcher:
         """Wait for a result, which comes, or fails."""
         if event.is_set():
             return
-        warn_after = settings.WARN_AFTER.read()
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
         while not event.wait(warn_after):
-            self._report(warn_after, "a result")
+            self._report(start, "a result")
 
     def stop(self) -> None:
         """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        warn_after = settings.WARN_AFTER.read()
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
         self._thread.join(warn_after)
         while self._thread.is_alive():
-            self._report(warn_after, "functions that are under way as the program ends")
+            self._report(start, "functions that are under way as the program ends")
             self._thread.join(warn_after)
         if self._failure is not None and self._workers:
             # They wait for functions, and nobody can tell them that there will be none.
@@ -147,9 +147,9 @@ class Dispatcher:
         return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        warn_after = settings.WARN_AFTER.read()
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
         while not self._changed.wait_for(lambda: is_so() or self._failure is not None, warn_after):
-            self._report(warn_after, what)
+            self._report(start, what)
         self._check_alive()
 
     def _raise_error(self) -> None:
@@ -166,10 +166,10 @@ class Dispatcher:
                 "coordinator.schedule() and join()"
             )
 
-    def _report(self, waited: float, what: str) -> None:
+    def _report(self, start: float, what: str) -> None:
         now = time.monotonic()
         queued = f"{len(self._queue)} functions are queued"
-        lines = [f"mpidist: the coordinator has waited {waited:.0f} s for {what}; {queued}"]
+        lines = [f"mpidist: the coordinator has waited {now - start:.0f} s for {what}; {queued}"]
         for worker in list(self._workers):
             closure = worker.closure
             doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"

@@ -26,6 +26,7 @@ from mpidist.strategies.central import CentralExtended
 from mpidist.strategies.strategy import Strategy
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable
+from mpidist.values.indexed_slices import check_indices
 from mpidist.values.placement import on_host
 from mpidist.values.variable import initial_array
 
@@ -43,6 +44,15 @@ def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, n
     return shards[0]
 
 
+def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a program sets in an optimizer, to be compared: numbers and the like, and the identity of others."""
+    return {
+        name: value if isinstance(value, (bool, int, float, str, tuple)) else id(value)
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_")
+    }
+
+
 class _AtServers:
     """What the servers know of an optimizer: its number at each, and whose slots they have."""
 
@@ -50,6 +60,7 @@ class _AtServers:
         self.ordinal = ordinal
         self.numbers: dict[Connection, int] = {}
         self.variables: set[Variable] = set()
+        self.parameters: dict[str, Any] = {}
         # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
         self.count = 0
         self.writes = -1
@@ -165,6 +176,9 @@ class ParameterServerExtended(CentralExtended):
     def _apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
         """Push gradients to the servers, which apply them; one message for each."""
         pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
+        for gradient, variable in pairs:
+            if isinstance(gradient, IndexedSlices):
+                check_indices(gradient.indices, variable.shape[0])
         known = self._introduce(optimizer, [variable for _, variable in pairs])
         counter = component_of(optimizer.iterations)
         if known.writes != counter.writes:
@@ -189,13 +203,20 @@ class ParameterServerExtended(CentralExtended):
         known.count = int(answers[counter.connection][place])
 
     def _recount(self, optimizer: Optimizer, known: _AtServers) -> None:
-        """Read the number of updates, at the beginning and where this process has set it, from a checkpoint say."""
+        """Read the number of updates, at the beginning and where it may have been set, from a checkpoint say.
+
+        The servers, which go on from the last update, begin at it as well.
+        """
         counter = component_of(optimizer.iterations)
-        is_first, known.writes = known.writes < 0, counter.writes
+        known.writes = counter.writes
         known.count = int(counter.value())
-        if not is_first:
-            for connection, number in known.numbers.items():
-                connection.control("rewind", number, doing=f"setting the iterations of {optimizer.name}")
+        for connection, number in known.numbers.items():
+            connection.control("rewind", number, doing=f"setting the iterations of {optimizer.name}")
+
+    def forget_counts(self) -> None:
+        """Take the numbers of updates of all optimizers for unknown: another process may have set them."""
+        for known in self._optimizers.values():
+            known.writes = -1
 
     def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
         """Return the number by which the servers know an optimizer: the next one, or ``number``, if it has none yet."""
@@ -204,10 +225,14 @@ class ParameterServerExtended(CentralExtended):
         return self._optimizers[optimizer].ordinal
 
     def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _AtServers:
-        """Tell the servers of an optimizer, and of the slots of variables, the first time."""
+        """Tell the servers of an optimizer, or what has changed in it, and of the slots of variables that are new."""
         self.number_of(optimizer)
         known = self._optimizers[optimizer]
+        parameters = _hyperparameters(optimizer)
+        has_changed, known.parameters = known.parameters != parameters, parameters
         new: dict[Connection, dict[int, dict[str, int]]] = {}
+        if has_changed:
+            new = {connection: {} for connection in known.numbers}
         for variable in variables:
             if variable in known.variables:
                 continue

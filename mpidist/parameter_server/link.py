@@ -170,6 +170,11 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
             + ("chief:1,ps:1,worker:2" if coordinated else "ps:1,worker:3")
             + " mpirun -n 4 python ..."
         )
+    if set(owners) == {SERVER}:
+        raise ValueError(
+            f"all ranks of the cluster {text} made a {SERVER}, and nobody runs the program; expected: the chief makes "
+            f"a {COORDINATED}, or every worker a {EVERY_WORKER}"
+        )
     for task, owner in zip(tasks, owners, strict=True):
         expected = SERVER if task.job == "ps" else (SERVER if task.job == "worker" else COORDINATED)
         if not coordinated and task.job != "ps":
@@ -238,7 +243,6 @@ def link_of(resolver: ClusterResolver, owner: str) -> Link:
             "strategy.close() on the first one before you make another"
         )
     return _link[0]
-
 
 
 def checked_resolver(cluster_resolver: ClusterResolver | None) -> ClusterResolver:

@@ -55,11 +55,11 @@ class Operation(NamedTuple):
 
 READ = Operation(0, "reading", "", "value")
 GATHER = Operation(1, "reading rows of", "indices", "rows")
-ASSIGN = Operation(2, "assign()", "value", "")
-ASSIGN_ADD = Operation(3, "assign_add()", "value", "")
-ASSIGN_SUB = Operation(4, "assign_sub()", "value", "")
+ASSIGN = Operation(2, "assign() of", "value", "")
+ASSIGN_ADD = Operation(3, "assign_add() of", "value", "")
+ASSIGN_SUB = Operation(4, "assign_sub() of", "value", "")
 SCATTER = {
-    name: Operation(5 + i, f"{name}()", "rows", "")
+    name: Operation(5 + i, f"{name}() of", "rows", "")
     for i, name in enumerate(
         (
             "scatter_add",
@@ -72,9 +72,9 @@ SCATTER = {
         )
     )
 }
-UPDATE = Operation(12, "an optimizer's update", "value", "")
-UPDATE_ROWS = Operation(13, "an optimizer's sparse update", "rows", "")
-COUNT = Operation(14, "counting a step", "", "value")
+UPDATE = Operation(12, "an optimizer's update of", "value", "")
+UPDATE_ROWS = Operation(13, "an optimizer's sparse update of", "rows", "")
+COUNT = Operation(14, "counting a step in", "", "value")
 CONTROL = Operation(15, "", "bytes", "bytes")
 LEAVE = Operation(16, "taking leave", "", "")
 TICK = Operation(17, "waiting for slower workers", "", "")

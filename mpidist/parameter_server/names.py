@@ -10,7 +10,7 @@ from typing import Any
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind
-from mpidist.parameter_server.remote import RemoteComponent
+from mpidist.parameter_server.remote import RemoteComponent, component_of
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
 from mpidist.parameter_server.travelling import CannotTravelError, pack
 from mpidist.strategies.strategy import Strategy
@@ -128,15 +128,26 @@ class Names:
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
         """Its number, by which the servers know it, and what a program may have changed in it since."""
-        return "optimizer", self._extended.number_of(optimizer), type(optimizer), vars(optimizer)
+        counter = _counter_of(optimizer)
+        writes = 0 if counter is None else counter.writes
+        return "optimizer", self._extended.number_of(optimizer), type(optimizer), vars(optimizer), writes
 
-    def _find_optimizer(self, number: int, kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    def _find_optimizer(self, number: int, kind: type[Optimizer], state: dict[str, Any], writes: int) -> Optimizer:
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             optimizer = self._optimizers[number] = kind.__new__(kind)
             self._extended.number_of(optimizer, number)
         vars(optimizer).update(state)
+        counter = _counter_of(optimizer)
+        if counter is not None:
+            # Where the number of updates was set over there, by a checkpoint say, it is read anew here.
+            counter.writes = writes
         return optimizer
+
+
+def _counter_of(optimizer: Optimizer) -> RemoteComponent | None:
+    """Return what counts an optimizer's updates; None before it is built."""
+    return component_of(optimizer.iterations) if optimizer.variables else None
 
 
 def _refuse_remote_value(_: RemoteValue) -> Name:

@@ -91,6 +91,11 @@ class RemoteComponent(Component):
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; no other rows travel."""
         positions = on_host(array_of(indices))
+        if positions.size and positions.dtype.kind not in "iu":
+            raise TypeError(
+                f"sparse_read() of variable {self.name!r} was given indices of dtype {positions.dtype}; expected "
+                "integers"
+            )
         check_positions(positions, self.shape[0] if self.shape else 0)
         flat = positions.reshape(-1).astype(messages.INDEX, copy=False)
         (rows,) = self.connection.ask([self.part(messages.GATHER, flat, count=flat.size)])
@@ -134,7 +139,8 @@ def component_of(variable: Variable) -> RemoteComponent:
 
 def read_all(variables: Sequence[Variable]) -> list[Array]:
     """Return the values of several variables, pulled from each server in one message, all servers at once."""
-    cache = _cached.get() or {}
+    block = _cached.get()
+    cache = block or {}
     wanted = dict.fromkeys(component_of(variable) for variable in variables)
     missing: dict[Connection, list[RemoteComponent]] = {}
     for component in wanted:
@@ -148,7 +154,8 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
     for connection, arrays in (ask_all(requests) if requests else {}).items():
         for component, array in zip(missing[connection], arrays, strict=True):
             found[component] = _kept(component, array)
-    given: set[RemoteComponent] = set(cache)
+    # What a block keeps is given out as copies.
+    given = set(wanted) if block is not None else set()
     results = []
     for component in map(component_of, variables):
         results.append(found[component].copy() if component in given else _writable(found[component]))

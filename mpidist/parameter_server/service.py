@@ -6,6 +6,7 @@ is moved on a little each time around, so that a client that stops in the middle
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections.abc import Generator, Sequence
@@ -85,7 +86,6 @@ class Service:
         self._pool = Pool()
         self._moving: dict[_Client, _Moves] = {}
         self._byte = import_mpi().BYTE
-        self.requests = 0
 
     def run(self) -> None:
         """Serve until every client has left.
@@ -118,7 +118,6 @@ class Service:
 
     def _accept(self, client: _Client) -> None:
         """Begin with a request whose first message is there; most end here as well."""
-        self.requests += 1
         moves = self._handle(client)
         if self._moved(client, moves):
             self._moving[client] = moves
@@ -152,8 +151,8 @@ class Service:
         at += number_of_parts * PART.size
         results: list[Array | Loan] = []
         has_left = False
+        arrays = [self._arrays(part) for part in parts]
         try:
-            arrays = [self._arrays(part) for part in parts]
             if data_inline:
                 _fill(client.request, at, arrays)
             else:
@@ -193,7 +192,15 @@ class Service:
         if operation.takes == "bytes":
             return [np.empty(count, np.uint8)]
         layouts = self._store.kind_of(part[1]).layouts(operation.takes, count)
-        return [self._pool.take(nbytes_of((shape, _ONE)), dtype).reshape(shape) for shape, dtype in layouts]
+        try:
+            return [self._pool.take(math.prod(shape), dtype).reshape(shape) for shape, dtype in layouts]
+        except MemoryError as error:
+            # What the client has begun to send has nowhere to go, so this ends the server, and with it the job.
+            nbytes = sum(map(nbytes_of, layouts))
+            raise MemoryError(
+                f"this server has no memory for {nbytes / 2**20:.1f} MiB that a worker sends to a variable; expected: "
+                "more servers, on more nodes, or variables in shards (mpidist.experimental.partitioners)"
+            ) from error
 
     def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
         receives = [
@@ -272,7 +279,6 @@ class Service:
             self._lose(client)
 
 
-_ONE = np.dtype(np.uint8)
 _lost: list[_Client] = []
 
 

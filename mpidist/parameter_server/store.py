@@ -181,11 +181,12 @@ class Store:
         return answer
 
     def _add_optimizer(self, key: tuple[int, int], optimizer: Optimizer, slots: dict[int, dict[str, int]]) -> int:
-        """Take an optimizer, the first time, and slots of variables that it does not know yet; return its number."""
+        """Take an optimizer, or what has been set in it since, and slots of more variables; return its number."""
         if key not in self._optimizer_ids:
             self._optimizer_ids[key] = len(self._optimizers)
             self._optimizers.append(optimizer)
         number = self._optimizer_ids[key]
+        self._optimizers[number].take_settings(optimizer)
         for variable, names in slots.items():
             those = {name: self._variables[slot] for name, slot in names.items()}
             self._optimizers[number].keep_slots(self._variables[variable], those)

@@ -48,6 +48,8 @@ class WorkerExtended(ParameterServerExtended):
         self._link.connections[0].control(
             "meet", (self._number, self._barriers), self._link.rank, doing="waiting for the other workers in barrier()"
         )
+        # One of them may have restored a checkpoint before it came.
+        self.forget_counts()
 
     @property
     def should_checkpoint(self) -> bool:
@@ -144,8 +146,6 @@ class ParameterServerStrategyV1(StrategyV1):
             return
         link = link_of(resolver, EVERY_WORKER)
         super().__init__(WorkerExtended(self, link, local_devices, resolver, max_staleness))
-
-
 
     def barrier(self) -> None:
         """Wait until every worker has called it as often as this one, or has closed the strategy or ended. Extension.

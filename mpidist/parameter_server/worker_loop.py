@@ -95,8 +95,8 @@ class WorkerLoop:
             drops, definitions, payload = pickle.loads(message)
             self._drop(drops)
             self._definitions.update(definitions)
-            fn, args, kwargs = unpack(payload, self._names.find)
             with self._strategy.scope():
+                fn, args, kwargs = unpack(payload, self._names.find)
                 result = fn(*args, **kwargs)
             name = getattr(fn, "__qualname__", repr(fn))
             return DONE + pack(result, self._names.name_of, f"the result of {name}, {type(result).__name__},")

@@ -342,6 +342,10 @@ class Optimizer:
         twin._iterations, twin._slots = None, {}
         return twin
 
+    def take_settings(self, other: Optimizer) -> None:
+        """Take over what a program sets in an optimizer, such as its momentum, from another one of its kind."""
+        vars(self).update({name: value for name, value in vars(other).items() if not name.startswith("_")})
+
     def keep_slots(self, variable: Variable, slots: dict[str, Variable]) -> None:
         """Use ``slots`` for ``variable`` from now on."""
         self._slots[variable] = slots
