@@ -211,7 +211,8 @@ class ParameterServerExtended(CentralExtended):
         known.writes = counter.writes
         known.count = int(counter.value())
         for connection, number in known.numbers.items():
-            connection.control("rewind", number, doing=f"setting the iterations of {optimizer.name}")
+            doing = f"setting the iterations of {optimizer.name}"
+            connection.control("rewind", number, known.count, doing=doing)
 
     def forget_counts(self) -> None:
         """Take the numbers of updates of all optimizers for unknown: another process may have set them."""

@@ -208,6 +208,12 @@ class Store:
 
         return answer
 
-    def _rewind(self, optimizer: int) -> None:
-        """Count updates from what the next one says: the number was set, by restoring a checkpoint say."""
-        self._steps = {key: step for key, step in self._steps.items() if key[0] != optimizer}
+    def _rewind(self, optimizer: int, count: int) -> None:
+        """Go on from ``count`` updates if the number was set back, by restoring a checkpoint say.
+
+        Every other worker may have pushed an update that was not counted yet as the number was read.
+        """
+        most = count + len(self.clocks.clients) - 1
+        for key, step in self._steps.items():
+            if key[0] == optimizer and step >= most:
+                self._steps[key] = count - 1

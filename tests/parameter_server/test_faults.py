@@ -182,11 +182,11 @@ def test_stopped_workers_and_servers() -> None:
     lines = [line for line in job.stdout.splitlines() if line.startswith("worker0")]
     assert lines[0] == "worker0 small 500"
     assert lines[1].startswith("worker0 RequestTimeoutError rank 2 waited 4.")
-    assert "s for ps 0 (rank 0) in assign_add() variable 'a', at " in lines[1]
+    assert "s for ps 0 (rank 0) in assign_add() of variable 'a', at " in lines[1]
     assert lines[2:4] == ["worker0 second RequestTimeoutError", "worker0 a 1.0 0.0"]
     assert lines[4:7] == ["worker0 alarm"] * 3
     assert lines[7] == f"worker0 a 2.0 2.0 2.0 2.0 {float(8 << 20)}"
-    assert "mpidist: rank 2 has waited 1 s for ps 0 (rank 0) in assign_add() variable 'a', at " in job.stderr
+    assert "mpidist: rank 2 has waited 1 s for ps 0 (rank 0) in assign_add() of variable 'a', at " in job.stderr
     assert job.stdout.count("served 1") == 2
 
 

@@ -92,7 +92,7 @@ def test_ranks_whose_roles_do_not_fit_together() -> None:
         "two ranks have the same task",
         "worker 0 made a Server",
         "ps 0 made a v1.experimental.ParameterServerStrategy",
-        "worker 0 made a Server",
+        "all ranks of the cluster ps:1,worker:2 made a Server, and nobody runs the program",
         "this rank is cook:0 by its SimpleClusterResolver",
         "this rank is None:None",
         "= 2 tasks, and there are 3 ranks",

@@ -330,7 +330,7 @@ def test_sizes_dtypes_and_errors() -> None:
     assert (shapes, dtypes) == (10, 15)
     assert [kind for kind, _ in wrong] == ["ValueError", "TypeError", "ValueError", "TypeError", "IndexError"]
     assert error[0] == "FloatingPointError"
-    assert "an optimizer's update variable 'weight'" in error[1]
+    assert "an optimizer's update of variable 'weight'" in error[1]
     assert "(rank 1): less than nothing" in error[1]
     assert value == [4.0, 4.0]
 
