@@ -63,7 +63,7 @@ class _AtServers:
         self.parameters: dict[str, Any] = {}
         # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
         self.count = 0
-        self.writes = -1
+        self.writes: int | None = None
 
 
 class ParameterServerExtended(CentralExtended):
@@ -208,16 +208,16 @@ class ParameterServerExtended(CentralExtended):
         The servers, which go on from the last update, begin at it as well.
         """
         counter = component_of(optimizer.iterations)
-        known.writes = counter.writes
+        is_first, known.writes = known.writes is None, counter.writes
         known.count = int(counter.value())
-        for connection, number in known.numbers.items():
+        for connection, number in () if is_first else known.numbers.items():
             doing = f"setting the iterations of {optimizer.name}"
             connection.control("rewind", number, known.count, doing=doing)
 
     def forget_counts(self) -> None:
         """Take the numbers of updates of all optimizers for unknown: another process may have set them."""
         for known in self._optimizers.values():
-            known.writes = -1
+            known.writes = None if known.writes is None else -1
 
     def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
         """Return the number by which the servers know an optimizer: the next one, or ``number``, if it has none yet."""
