@@ -230,9 +230,8 @@ class ParameterServerExtended(CentralExtended):
         self.number_of(optimizer)
         known = self._optimizers[optimizer]
         parameters = _hyperparameters(optimizer)
-        has_changed, known.parameters = known.parameters != parameters, parameters
         new: dict[Connection, dict[int, dict[str, int]]] = {}
-        if has_changed:
+        if parameters != known.parameters:
             new = {connection: {} for connection in known.numbers}
         for variable in variables:
             if variable in known.variables:
@@ -244,6 +243,7 @@ class ParameterServerExtended(CentralExtended):
             key, doing = (self._number, known.ordinal), f"introducing optimizer {optimizer.name!r}"
             known.numbers[connection] = connection.control("optimizer", key, optimizer.rule(), slots_of, doing=doing)
         known.variables.update(variables)
+        known.parameters = parameters
         return known
 
     # Housekeeping ---------------------------------------------------------------------------------------------
