@@ -15,7 +15,7 @@
 #   make clean   remove .venv and everything that was built
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, BENCH_OUT,
-# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's driver), CUPY_VENV, and MPIRUN: on a
+# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, RERUNS (second chances of a test on one rank), CUDA (12 or 13, of the GPU's driver), CUPY_VENV, and MPIRUN: on a
 # cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
@@ -29,6 +29,7 @@ BENCH_OUT ?= benchmarks/results
 BENCH_ARGS ?=
 STEP_SECONDS ?= 2700
 CLUSTER_SECONDS ?= 1500
+RERUNS ?= 0
 CHAOS_OUT ?= out/chaos
 CUDA ?= 13
 GPU_OUT ?= out/gpu
@@ -42,6 +43,8 @@ endif
 BIN := $(VENV)/bin
 LIMIT := timeout --kill-after=15 $(STEP_SECONDS)
 PYTEST := $(BIN)/python -m pytest
+# Tests on one rank may start jobs, whose launcher can crash; tests on several ranks cannot be repeated one by one.
+RERUN := --reruns $(RERUNS) -raR
 BENCH := $(BIN)/python -m benchmarks
 MEASURE := $(BENCH) run --out $(BENCH_OUT)
 # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
@@ -81,10 +84,10 @@ lint: $(VENV)/.test
 PROGRAM_TESTS := tests/support tests/examples tests/benchmarks tests/chaos tests/test_readme.py
 
 test-1: $(VENV)/.test
-	$(LIMIT) $(PYTEST) -q $(addprefix --ignore=,$(PROGRAM_TESTS)) $(TEST_ARGS) < /dev/null
+	$(LIMIT) $(PYTEST) -q $(RERUN) $(addprefix --ignore=,$(PROGRAM_TESTS)) $(TEST_ARGS) < /dev/null
 
 test-programs: $(VENV)/.test
-	$(LIMIT) $(PYTEST) -q $(PROGRAM_TESTS) $(TEST_ARGS) < /dev/null
+	$(LIMIT) $(PYTEST) -q $(RERUN) $(PROGRAM_TESTS) $(TEST_ARGS) < /dev/null
 
 test-2 test-3 test-4: test-%: $(VENV)/.test
 	$(LIMIT) $(MPIRUN) -n $* $(RANK_PYTEST) --ranks $* tests $(TEST_ARGS) < /dev/null
@@ -113,7 +116,7 @@ bench-input: $(VENV)/.bench
 
 # What a hard end of the tests leaves behind goes down with the last line.
 test-cluster: $(VENV)/.test
-	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
+	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q $(RERUN) -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
 	$(BIN)/python -m tests.cluster.lab --name tests down; exit $$status
 
 # The hosts claim more cores than there are, which their ranks cannot see: they must yield while they wait.
