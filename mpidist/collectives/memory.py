@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -48,21 +49,24 @@ class Pool:
         self._last_requests: dict[int, int] = {}
         self._requests = 0
 
-    def take(self, count: int, dtype: DType) -> Array:
-        """Return an uninitialized flat array."""
-        nbytes = count * dtype.itemsize
+    def take(self, shape: int | tuple[int, ...], dtype: DType) -> Array:
+        """Return an uninitialized array."""
+        nbytes: int = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
         if nbytes < SMALLEST:
-            return np.empty(count, dtype)
+            return np.empty(shape, dtype)
         self._requests += 1
         size = _rounded(nbytes)
         self._last_requests[size] = self._requests
         blocks = self._blocks.setdefault(size, [])
-        idle = next((i for i in range(len(blocks)) if not is_held(blocks, i)), None)
-        if idle is None:
+        for i in range(len(blocks)):
+            if not is_held(blocks, i):
+                break
+        else:
             self._drop_idle()
             blocks.append(np.empty(size, np.uint8))
-            idle = -1
-        return blocks[idle][:nbytes].view(dtype)
+            i = -1
+        array: Array = np.ndarray(shape, dtype, blocks[i])
+        return array
 
     def _drop_idle(self) -> None:
         for size, last_request in list(self._last_requests.items()):

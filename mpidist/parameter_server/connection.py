@@ -24,16 +24,16 @@ from mpidist.parameter_server.messages import (
     CONTROL,
     FAILED,
     FIRST_MESSAGE_BYTES,
-    INLINE_BYTES,
     LEAVE,
-    PART,
     PREAMBLE,
     TAG_DATA,
     TAG_REPLY,
     TAG_REPLY_DATA,
     TAG_REQUEST,
+    Kind,
     Part,
-    nbytes_of,
+    Request,
+    arrays_in,
     pieces_of,
 )
 from mpidist.parameter_server.travelling import pack
@@ -74,11 +74,10 @@ class Connection:
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
         self.lock = threading.Lock()
-        self._request = bytearray(FIRST_MESSAGE_BYTES)
         self._reply = bytearray(FIRST_MESSAGE_BYTES)
         self._await_reply = comm.Recv_init(self._reply, server, TAG_REPLY)
         self._sending: list[MPI.Request] = []
-        self._sent: Sequence[Part] = ()
+        self._sent = Request([])
         self._owes_reply = False
         self._results: list[Array] = []
         self._receiving: list[MPI.Request] | None = None
@@ -88,8 +87,8 @@ class Connection:
         self._has_left = False
         self.is_lost = False
 
-    def ask(self, parts: Sequence[Part]) -> list[Any]:
-        """Have the server carry out ``parts`` in one go, and return what each gives back (None for nothing).
+    def ask(self, request: Request) -> list[Any]:
+        """Have the server carry out a request in one go, and return what each part gives back (None for nothing).
 
         Raises:
             Exception: What the server raised; nothing after the part that failed was done.
@@ -98,7 +97,7 @@ class Connection:
             RuntimeError: This process has taken leave of it.
         """
         with self.lock:
-            self.start(parts)
+            self.start(request)
             return self.finish()
 
     def control(self, what: str, *arguments: Any, doing: str) -> Any:
@@ -110,7 +109,7 @@ class Connection:
             doing: What it is about, for messages.
         """
         message = np.frombuffer(pack((what, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
-        (answer,) = self.ask([Part(CONTROL, arrays=[message], length=message.size, name=doing)])
+        (answer,) = self.ask(Request([Part(CONTROL, arrays=[message], length=message.size, name=doing)]))
         return pickle.loads(answer.tobytes())
 
     def leave(self) -> None:
@@ -125,7 +124,7 @@ class Connection:
         limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
         with self.lock:
             self._timeout = limit
-            self.start([Part(LEAVE)])
+            self.start(Request([Part(LEAVE)]))
             self.finish()
         self._has_left = True
         self._end = (
@@ -133,7 +132,7 @@ class Connection:
             "variables before strategy.close()"
         )
 
-    def start(self, parts: Sequence[Part]) -> None:
+    def start(self, request: Request) -> None:
         """Send a request, whose arrays must stay as they are until :meth:`finish`; the lock is held."""
         if self._end is not None:
             kind = RankLostError if self.is_lost else RuntimeError
@@ -141,59 +140,35 @@ class Connection:
         if self._owes_reply:
             self._take_reply()
         # Before anything is under way: there may not be the memory.
-        expected = self._room_for_arrays(parts)
-        self._sent = parts
+        results = self._room(request.results) if request.comes_apart and request.results is not None else []
+        self._sent = request
         try:
+            # First of all, so that the server is busy with it meanwhile.
+            self._send(request.first, TAG_REQUEST)
+            for message in request.following:
+                for piece in pieces_of(message):
+                    self._send(piece, TAG_DATA)
             self._await_reply.Start()
-            if expected:
-                self._results = expected
+            if request.comes_apart:
+                # They come straight to where they will lie.
+                self._results = results
                 self._receiving = self._receive_results()
-            self._send_request(parts)
         except BaseException as error:
             self._check_lost(error)
-            self._end = f"{_doing(parts)} was broken off while it was sent, with {type(error).__name__}: {error}"
+            self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
             raise
         self._owes_reply = True
 
-    def _room_for_arrays(self, parts: Sequence[Part]) -> list[Array]:
-        """Return where a reply that does not fit into one message will lie; it comes straight there."""
-        layouts = [layout for part in parts for layout in part.kind.results(part.operation.gives, part.length)]
-        is_known = all([part.operation.gives != "bytes" for part in parts])
-        return self._room(layouts) if is_known and sum(map(nbytes_of, layouts)) > INLINE_BYTES else []
-
-    def _send_request(self, parts: Sequence[Part]) -> None:
-        request, end = self._request, PREAMBLE.size
-        arrays = [array for part in parts for array in part.arrays]
-        data_bytes = sum([array.nbytes for array in arrays])
-        words_bytes = len(parts) * PART.size
-        words_inline = words_bytes <= INLINE_BYTES
-        data_inline = words_bytes + data_bytes <= INLINE_BYTES
-        PREAMBLE.pack_into(request, 0, len(parts), data_bytes, words_inline, data_inline)
-        words = None if words_inline else bytearray(words_bytes)
-        if words is None:
-            end = _pack_parts(request, end, parts)
-        else:
-            _pack_parts(words, 0, parts)
-        if data_inline:
-            for array in arrays:
-                begin, end = end, end + array.nbytes
-                request[begin:end] = array.reshape(-1).view(np.uint8).data
-        self._send(memoryview(request)[:end], TAG_REQUEST)
-        if words is not None:
-            self._send(words, TAG_DATA)
-        if not data_inline:
-            for array in arrays:
-                for piece in pieces_of(array):
-                    self._send(piece, TAG_DATA)
-
     def finish(self) -> list[Any]:
         """Return what the server gives back for the request that was started; the lock is held."""
-        parts = self._sent
+        request = self._sent
         failed, results = self._take_reply()
         if failed:
-            raise self._failure(results[0], _doing(parts))
+            raise self._failure(results[0], _doing(request))
+        if len(results) == len(request.parts):
+            return results
         arrays = iter(results)
-        return [next(arrays) if part.operation.gives else None for part in parts]
+        return [next(arrays) if part.operation.gives else None for part in request.parts]
 
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and what came; may be called again where it was broken off."""
@@ -207,9 +182,8 @@ class Connection:
                 self._expect_nothing()
             if self._receiving is None:
                 self._takes_error = status == FAILED
-                self._results = self._room_for_reply(data_bytes, status)
-                self._receiving = self._fill(is_inline)
-            if not all_done(self._receiving):
+                self._receive_reply(self._kinds_of_reply(data_bytes, status), is_inline)
+            if self._receiving and not all_done(self._receiving):
                 self._wait(until_all_done(self._receiving))
         except BaseException as error:
             self._check_lost(error)
@@ -235,16 +209,17 @@ class Connection:
     def _send(self, buffer: Any, tag: int) -> None:
         self._sending.append(self._comm.Isend([buffer, self._byte], self._server, tag))
 
-    def _room_for_reply(self, data_bytes: int, status: int) -> list[Array]:
-        """Return the arrays of a reply, to be filled."""
+    def _kinds_of_reply(self, data_bytes: int, status: int) -> Sequence[Kind]:
+        """Return the arrays of a reply."""
         if status == FAILED:
-            layouts: list[tuple[tuple[int, ...], Any]] = [((data_bytes,), BYTES)]
-        else:
-            layouts = [layout for part in self._sent for layout in _result_layouts(part, data_bytes)]
-        return self._room(layouts)
+            return [Kind((data_bytes,), BYTES)]
+        if self._sent.results is not None:
+            return self._sent.results
+        parts = self._sent.parts
+        return [kind for part in parts for kind in part.kind.results(part.operation.gives, data_bytes)]
 
-    def _room(self, layouts: Sequence[tuple[tuple[int, ...], Any]]) -> list[Array]:
-        return [self._pool.take(math.prod(shape), dtype).reshape(shape) for shape, dtype in layouts]
+    def _room(self, kinds: Sequence[Kind]) -> list[Array]:
+        return [self._pool.take(kind.shape, kind.dtype) for kind in kinds]
 
     def _receive_results(self) -> list[MPI.Request]:
         return [
@@ -253,15 +228,13 @@ class Connection:
             for piece in pieces_of(array)
         ]
 
-    def _fill(self, is_inline: int) -> list[MPI.Request]:
-        """Fill the arrays of a reply with what came in its first message, or start to receive them."""
-        if not is_inline:
-            return self._receive_results()
-        reply, end = memoryview(self._reply), PREAMBLE.size
-        for array in self._results:
-            begin, end = end, end + array.nbytes
-            array.reshape(-1).view(np.uint8).data[:] = reply[begin:end]
-        return []
+    def _receive_reply(self, kinds: Sequence[Kind], is_inline: int) -> None:
+        """Take the arrays of a reply out of its first message, or start to receive them."""
+        if is_inline:
+            self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
+        else:
+            self._results = self._room(kinds)
+            self._receiving = self._receive_results()
 
     def _wait(self, steps: Steps[None]) -> None:
         drive(steps, self._deadline)
@@ -308,14 +281,15 @@ def report_only(what: str) -> Deadline:
     return Deadline(math.inf, settings.WARN_AFTER.read(), warn, lambda _: None)
 
 
-def ask_all(requests: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
+def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
     """Ask several servers at once, and return the answers of each.
 
     Requests that were sent are finished before an error is raised.
     """
+    requests = {connection: Request(some) for connection, some in parts.items()}
     if len(requests) == 1:
-        ((connection, parts),) = requests.items()
-        return {connection: connection.ask(parts)}
+        ((connection, request),) = requests.items()
+        return {connection: connection.ask(request)}
     # In one order in all threads, or two of them would wait for each other.
     ordered = sorted(requests, key=lambda connection: connection._server)
     answers: dict[Connection, list[Any]] = {}
@@ -341,21 +315,8 @@ def ask_all(requests: Mapping[Connection, Sequence[Part]]) -> dict[Connection, l
     return answers
 
 
-def _pack_parts(buffer: bytearray, at: int, parts: Sequence[Part]) -> int:
-    for operation, variable, _, _, length, optimizer, step, number, _ in parts:
-        PART.pack_into(buffer, at, operation.code, variable, length, optimizer, step, number)
-        at += PART.size
-    return at
-
-
-def _result_layouts(part: Part, data_bytes: int) -> list[tuple[tuple[int, ...], Any]]:
-    if part.operation.gives == "bytes":
-        return [((data_bytes,), BYTES)]
-    return part.kind.results(part.operation.gives, part.length)
-
-
-def _doing(parts: Sequence[Part]) -> str:
-    names = list(dict.fromkeys(f"{part.operation.name} {part.name}".strip() for part in parts))
+def _doing(request: Request) -> str:
+    names = list(dict.fromkeys(f"{part.operation.name} {part.name}".strip() for part in request.parts))
     if len(names) <= _MOST_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"

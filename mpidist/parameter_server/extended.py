@@ -19,7 +19,7 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.div_layout import div_sizes, offsets_of
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Kind, Part
+from mpidist.parameter_server.messages import Kind, Part, Request
 from mpidist.parameter_server.remote import RemoteComponent, component_of, read_all
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.strategies.central import CentralExtended
@@ -158,7 +158,7 @@ class ParameterServerExtended(CentralExtended):
         number = connection.control("create", key, name, kind.shape, kind.dtype, properties["constraint"], doing=doing)
         component = RemoteComponent(connection, number, kind, name, self.parameter_devices[server])
         if self._gives_initial_values:
-            connection.ask([component.part(messages.ASSIGN, array)])
+            connection.ask(Request([component.part(messages.ASSIGN, array)]))
         else:
             doing = f"waiting for the first worker's initial value of variable {name!r}"
             connection.control("await", number, doing=doing)

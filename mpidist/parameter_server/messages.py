@@ -8,9 +8,10 @@ to where it lies. A reply is made the same way from the arrays that the parts gi
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,12 +46,14 @@ class Operation(NamedTuple):
         takes: The arrays that come with it: ``""``, ``"value"``, ``"indices"``, ``"rows"`` (indices and rows), or
             ``"bytes"``.
         gives: What comes back: ``""``, ``"value"``, ``"rows"`` or ``"bytes"``.
+        is_about_variable: Whether it is done to a variable.
     """
 
     code: int
     name: str
     takes: str
     gives: str
+    is_about_variable: bool = True
 
 
 READ = Operation(0, "reading", "", "value")
@@ -75,9 +78,9 @@ SCATTER = {
 UPDATE = Operation(12, "an optimizer's update of", "value", "")
 UPDATE_ROWS = Operation(13, "an optimizer's sparse update of", "rows", "")
 COUNT = Operation(14, "counting a step in", "", "value")
-CONTROL = Operation(15, "", "bytes", "bytes")
-LEAVE = Operation(16, "taking leave", "", "")
-TICK = Operation(17, "waiting for slower workers", "", "")
+CONTROL = Operation(15, "", "bytes", "bytes", False)
+LEAVE = Operation(16, "taking leave", "", "", False)
+TICK = Operation(17, "waiting for slower workers", "", "", False)
 
 OPERATIONS = {
     operation.code: operation
@@ -98,28 +101,40 @@ OPERATIONS = {
 }
 
 
-class Kind(NamedTuple):
-    """Shape and dtype of a variable, which both sides know."""
+class Kind:
+    """Shape and dtype of an array, which both sides know.
 
-    shape: tuple[int, ...]
-    dtype: DType
+    >>> Kind((2, 3), np.dtype("float32")).nbytes
+    24
+    """
 
-    def layouts(self, what: str, count: int) -> list[tuple[tuple[int, ...], DType]]:
-        """Return shape and dtype of the arrays that ``what`` of an operation stands for."""
+    __slots__ = ("_itself", "dtype", "nbytes", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes: int = math.prod(shape) * dtype.itemsize
+        self._itself = [self]
+
+    def layouts(self, what: str, count: int) -> list[Kind]:
+        """Return the kinds of the arrays that ``what`` of an operation on a variable of this kind stands for."""
+        if what == "value":
+            return self._itself
         if what == "":
             return []
-        if what == "value":
-            return [(self.shape, self.dtype)]
         if what == "bytes":
-            return [((count,), BYTES)]
-        indices = ((count,), INDEX)
+            return [Kind((count,), BYTES)]
+        indices = Kind((count,), INDEX)
         if what == "indices":
             return [indices]
-        return [indices, ((count, *self.shape[1:]), self.dtype)]
+        return [indices, Kind((count, *self.shape[1:]), self.dtype)]
 
-    def results(self, what: str, count: int) -> list[tuple[tuple[int, ...], DType]]:
-        """Return shape and dtype of the array that comes back, if one does; that of bytes is not known before."""
-        return self.layouts(what, count)[-1:] if what != "bytes" else []
+    def results(self, what: str, count: int) -> list[Kind]:
+        """Return the kind of the array that comes back, if one does."""
+        return self._itself if what == "value" else self.layouts(what, count)[-1:]
+
+
+NO_VARIABLE = Kind((), BYTES)
 
 
 class Part(NamedTuple):
@@ -139,7 +154,7 @@ class Part(NamedTuple):
 
     operation: Operation
     variable: int = 0
-    kind: Kind = Kind((), BYTES)
+    kind: Kind = NO_VARIABLE
     arrays: Sequence[Array] = ()
     length: int = 0
     optimizer: int = 0
@@ -148,24 +163,67 @@ class Part(NamedTuple):
     name: str = ""
 
 
-def nbytes_of(layout: tuple[tuple[int, ...], DType]) -> int:
-    """Return the bytes of an array of a shape and dtype.
+class Request:
+    """Parts as they travel; may be sent any number of times.
 
-    >>> nbytes_of(((2, 3), np.dtype("float32")))
-    24
+    Args:
+        parts: What to do, at least one part.
+
+    Attributes:
+        parts: As given.
+        first: The first message; arrays in it are copies.
+        following: What is sent behind it; arrays are not copied, and must stay as they are meanwhile.
+        results: The arrays of the reply; None if only the reply says which they are.
+        comes_apart: Whether each of them comes in a message of its own.
     """
-    shape, dtype = layout
-    count = 1
-    for length in shape:
-        count *= length
-    return count * dtype.itemsize
+
+    __slots__ = ("comes_apart", "first", "following", "parts", "results")
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.results: list[Kind] | None = []
+        self.following: list[Array] = []
+        packed: list[Any] = [b""]
+        arrays: list[Array] = []
+        for operation, variable, kind, some, length, optimizer, step, number, _ in parts:
+            packed.append(PART.pack(operation.code, variable, length, optimizer, step, number))
+            arrays += some
+            if operation.gives == "bytes":
+                self.results = None
+            elif operation.gives and self.results is not None:
+                self.results += kind.results(operation.gives, length)
+        data_bytes = sum([array.nbytes for array in arrays])
+        words_bytes = len(parts) * PART.size
+        words_inline, data_inline = words_bytes <= INLINE_BYTES, words_bytes + data_bytes <= INLINE_BYTES
+        packed[0] = PREAMBLE.pack(len(parts), data_bytes, words_inline, data_inline)
+        if data_inline:
+            packed += arrays
+        else:
+            self.following = arrays
+        if words_inline:
+            self.first = b"".join(packed)
+        else:
+            self.first = packed[0]
+            self.following.insert(0, np.frombuffer(b"".join(packed[1:]), np.uint8))
+        self.comes_apart = self.results is not None and sum([kind.nbytes for kind in self.results]) > INLINE_BYTES
 
 
-def pieces_of(array: Array) -> Iterator[Array]:
+def arrays_in(message: bytearray, at: int, kinds: Sequence[Kind]) -> list[Array]:
+    """Return copies of the arrays that lie in a message, one behind the other from the byte ``at``.
+
+    >>> [array.tolist() for array in arrays_in(bytearray(b"..ab"), 2, [Kind((2,), BYTES)])]
+    [[97, 98]]
+    """
+    arrays = []
+    for kind in kinds:
+        arrays.append(np.ndarray(kind.shape, kind.dtype, message, at).copy())
+        at += kind.nbytes
+    return arrays
+
+
+def pieces_of(array: Array) -> list[Array]:
     """Return the memory of a contiguous array as bytes, in pieces that any MPI can count."""
     flat = array.reshape(-1).view(np.uint8)
     if flat.size <= _MOST_BYTES:
-        yield flat
-        return
-    for start in range(0, flat.size, _MOST_BYTES):
-        yield flat[start : start + _MOST_BYTES]
+        return [flat]
+    return [flat[start : start + _MOST_BYTES] for start in range(0, flat.size, _MOST_BYTES)]

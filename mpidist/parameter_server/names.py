@@ -112,7 +112,7 @@ class Names:
                 "synchronization": variable.synchronization,
                 "aggregation": variable.aggregation,
             }
-            description = pickle.dumps((tuple(component.kind), component.name, properties))
+            description = pickle.dumps(((component.kind.shape, component.kind.dtype), component.name, properties))
             self._descriptions[variable] = description
         return "variable", server, component.number, description
 

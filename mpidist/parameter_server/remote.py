@@ -12,7 +12,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Operation, Part
+from mpidist.parameter_server.messages import Kind, Operation, Part, Request
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Assignment, Component, as_value_of
 from mpidist.values.indexed_slices import check_positions
@@ -47,6 +47,8 @@ class RemoteComponent(Component):
         self.writes = 0
         # Has the shape and the dtype, and no memory to speak of.
         self._outline: Array = np.broadcast_to(np.zeros((), kind.dtype), kind.shape)
+        self._label = f"variable {name!r}"
+        self._reading = Request([self.part(messages.READ)])
 
     def part(
         self,
@@ -59,8 +61,7 @@ class RemoteComponent(Component):
     ) -> Part:
         """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        name = f"variable {self.name!r}"
-        return Part(operation, self.number, self.kind, contiguous, count, optimizer, step, number, name)
+        return Part(operation, self.number, self.kind, contiguous, count, optimizer, step, number, self._label)
 
     def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
         """Return an operation on rows of this variable as a part of a request."""
@@ -71,22 +72,25 @@ class RemoteComponent(Component):
         cache = _cached.get()
         if cache is not None and self in cache:
             return cache[self]
-        (array,) = self.connection.ask([self.part(messages.READ)])
-        return _kept(self, array)
+        return _kept(self, self._pull())
+
+    def _pull(self) -> Array:
+        array: Array = self.connection.ask(self._reading)[0]
+        return array
 
     def _assign(self, how: Assignment, value: Any) -> RemoteComponent:
         self.writes += 1
-        self.connection.ask([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))])
+        self.connection.ask(Request([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))]))
         return self
 
     def _scatter(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
         rows = scatter.check_slices(slices, self)
-        self.connection.ask([self.rows_part(messages.SCATTER[how.name], rows)])
+        self.connection.ask(Request([self.rows_part(messages.SCATTER[how.name], rows)]))
         return self
 
     def value(self) -> Array:
         """See ``Component``: what was read is nobody else's, and needs no copy."""
-        return self._read().copy() if _cached.get() is not None else _writable(self._read())
+        return self._pull() if _cached.get() is None else self._read().copy()
 
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; no other rows travel."""
@@ -98,7 +102,7 @@ class RemoteComponent(Component):
             )
         check_positions(positions, self.shape[0] if self.shape else 0)
         flat = positions.reshape(-1).astype(messages.INDEX, copy=False)
-        (rows,) = self.connection.ask([self.part(messages.GATHER, flat, count=flat.size)])
+        (rows,) = self.connection.ask(Request([self.part(messages.GATHER, flat, count=flat.size)]))
         return _writable(rows).reshape(*positions.shape, *self.shape[1:])
 
     def _copy(self) -> RemoteComponent:

@@ -6,7 +6,6 @@ is moved on a little each time around, so that a client that stops in the middle
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 from collections.abc import Generator, Sequence
@@ -27,6 +26,7 @@ from mpidist.parameter_server.messages import (
     FIRST_MESSAGE_BYTES,
     INLINE_BYTES,
     LEAVE,
+    NO_VARIABLE,
     OPERATIONS,
     PART,
     PREAMBLE,
@@ -35,7 +35,8 @@ from mpidist.parameter_server.messages import (
     TAG_REPLY_DATA,
     TAG_REQUEST,
     TICK,
-    nbytes_of,
+    Kind,
+    arrays_in,
     pieces_of,
 )
 from mpidist.parameter_server.patience import Patience
@@ -57,7 +58,6 @@ class _Client:
         self.rank = rank
         self.name = name
         self.request = bytearray(FIRST_MESSAGE_BYTES)
-        self.reply = bytearray(FIRST_MESSAGE_BYTES)
         self.receive = comm.Recv_init(self.request, rank, TAG_REQUEST)
         self.sending: list[MPI.Request] = []
 
@@ -142,23 +142,25 @@ class Service:
 
     def _handle(self, client: _Client) -> _Moves:
         number_of_parts, _, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
-        if words_inline:
-            words, at = client.request, PREAMBLE.size
-        else:
-            words, at = bytearray(number_of_parts * PART.size), 0
+        words, begin = client.request, PREAMBLE.size
+        end = begin + number_of_parts * PART.size
+        if not words_inline:
+            words, begin, end = bytearray(end - begin), 0, end - begin
             yield from self._receive(client, [np.frombuffer(words, np.uint8)])
-        parts = [PART.unpack_from(words, at + i * PART.size) for i in range(number_of_parts)]
-        at += number_of_parts * PART.size
+        parts = list(PART.iter_unpack(memoryview(words)[begin:end]))
         results: list[Array | Loan] = []
         has_left = False
-        arrays = [self._arrays(part) for part in parts]
+        kinds: list[Kind] = []
+        stops = [0]
+        for part in parts:
+            kinds += self._kinds_of(part)
+            stops.append(len(kinds))
+        arrays = arrays_in(client.request, end, kinds) if data_inline else self._room(kinds)
         try:
-            if data_inline:
-                _fill(client.request, at, arrays)
-            else:
-                yield from self._receive(client, [array for some in arrays for array in some])
-            for (code, variable, _, optimizer, step, number), some in zip(parts, arrays, strict=True):
-                operation = OPERATIONS[code]
+            if not data_inline:
+                yield from self._receive(client, arrays)
+            for i, (code, variable, _, optimizer, step, number) in enumerate(parts):
+                operation, some = OPERATIONS[code], arrays[stops[i] : stops[i + 1]]
                 result: Any
                 if operation is CONTROL:
                     what, arguments = pickle.loads(some[0].tobytes())
@@ -184,19 +186,20 @@ class Service:
                 yield
             self._dismiss(client)
 
-    def _arrays(self, part: tuple[Any, ...]) -> list[Array]:
-        """Return memory for what comes with a part."""
-        operation, count = OPERATIONS[part[0]], part[2]
-        if operation.takes == "":
+    def _kinds_of(self, part: tuple[Any, ...]) -> list[Kind]:
+        """Return the kinds of the arrays that come with a part."""
+        operation, variable, count = OPERATIONS[part[0]], part[1], part[2]
+        if not operation.takes:
             return []
-        if operation.takes == "bytes":
-            return [np.empty(count, np.uint8)]
-        layouts = self._store.kind_of(part[1]).layouts(operation.takes, count)
+        of = self._store.kind_of(variable) if operation.is_about_variable else NO_VARIABLE
+        return of.layouts(operation.takes, count)
+
+    def _room(self, kinds: Sequence[Kind]) -> list[Array]:
         try:
-            return [self._pool.take(math.prod(shape), dtype).reshape(shape) for shape, dtype in layouts]
+            return [self._pool.take(kind.shape, kind.dtype) for kind in kinds]
         except MemoryError as error:
             # What the client has begun to send has nowhere to go, so this ends the server, and with it the job.
-            nbytes = sum(map(nbytes_of, layouts))
+            nbytes = sum([kind.nbytes for kind in kinds])
             raise MemoryError(
                 f"this server has no memory for {nbytes / 2**20:.1f} MiB that a worker sends to a variable; expected: "
                 "more servers, on more nodes, or variables in shards (mpidist.experimental.partitioners)"
@@ -217,32 +220,25 @@ class Service:
         arrays = [result.array if isinstance(result, Loan) else result for result in results]
         data_bytes = sum([array.nbytes for array in arrays])
         is_inline = data_bytes <= INLINE_BYTES
-        reply = client.reply
-        PREAMBLE.pack_into(reply, 0, len(arrays), data_bytes, is_inline, status)
-        end = PREAMBLE.size
+        preamble = PREAMBLE.pack(len(arrays), data_bytes, is_inline, status)
         # The client has the reply to its last request, or it would not have sent this one.
         while not all_done(client.sending):
             yield
         if is_inline:
-            for array in arrays:
-                begin, end = end, end + array.nbytes
-                reply[begin:end] = array.reshape(-1).view(np.uint8).data
-        client.receive.Start()
-        first = [memoryview(reply)[:end], self._byte]
-        if is_inline:
-            client.sending.append(self._comm.Isend(first, client.rank, TAG_REPLY))
+            whole: list[Any] = [preamble, *arrays]
+            client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, TAG_REPLY))
+            client.receive.Start()
             return
         loans = [result for result in results if isinstance(result, Loan)]
         for loan in loans:
             loan.count += 1
         try:
             # The client is ready for them, and need not wait for what says that they come.
-            client.sending += [
-                self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA)
-                for array in arrays
-                for piece in pieces_of(array)
-            ]
-            client.sending.append(self._comm.Isend(first, client.rank, TAG_REPLY))
+            for array in arrays:
+                for piece in pieces_of(array):
+                    client.sending.append(self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA))
+            client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, TAG_REPLY))
+            client.receive.Start()
             while not all_done(client.sending):
                 yield
         finally:
@@ -289,15 +285,6 @@ def _until_there(answer: Any) -> Generator[None, None, Any]:
     while (result := answer()) is NOT_YET:
         yield
     return result
-
-
-def _fill(buffer: bytearray, at: int, arrays: Sequence[Sequence[Array]]) -> None:
-    view = memoryview(buffer)
-    for some in arrays:
-        for array in some:
-            end = at + array.nbytes
-            array.reshape(-1).view(np.uint8).data[:] = view[at:end]
-            at = end
 
 
 def _pickled(error: Exception) -> bytes:

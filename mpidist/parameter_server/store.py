@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +50,13 @@ class ServedComponent(ArrayComponent):
 
     def take(self, array: Array) -> None:
         """Take ``array``, which the caller does not use any more, as the value."""
-        super().__init__(array, self.name, self.device)
+        self._hold(array)
         self._loan = Loan(array)
+
+    def change(self, how: Assignment, array: Array) -> None:
+        """Do what ``assign``, ``assign_add`` and ``assign_sub`` do, with an array of exactly the kind."""
+        self._make_writable()
+        how(self._array, array)
 
     def _assign(self, how: Assignment, value: Any) -> ServedComponent:
         self._make_writable()
@@ -79,6 +84,7 @@ class Store:
         self._first_client = clients[0] if clients else None
         self.clocks = Clocks(clients)
         self._variables: list[Variable] = []
+        self._components: list[ServedComponent] = []
         self._kinds: list[Kind] = []
         self._ids: dict[tuple[int, int], int] = {}
         self._initialized: set[int] = set()
@@ -116,8 +122,7 @@ class Store:
     ) -> Array | Loan | None:
         """Do one operation on a variable, and return what it gives back."""
         code = operation.code
-        target = self._variables[variable]
-        component = cast("ServedComponent", target.values[0])
+        component = self._components[variable]
         if operation is messages.READ:
             return component.lend()
         if operation is messages.GATHER:
@@ -126,13 +131,14 @@ class Store:
             component.take(arrays[0])
             self._initialized.add(variable)
         elif code in _ADDING:
-            component._assign(_ADDING[code], arrays[0])
+            component.change(_ADDING[code], arrays[0])
         elif code in _SCATTERING:
             component._scatter(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
         elif operation is messages.COUNT:
-            component._assign(ASSIGN_ADD, np.ones((), target.dtype))
-            return target.value()
+            component._assign(ASSIGN_ADD, 1)
+            return component.value()
         else:
+            target = self._variables[variable]
             gradient = arrays[0] if len(arrays) == 1 else IndexedSlices(arrays[1], arrays[0], target.shape)
             # A worker knows the number of updates as of its last one; those of others since then count as well.
             step = self._steps[optimizer, variable] = max(step, self._steps.get((optimizer, variable), -1) + 1)
@@ -151,6 +157,7 @@ class Store:
             component = ServedComponent(np.zeros(shape, dtype), name)
             self._ids[key] = len(self._variables)
             self._kinds.append(Kind(shape, np.dtype(dtype)))
+            self._components.append(component)
             self._variables.append(
                 variable_of(
                     get_strategy(),

@@ -229,8 +229,12 @@ class ArrayComponent(Component):
 
     def __init__(self, array: Array, name: str, device: str) -> None:
         super().__init__(name, device)
-        self._array = array
         self._place = place_of(array)
+        self._hold(array)
+
+    def _hold(self, array: Array) -> None:
+        """Let ``array``, in the same place, be the memory."""
+        self._array = array
         self._view: Array = array.view()
         if not is_device_array(array):
             # CuPy has no such flag; there only snapshots and results are given out.
@@ -267,13 +271,16 @@ def as_value_of(variable: Assignable, value: Any) -> Array:
         ValueError: Another shape.
         TypeError: A dtype that does not convert without loss of kind.
     """
-    array = value._read() if isinstance(value, ReadsAsArray) else array_of(value, f"value for {variable.name!r}")
-    if array.shape != variable.shape:
+    if type(value) is np.ndarray:
+        array: Array = value
+    else:
+        array = value._read() if isinstance(value, ReadsAsArray) else array_of(value, f"value for {variable.name!r}")
+    shape, dtype, place = variable.shape, variable.dtype, variable._local_place()
+    if array.shape != shape:
         raise ValueError(
-            f"a value of shape {array.shape} was assigned to variable {variable.name!r} of shape {variable.shape}; "
+            f"a value of shape {array.shape} was assigned to variable {variable.name!r} of shape {shape}; "
             "expected the same shape"
         )
-    place, dtype = variable._local_place(), variable.dtype
     if array.dtype == dtype:
         return place.brings(array)
     if not _converts(value, array.dtype, dtype):

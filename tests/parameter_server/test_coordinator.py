@@ -255,11 +255,11 @@ def test_an_embedding_lookup_moves_only_the_rows_asked_for(strategy: Any, coordi
         moved: dict[str, int] = {}
         start = connection.Connection.start
 
-        def counting(self: Any, parts: Any) -> None:
-            for part in parts:
+        def counting(self: Any, request: Any) -> None:
+            for part in request.parts:
                 elements = part.length if part.operation.takes in ("indices", "rows") else np.prod(part.kind.shape)
                 moved[part.operation.name] = moved.get(part.operation.name, 0) + int(elements)
-            start(self, parts)
+            start(self, request)
 
         connection.Connection.start = counting  # type: ignore[method-assign]
         try:

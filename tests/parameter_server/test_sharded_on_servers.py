@@ -64,9 +64,9 @@ def noted_requests() -> list[list[str]]:
     noted: list[list[str]] = []
     real = connection.Connection.start
 
-    def start(self: Any, parts: Any) -> Any:
-        noted.append([part.operation.name for part in parts])
-        return real(self, parts)
+    def start(self: Any, request: Any) -> Any:
+        noted.append([part.operation.name for part in request.parts])
+        return real(self, request)
 
     connection.Connection.start = start  # type: ignore[method-assign]
     return noted
