@@ -63,6 +63,8 @@ class Checkpoint:
     """
 
     _objects: dict[str, Any]
+    # Counted by PreemptionCheckpointHandler, in all runs of the program.
+    _run_calls: int
 
     def __init__(self, **objects: Any) -> None:
         for name in objects:
@@ -73,6 +75,7 @@ class Checkpoint:
                 )
         object.__setattr__(self, "_objects", objects)
         object.__setattr__(self, "_save_counter", 0)
+        object.__setattr__(self, "_run_calls", 0)
         object.__setattr__(self, "_sequences", {})
         object.__setattr__(self, "_unsettled", None)
         object.__setattr__(self, "_last_leaves", collect(objects))
@@ -165,7 +168,7 @@ class Checkpoint:
         strategy = _strategy_of(leaves, "save()")
         before = self.save_counter
         with entered(strategy):
-            save = Save(strategy, leaves, path, number, options)
+            save = Save(strategy, leaves, path, number, self._run_calls, options)
             unsettled = save.start(lambda: self._next_sequence(path.parent), before)
             if options.is_async:
                 object.__setattr__(self, "_unsettled", unsettled)
@@ -276,7 +279,11 @@ class Checkpoint:
                 leaves = collect(self._objects)
             status = fill(strategy, leaves, manifest, path, arrays)
         object.__setattr__(self, "_save_counter", manifest.number)
+        object.__setattr__(self, "_run_calls", manifest.run_calls)
         return status, unusable
+
+    def _count_run_call(self) -> None:
+        object.__setattr__(self, "_run_calls", self._run_calls + 1)
 
     def _is_chief(self) -> bool:
         return self._strategy("restore()").extended.should_checkpoint

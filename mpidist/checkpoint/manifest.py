@@ -17,6 +17,8 @@ FORMAT = "mpidist checkpoint"
 VERSION = 2
 # The file of a checkpoint that one rank wrote; those of several have numbers.
 DATA = "data.safetensors"
+# That, or what several ranks write.
+ALL_DATA = "data*.safetensors"
 
 _BEFORE_CHECKSUM = '{\n "checksum": "'
 _NO_CHECKSUM = "0" * 8
@@ -64,6 +66,7 @@ class Manifest:
     Attributes:
         sequence: Later checkpoints of one directory have greater numbers, whatever they are called.
         number: Of the save, counted by the Checkpoint.
+        run_calls: Steps that PreemptionCheckpointHandlers have counted, in all runs of the program.
         tensors: By key.
         values: Numbers, strings and None, and the states of iterators, by key.
         containers: Lists, tuples and dicts by key: ``["list", size]``, ``["tuple", size]`` or ``["dict", names]``.
@@ -87,6 +90,7 @@ class Manifest:
     kept: tuple[float, tuple[str, ...]] | None = None
     writer: tuple[str, int] | None = None
     is_shared: bool = True
+    run_calls: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""

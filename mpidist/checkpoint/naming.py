@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.manifest import ALL_DATA, Manifest
 from mpidist.checkpoint.storage import MANIFEST, check_sizes, read_manifest
 
 
@@ -55,7 +55,12 @@ def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> 
     found = Found()
     # Names that begin with a dot are checkpoints that were not finished.
     for path in sorted(directory.glob("[!.]*/")) if directory.is_dir() else ():
-        if not (path / MANIFEST).is_file() or not accepts(path.name):
+        if not accepts(path.name):
+            continue
+        if not (path / MANIFEST).is_file():
+            # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
+            if any(path.glob(ALL_DATA)):
+                found.unusable[str(path)] = f"{path / MANIFEST} is missing"
             continue
         try:
             manifest = read_manifest(path)

@@ -95,6 +95,7 @@ class PreemptionCheckpointHandler:
         """
         self._check_open()
         result = distributed_train_function(*args, **kwargs)
+        self._manager.checkpoint._count_run_call()
         self._end_step((), {})
         return result
 
@@ -107,6 +108,7 @@ class PreemptionCheckpointHandler:
             args, kwargs: For ``save``, or for ``save_fn``.
         """
         self._check_open()
+        self._manager.checkpoint._count_run_call()
         self._end_step(args, kwargs)
 
     @contextlib.contextmanager
@@ -121,8 +123,11 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps this process has counted (deprecated in TensorFlow: keep a step in the checkpoint)."""
-        return int(self._agreement.steps)
+        """How many steps were counted, those before a restart included, as the checkpoint that was restored has them.
+
+        Deprecated in TensorFlow: keep a step in the checkpoint.
+        """
+        return self._manager.checkpoint._run_calls
 
     def close(self) -> None:
         """Watch no more; once. Collective: call it on every rank, before the strategy is closed."""
@@ -177,7 +182,7 @@ class PreemptionCheckpointHandler:
         ends = not self._config.grace_period or _FINAL in due
         if self._is_chief:
             what = "and this job ends, to be started again" if ends else "and trains on until its grace period ends"
-            _log.warning("mpidist: preempted: saved %s after step %d, %s", path, self._agreement.steps, what)
+            _log.warning("mpidist: preempted: saved %s after step %d, %s", path, self.total_run_calls, what)
         if ends:
             self._manager.wait()
             self._config.exit_fn()

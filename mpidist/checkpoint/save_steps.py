@@ -114,12 +114,15 @@ class Save:
         leaves: What to save.
         path: The directory to be.
         number: Of the save.
+        run_calls: For the manifest.
         options: How.
     """
 
-    def __init__(self, strategy: StrategyLike, leaves: Leaves, path: Path, number: int, options: SaveOptions) -> None:
+    def __init__(
+        self, strategy: StrategyLike, leaves: Leaves, path: Path, number: int, run_calls: int, options: SaveOptions
+    ) -> None:
         self._strategy, self._leaves, self._path, self._options = strategy, leaves, path, options
-        self._number = number
+        self._number, self._run_calls = number, run_calls
         self._doing = f"saving checkpoint {path}"
         self._is_chief = strategy.extended.should_checkpoint
 
@@ -220,4 +223,5 @@ class Save:
             iterators=tuple(self._leaves.iterators),
             kept=self._options.kept,
             is_shared=extended_of(self._strategy).experimental_between_graph,
+            run_calls=self._run_calls,
         )

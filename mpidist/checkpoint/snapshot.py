@@ -47,6 +47,7 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
         values,
         containers=describe_containers(leaves),
         iterators=tuple(leaves.iterators),
+        run_calls=checkpoint._run_calls,
     )
     return Snapshot(manifest, arrays)
 

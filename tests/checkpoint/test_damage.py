@@ -119,6 +119,22 @@ def test_nothing_is_started_anew_where_all_are_damaged(tmp_path: Path) -> None:
         checkpoint.restore_latest(tmp_path)
 
 
+def test_one_without_a_manifest_is_damaged_and_other_directories_are_nothing(tmp_path: Path) -> None:
+    checkpoint, first, second = two_checkpoints(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events").write_text("of another program")
+    (second / FILES[1]).unlink()
+    passed_over = rf"{second} \(.*manifest\.json is missing\).*restored {first} instead"
+    with pytest.warns(UserWarning, match=passed_over) as caught:
+        checkpoint.restore_latest(tmp_path)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"left out: .*manifest\.json is missing"):
+        assert latest_checkpoint(tmp_path) == str(first)
+    (first / FILES[1]).unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
+        checkpoint.restore_latest(tmp_path)
+
+
 def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, first, second = two_checkpoints(tmp_path)
     read, read_manifest = storage.read_arrays, storage.read_manifest

@@ -46,8 +46,9 @@ def test_a_signal_saves_after_the_step_and_exits(tmp_path: Path) -> None:
     assert 3 <= stopped < 10
     again = checkpoint_of()
     with PreemptionCheckpointHandler(None, again, tmp_path) as handler:
-        assert again.step == stopped
+        assert again.step == stopped == handler.total_run_calls
         assert handler.run(lambda a, b: a + b, 1, b=2) == 3
+        assert handler.total_run_calls == stopped + 1
     handler.close()
     with pytest.raises(RuntimeError, match="has been closed"):
         handler.run(step)
