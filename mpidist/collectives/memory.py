@@ -13,7 +13,7 @@ from mpidist.arrays.dtypes import DType
 
 # Below this the allocator keeps memory anyway.
 SMALLEST = 64 << 10
-# Blocks of a size that nobody has asked for in so many requests go back to the system.
+# What has not been needed in so many requests is idle.
 _IDLE_REQUESTS = 64
 
 
@@ -41,12 +41,45 @@ def is_held(holder: list[Any], index: int) -> bool:
     return _references(holder, index) > _IDLE_REFERENCES
 
 
-class Pool:
-    """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it."""
+class _Shelf:
+    """Blocks of one size, of which the first that nobody holds is given out."""
+
+    __slots__ = ("_highest", "_requests", "blocks", "last_request")
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[Array]] = {}
-        self._last_requests: dict[int, int] = {}
+        self.blocks: list[Array] = []
+        self.last_request = 0
+        self._requests = 0
+        self._highest = 0
+
+    def free_block(self) -> int | None:
+        """Return the index of a block that nobody holds, None where there is none."""
+        blocks = self.blocks
+        for i in range(len(blocks)):
+            if not is_held(blocks, i):
+                return i
+        return None
+
+    def note(self, index: int) -> None:
+        """Count a request that was given the block at ``index``, and now and then drop those that are never reached."""
+        self._highest = max(self._highest, index)
+        self._requests += 1
+        if self._requests > max(_IDLE_REQUESTS, 2 * len(self.blocks)):
+            for i in reversed(range(self._highest + 1, len(self.blocks))):
+                if not is_held(self.blocks, i):
+                    del self.blocks[i]
+            self._requests = self._highest = 0
+
+
+class Pool:
+    """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it.
+
+    Blocks that were needed at one time and not again go back to the system as more of their size are asked for; those
+    of a size that nobody asks for when there are new ones to be made.
+    """
+
+    def __init__(self) -> None:
+        self._shelves: dict[int, _Shelf] = {}
         self._requests = 0
 
     def take(self, shape: int | tuple[int, ...], dtype: DType) -> Array:
@@ -56,22 +89,23 @@ class Pool:
             return np.empty(shape, dtype)
         self._requests += 1
         size = _rounded(nbytes)
-        self._last_requests[size] = self._requests
-        blocks = self._blocks.setdefault(size, [])
-        for i in range(len(blocks)):
-            if not is_held(blocks, i):
-                break
-        else:
+        shelf = self._shelves.get(size)
+        if shelf is None:
+            shelf = self._shelves[size] = _Shelf()
+        shelf.last_request = self._requests
+        index = shelf.free_block()
+        if index is None:
             self._drop_idle()
-            blocks.append(np.empty(size, np.uint8))
-            i = -1
-        array: Array = np.ndarray(shape, dtype, blocks[i])
+            index = len(shelf.blocks)
+            shelf.blocks.append(np.empty(size, np.uint8))
+        array: Array = np.ndarray(shape, dtype, shelf.blocks[index])
+        shelf.note(index)
         return array
 
     def _drop_idle(self) -> None:
-        for size, last_request in list(self._last_requests.items()):
-            if last_request <= self._requests - _IDLE_REQUESTS:
-                del self._blocks[size], self._last_requests[size]
+        for size, shelf in list(self._shelves.items()):
+            if shelf.last_request <= self._requests - _IDLE_REQUESTS:
+                del self._shelves[size]
 
 
 def _rounded(nbytes: int) -> int:

@@ -24,9 +24,11 @@ from mpidist.parameter_server.messages import (
     CONTROL,
     FAILED,
     FIRST_MESSAGE_BYTES,
+    GIVE_UP,
     LEAVE,
     PREAMBLE,
     TAG_DATA,
+    TAG_GIVE_UP,
     TAG_REPLY,
     TAG_REPLY_DATA,
     TAG_REQUEST,
@@ -35,6 +37,7 @@ from mpidist.parameter_server.messages import (
     Request,
     arrays_in,
     pieces_of,
+    receives_of,
 )
 from mpidist.parameter_server.travelling import pack
 from mpidist.topology import import_mpi
@@ -54,7 +57,8 @@ class Connection:
     """Asks one server, and waits for its replies. Any thread may, one after the other.
 
     A wait that is broken off, at the deadline or by Ctrl-C, leaves a request whose reply is still to come: the next
-    request takes it first, so that both sides stay in step.
+    request takes it first, so that both sides stay in step. If the server does not have all arrays of that request yet
+    it leaves them alone, since their owner goes on and may change them.
 
     Args:
         comm: The communicator of the link.
@@ -78,7 +82,10 @@ class Connection:
         self._await_reply = comm.Recv_init(self._reply, server, TAG_REPLY)
         self._sending: list[MPI.Request] = []
         self._sent = Request([])
+        self._number = 0
         self._owes_reply = False
+        self._is_given_up = False
+        self._is_in_step = True
         self._results: list[Array] = []
         self._receiving: list[MPI.Request] | None = None
         self._takes_error = False
@@ -138,12 +145,13 @@ class Connection:
             kind = RankLostError if self.is_lost else RuntimeError
             raise kind(f"{self.name} can no longer be asked: {self._end}")
         if self._owes_reply:
-            self._take_reply()
+            self._take_late_reply()
         # Before anything is under way: there may not be the memory.
         results = self._room(request.results) if request.comes_apart and request.results is not None else []
         self._sent = request
         try:
             # First of all, so that the server is busy with it meanwhile.
+            self._number += 1
             self._send(request.first, TAG_REQUEST)
             for message in request.following:
                 for piece in pieces_of(message):
@@ -152,12 +160,12 @@ class Connection:
             if request.comes_apart:
                 # They come straight to where they will lie.
                 self._results = results
-                self._receiving = self._receive_results()
+                self._receiving = receives_of(self._comm, results, self._server, TAG_REPLY_DATA)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
             raise
-        self._owes_reply = True
+        self._owes_reply, self._is_given_up = True, False
 
     def finish(self) -> list[Any]:
         """Return what the server gives back for the request that was started; the lock is held."""
@@ -170,27 +178,47 @@ class Connection:
         arrays = iter(results)
         return [next(arrays) if part.operation.gives else None for part in request.parts]
 
+    def _take_late_reply(self) -> None:
+        """Take the reply to a request that was broken off; that it failed is said here, as nobody asks any more."""
+        request = self._sent
+        failed, results = self._take_reply()
+        if failed and not self._is_given_up:
+            error = self._failure(results[0], _doing(request))
+            print(f"mpidist: a request that was not waited for: {error}", file=sys.stderr, flush=True)
+
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and what came; may be called again where it was broken off."""
         try:
             self._wait_for_reply()
             if not all_done(self._sending):
                 self._wait(until_all_done(self._sending))
-                self._sending.clear()
-            _, data_bytes, is_inline, status = PREAMBLE.unpack_from(self._reply)
+            data_bytes, is_inline, status = PREAMBLE.unpack_from(self._reply)
+            # Whoever breaks in here leaves the receives in a state that nobody knows.
+            self._is_in_step = False
             if status == FAILED and self._receiving is not None and not self._takes_error:
                 self._expect_nothing()
             if self._receiving is None:
                 self._takes_error = status == FAILED
                 self._receive_reply(self._kinds_of_reply(data_bytes, status), is_inline)
+            self._is_in_step = True
             if self._receiving and not all_done(self._receiving):
                 self._wait(until_all_done(self._receiving))
         except BaseException as error:
             self._check_lost(error)
+            if not self._is_in_step:
+                self._end = f"the reply to {_doing(self._sent)} was broken off with {type(error).__name__}: {error}"
+            else:
+                self._give_up()
             raise
         results, self._results, self._receiving, self._owes_reply = self._results, [], None, False
         self._takes_error = False
         return status == FAILED, results
+
+    def _give_up(self) -> None:
+        """Have the server leave alone the arrays that it does not have yet: they may change from now on."""
+        if self._sent.following and not self._is_given_up and not all_done(self._sending):
+            self._is_given_up = True
+            self._send(GIVE_UP.pack(self._number), TAG_GIVE_UP)
 
     def _wait_for_reply(self) -> None:
         has_come = self._await_reply.Test
@@ -221,20 +249,13 @@ class Connection:
     def _room(self, kinds: Sequence[Kind]) -> list[Array]:
         return [self._pool.take(kind.shape, kind.dtype) for kind in kinds]
 
-    def _receive_results(self) -> list[MPI.Request]:
-        return [
-            self._comm.Irecv([piece, self._byte], self._server, TAG_REPLY_DATA)
-            for array in self._results
-            for piece in pieces_of(array)
-        ]
-
     def _receive_reply(self, kinds: Sequence[Kind], is_inline: int) -> None:
         """Take the arrays of a reply out of its first message, or start to receive them."""
         if is_inline:
             self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
         else:
             self._results = self._room(kinds)
-            self._receiving = self._receive_results()
+            self._receiving = receives_of(self._comm, self._results, self._server, TAG_REPLY_DATA)
 
     def _wait(self, steps: Steps[None]) -> None:
         drive(steps, self._deadline)

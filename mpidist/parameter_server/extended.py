@@ -20,8 +20,9 @@ from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.div_layout import div_sizes, offsets_of
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind, Part, Request
-from mpidist.parameter_server.remote import RemoteComponent, component_of, read_all
+from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
 from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.travelling import pack
 from mpidist.strategies.central import CentralExtended
 from mpidist.strategies.strategy import Strategy
 from mpidist.training.optimizer import Optimizer
@@ -29,6 +30,9 @@ from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import check_indices
 from mpidist.values.placement import on_host
 from mpidist.values.variable import initial_array
+
+# Their values say all, and stay; of what may be changed in place its bytes are compared.
+_UNCHANGING = (bool, int, float, str, tuple, np.generic, type(None))
 
 
 def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, name: str) -> int:
@@ -45,9 +49,9 @@ def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, n
 
 
 def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a program sets in an optimizer, to be compared: numbers and the like, and the identity of others."""
+    """Return what a program sets in an optimizer, to be compared with what it is later on."""
     return {
-        name: value if isinstance(value, (bool, int, float, str, tuple)) else id(value)
+        name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
         for name, value in vars(optimizer).items()
         if not name.startswith("_")
     }
@@ -169,7 +173,7 @@ class ParameterServerExtended(CentralExtended):
 
     def read_all(self, variables: Sequence[Variable]) -> list[Array]:
         """See ``StrategyExtended``: one message for each server."""
-        return read_all([self._own_variable(variable, "read_all()") for variable in variables])
+        return pull_all([self._own_variable(variable, "read_all()") for variable in variables])
 
     # Optimizers -----------------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class ParameterServerExtended(CentralExtended):
         requests: dict[Connection, list[Part]] = {}
         for gradient, variable in pairs:
             component = component_of(variable)
-            extra = {"optimizer": known.numbers[component.connection], "step": known.count, "number": rate}
+            extra = {"optimizer": known.numbers[component.connection], "step": known.count, "setting": rate}
             if isinstance(gradient, IndexedSlices):
                 part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
             else:
@@ -197,7 +201,7 @@ class ParameterServerExtended(CentralExtended):
         if self._max_staleness is not None:
             # Last, so that the step is counted before this worker waits for slower ones.
             clock = self._link.connections[0]
-            requests.setdefault(clock, []).append(Part(messages.TICK, self._number, number=self._max_staleness))
+            requests.setdefault(clock, []).append(Part(messages.TICK, self._number, setting=self._max_staleness))
         answers = ask_all(requests)
         place = [part.operation for part in requests[counter.connection]].index(messages.COUNT)
         known.count = int(answers[counter.connection][place])

@@ -11,22 +11,28 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
+from mpidist.topology import import_mpi
 
-TAG_REQUEST, TAG_DATA, TAG_REPLY, TAG_REPLY_DATA, TAG_TO_WORKER, TAG_FROM_WORKER = range(1, 7)
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TAG_REQUEST, TAG_DATA, TAG_REPLY, TAG_REPLY_DATA, TAG_GIVE_UP, TAG_TO_WORKER, TAG_FROM_WORKER = range(1, 8)
 
 # The most that travels in the first message; above it a copy costs more than another message.
 FIRST_MESSAGE_BYTES = 16 << 10
-# Of a request: number of parts, bytes of their arrays, whether the parts are in this message, and the arrays. Of a
-# reply: number of arrays, their bytes, whether they are in this message, and the status.
-PREAMBLE = struct.Struct("=qqqq")
-# Operation, variable, number of rows or bytes, optimizer, step, a number (the learning rate of an update).
+# Of a request: number of parts, whether they are in this message, and whether their arrays are. Of a reply: bytes of
+# its arrays, whether they are in this message, and the status.
+PREAMBLE = struct.Struct("=qqq")
+# Operation, variable, number of rows or bytes, optimizer, step, a setting (the learning rate of an update).
 PART = struct.Struct("=qqqqqd")
+# How many requests there were before the one that is given up.
+GIVE_UP = struct.Struct("=q")
 # Of one message; MPI before version 4 counts in a C int.
 _MOST_BYTES = 1 << 30
 INLINE_BYTES = FIRST_MESSAGE_BYTES - PREAMBLE.size
@@ -53,52 +59,42 @@ class Operation(NamedTuple):
     name: str
     takes: str
     gives: str
-    is_about_variable: bool = True
+    is_about_variable: bool
 
 
-READ = Operation(0, "reading", "", "value")
-GATHER = Operation(1, "reading rows of", "indices", "rows")
-ASSIGN = Operation(2, "assign() of", "value", "")
-ASSIGN_ADD = Operation(3, "assign_add() of", "value", "")
-ASSIGN_SUB = Operation(4, "assign_sub() of", "value", "")
+OPERATIONS: list[Operation] = []
+"""By their codes."""
+
+
+def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> Operation:
+    operation = Operation(len(OPERATIONS), name, takes, gives, is_about_variable)
+    OPERATIONS.append(operation)
+    return operation
+
+
+READ = _operation("reading", "", "value")
+GATHER = _operation("reading rows of", "indices", "rows")
+ASSIGN = _operation("assign() of", "value", "")
+ASSIGN_ADD = _operation("assign_add() of", "value", "")
+ASSIGN_SUB = _operation("assign_sub() of", "value", "")
 SCATTER = {
-    name: Operation(5 + i, f"{name}() of", "rows", "")
-    for i, name in enumerate(
-        (
-            "scatter_add",
-            "scatter_sub",
-            "scatter_mul",
-            "scatter_div",
-            "scatter_min",
-            "scatter_max",
-            "scatter_update",
-        )
+    name: _operation(f"{name}() of", "rows", "")
+    for name in (
+        "scatter_add",
+        "scatter_sub",
+        "scatter_mul",
+        "scatter_div",
+        "scatter_min",
+        "scatter_max",
+        "scatter_update",
     )
 }
-UPDATE = Operation(12, "an optimizer's update of", "value", "")
-UPDATE_ROWS = Operation(13, "an optimizer's sparse update of", "rows", "")
-COUNT = Operation(14, "counting a step in", "", "value")
-CONTROL = Operation(15, "", "bytes", "bytes", False)
-LEAVE = Operation(16, "taking leave", "", "", False)
-TICK = Operation(17, "waiting for slower workers", "", "", False)
-
-OPERATIONS = {
-    operation.code: operation
-    for operation in (
-        READ,
-        GATHER,
-        ASSIGN,
-        ASSIGN_ADD,
-        ASSIGN_SUB,
-        *SCATTER.values(),
-        UPDATE,
-        UPDATE_ROWS,
-        COUNT,
-        CONTROL,
-        LEAVE,
-        TICK,
-    )
-}
+UPDATE = _operation("an optimizer's update of", "value", "")
+UPDATE_ROWS = _operation("an optimizer's sparse update of", "rows", "")
+COUNT = _operation("counting a step in", "", "value")
+CONTROL = _operation("", "bytes", "bytes", is_about_variable=False)
+LEAVE = _operation("taking leave", "", "", is_about_variable=False)
+TICK = _operation("waiting for slower workers", "", "", is_about_variable=False)
 
 
 class Kind:
@@ -148,7 +144,7 @@ class Part(NamedTuple):
         length: Number of rows or bytes.
         optimizer: The server's number of the optimizer, for an update.
         step: How many updates there were before this one, as far as the worker knows.
-        number: The learning rate of an update; how many steps ahead of the slowest a worker may be.
+        setting: The learning rate of an update; how many steps ahead of the slowest a worker may be.
         name: Of the variable, or what a control request is about, for messages; it does not travel.
     """
 
@@ -159,7 +155,7 @@ class Part(NamedTuple):
     length: int = 0
     optimizer: int = 0
     step: int = 0
-    number: float = 0.0
+    setting: float = 0.0
     name: str = ""
 
 
@@ -185,8 +181,8 @@ class Request:
         self.following: list[Array] = []
         packed: list[Any] = [b""]
         arrays: list[Array] = []
-        for operation, variable, kind, some, length, optimizer, step, number, _ in parts:
-            packed.append(PART.pack(operation.code, variable, length, optimizer, step, number))
+        for operation, variable, kind, some, length, optimizer, step, setting, _ in parts:
+            packed.append(PART.pack(operation.code, variable, length, optimizer, step, setting))
             arrays += some
             if operation.gives == "bytes":
                 self.results = None
@@ -195,7 +191,7 @@ class Request:
         data_bytes = sum([array.nbytes for array in arrays])
         words_bytes = len(parts) * PART.size
         words_inline, data_inline = words_bytes <= INLINE_BYTES, words_bytes + data_bytes <= INLINE_BYTES
-        packed[0] = PREAMBLE.pack(len(parts), data_bytes, words_inline, data_inline)
+        packed[0] = PREAMBLE.pack(len(parts), words_inline, data_inline)
         if data_inline:
             packed += arrays
         else:
@@ -219,6 +215,12 @@ def arrays_in(message: bytearray, at: int, kinds: Sequence[Kind]) -> list[Array]
         arrays.append(np.ndarray(kind.shape, kind.dtype, message, at).copy())
         at += kind.nbytes
     return arrays
+
+
+def receives_of(comm: MPI.Intracomm, arrays: Sequence[Array], source: int, tag: int) -> list[MPI.Request]:
+    """Return the requests by which each of ``arrays`` is filled with what a rank sends in messages of its own."""
+    byte = import_mpi().BYTE
+    return [comm.Irecv([piece, byte], source, tag) for array in arrays for piece in pieces_of(array)]
 
 
 def pieces_of(array: Array) -> list[Array]:

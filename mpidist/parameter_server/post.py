@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.collectives.waiting import Steps, all_done
-from mpidist.parameter_server.messages import FIRST_MESSAGE_BYTES, pieces_of
+from mpidist.parameter_server.messages import FIRST_MESSAGE_BYTES, pieces_of, receives_of
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Post:
         data = np.empty(length, np.uint8)
         data[:_INLINE_BYTES] = np.frombuffer(self._first_in, np.uint8)[_LENGTH.size :]
         rest = data[_INLINE_BYTES:]
-        receives = [self._comm.Irecv([piece, self._byte], self._other, self._tag_in) for piece in pieces_of(rest)]
+        receives = receives_of(self._comm, [rest], self._other, self._tag_in)
         while not all_done(receives):
             yield
         return data.tobytes()

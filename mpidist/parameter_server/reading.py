@@ -17,7 +17,7 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
     """
-    return remote.read_all(variables) if _are_remote(variables) else [variable._read() for variable in variables]
+    return remote.pull_all(variables) if _are_remote(variables) else [variable._read() for variable in variables]
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
@@ -39,7 +39,7 @@ def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list
         component = remote.component_of(variable)
         parts = requests.setdefault(component.connection, [])
         places.append((component.connection, len(parts)))
-        parts.append(component.part(messages.GATHER, rows.astype(messages.INDEX, copy=False), count=len(rows)))
+        parts.append(component.part(messages.GATHER, rows.astype(messages.INDEX, copy=False), length=len(rows)))
     answers = ask_all(requests)
     return [answers[connection][place] for connection, place in places]
 

@@ -54,19 +54,19 @@ class RemoteComponent(Component):
         self,
         operation: Operation,
         *arrays: Array,
-        count: int = 0,
+        length: int = 0,
         optimizer: int = 0,
         step: int = 0,
-        number: float = 0.0,
+        setting: float = 0.0,
     ) -> Part:
         """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return Part(operation, self.number, self.kind, contiguous, count, optimizer, step, number, self._label)
+        return Part(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
 
     def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
         """Return an operation on rows of this variable as a part of a request."""
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
-        return self.part(operation, indices, on_host(slices.values), count=len(indices), **extra)
+        return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
 
     def _read(self) -> Array:
         cache = _cached.get()
@@ -100,9 +100,11 @@ class RemoteComponent(Component):
                 f"sparse_read() of variable {self.name!r} was given indices of dtype {positions.dtype}; expected "
                 "integers"
             )
-        check_positions(positions, self.shape[0] if self.shape else 0)
+        if not self.shape:
+            raise TypeError(f"sparse_read() of variable {self.name!r}, which is a number; expected one that has rows")
+        check_positions(positions, self.shape[0])
         flat = positions.reshape(-1).astype(messages.INDEX, copy=False)
-        (rows,) = self.connection.ask(Request([self.part(messages.GATHER, flat, count=flat.size)]))
+        (rows,) = self.connection.ask(Request([self.part(messages.GATHER, flat, length=flat.size)]))
         return _writable(rows).reshape(*positions.shape, *self.shape[1:])
 
     def _copy(self) -> RemoteComponent:
@@ -141,8 +143,8 @@ def component_of(variable: Variable) -> RemoteComponent:
     return component
 
 
-def read_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of several variables, pulled from each server in one message, all servers at once."""
+def pull_all(variables: Sequence[Variable]) -> list[Array]:
+    """Return the values of several variables, the caller's own, pulled from all servers at once in one message each."""
     block = _cached.get()
     cache = block or {}
     wanted = dict.fromkeys(component_of(variable) for variable in variables)

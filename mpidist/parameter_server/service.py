@@ -24,6 +24,7 @@ from mpidist.parameter_server.messages import (
     DONE,
     FAILED,
     FIRST_MESSAGE_BYTES,
+    GIVE_UP,
     INLINE_BYTES,
     LEAVE,
     NO_VARIABLE,
@@ -31,6 +32,7 @@ from mpidist.parameter_server.messages import (
     PART,
     PREAMBLE,
     TAG_DATA,
+    TAG_GIVE_UP,
     TAG_REPLY,
     TAG_REPLY_DATA,
     TAG_REQUEST,
@@ -38,6 +40,7 @@ from mpidist.parameter_server.messages import (
     Kind,
     arrays_in,
     pieces_of,
+    receives_of,
 )
 from mpidist.parameter_server.patience import Patience
 from mpidist.parameter_server.store import Loan, Store
@@ -60,6 +63,7 @@ class _Client:
         self.request = bytearray(FIRST_MESSAGE_BYTES)
         self.receive = comm.Recv_init(self.request, rank, TAG_REQUEST)
         self.sending: list[MPI.Request] = []
+        self.requests = 0
 
 
 class Service:
@@ -141,38 +145,29 @@ class Service:
         return True
 
     def _handle(self, client: _Client) -> _Moves:
-        number_of_parts, _, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
-        words, begin = client.request, PREAMBLE.size
-        end = begin + number_of_parts * PART.size
-        if not words_inline:
-            words, begin, end = bytearray(end - begin), 0, end - begin
-            yield from self._receive(client, [np.frombuffer(words, np.uint8)])
-        parts = list(PART.iter_unpack(memoryview(words)[begin:end]))
-        results: list[Array | Loan] = []
+        client.requests += 1
+        parts = yield from self._read(client)
+        results: list[Array] = []
+        loans: list[Loan] = []
         has_left = False
-        kinds: list[Kind] = []
-        stops = [0]
-        for part in parts:
-            kinds += self._kinds_of(part)
-            stops.append(len(kinds))
-        arrays = arrays_in(client.request, end, kinds) if data_inline else self._room(kinds)
         try:
-            if not data_inline:
-                yield from self._receive(client, arrays)
-            for i, (code, variable, _, optimizer, step, number) in enumerate(parts):
-                operation, some = OPERATIONS[code], arrays[stops[i] : stops[i + 1]]
+            self._check_given_up(client)
+            for (code, variable, _, optimizer, step, setting), arrays in parts:
+                operation = OPERATIONS[code]
                 result: Any
                 if operation is CONTROL:
-                    what, arguments = pickle.loads(some[0].tobytes())
-                    result = self._store.control(what, arguments)
-                    result = yield from _until_there(result)
+                    what, arguments = pickle.loads(arrays[0].tobytes())
+                    result = yield from _until_there(self._store.control(what, arguments))
                     result = np.frombuffer(pickle.dumps(result), np.uint8)
                 elif operation is TICK:
-                    result = yield from _until_there(self._store.clocks.tick(variable, client.rank, int(number)))
+                    result = yield from _until_there(self._store.clocks.tick(variable, client.rank, int(setting)))
                 elif operation is LEAVE:
                     result, has_left = None, True
                 else:
-                    result = self._store.carry_out(operation, variable, some, optimizer, step, number)
+                    result = self._store.carry_out(operation, variable, arrays, optimizer, step, setting)
+                if isinstance(result, Loan):
+                    loans.append(result)
+                    result = result.array
                 if result is not None:
                     results.append(result)
         except Exception as error:
@@ -181,10 +176,42 @@ class Service:
             yield from self._reply(client, FAILED, [np.frombuffer(_pickled(error), np.uint8)])
         else:
             yield from self._reply(client, DONE, results)
+        finally:
+            for loan in loans:
+                loan.give_back()
         if has_left:
             while not all_done(client.sending):
                 yield
             self._dismiss(client)
+
+    def _read(self, client: _Client) -> Generator[None, None, list[tuple[tuple[Any, ...], list[Array]]]]:
+        """Return the parts of a request, as numbers, and the arrays that came with each."""
+        number_of_parts, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
+        words, begin = client.request, PREAMBLE.size
+        end = begin + number_of_parts * PART.size
+        if not words_inline:
+            words, begin, end = bytearray(end - begin), 0, end - begin
+            yield from self._receive(client, [np.frombuffer(words, np.uint8)])
+        parts = list(PART.iter_unpack(memoryview(words)[begin:end]))
+        kinds = [self._kinds_of(part) for part in parts]
+        all_kinds = [kind for some in kinds for kind in some]
+        if data_inline:
+            arrays = arrays_in(client.request, end, all_kinds)
+        else:
+            arrays = self._room(all_kinds)
+            yield from self._receive(client, arrays)
+        following = iter(arrays)
+        return [(part, [next(following) for _ in some]) for part, some in zip(parts, kinds, strict=True)]
+
+    def _check_given_up(self, client: _Client) -> None:
+        """Raise PeerError if the client has given this request up while its arrays were on their way."""
+        *_, data_inline = PREAMBLE.unpack_from(client.request)
+        number = bytearray(GIVE_UP.size)
+        while not data_inline and self._comm.Iprobe(client.rank, TAG_GIVE_UP):
+            # It was sent before the arrays could change, and says of which request; that of an earlier one is late.
+            self._comm.Recv([number, self._byte], client.rank, TAG_GIVE_UP)
+            if GIVE_UP.unpack(number) == (client.requests,):
+                raise PeerError("the request was given up before all of it had come; nothing was done")
 
     def _kinds_of(self, part: tuple[Any, ...]) -> list[Kind]:
         """Return the kinds of the arrays that come with a part."""
@@ -206,21 +233,20 @@ class Service:
             ) from error
 
     def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
-        receives = [
-            self._comm.Irecv([piece, self._byte], client.rank, TAG_DATA)
-            for array in arrays
-            for piece in pieces_of(array)
-        ]
-        while not all_done(receives):
-            yield
+        receives = receives_of(self._comm, arrays, client.rank, TAG_DATA)
+        try:
+            while not all_done(receives):
+                yield
+        finally:
+            if receives:
+                _kept.append((receives, arrays))
 
     # Replies --------------------------------------------------------------------------------------------------
 
-    def _reply(self, client: _Client, status: int, results: Sequence[Array | Loan]) -> _Moves:
-        arrays = [result.array if isinstance(result, Loan) else result for result in results]
+    def _reply(self, client: _Client, status: int, arrays: Sequence[Array]) -> _Moves:
         data_bytes = sum([array.nbytes for array in arrays])
         is_inline = data_bytes <= INLINE_BYTES
-        preamble = PREAMBLE.pack(len(arrays), data_bytes, is_inline, status)
+        preamble = PREAMBLE.pack(data_bytes, is_inline, status)
         # The client has the reply to its last request, or it would not have sent this one.
         while not all_done(client.sending):
             yield
@@ -229,21 +255,14 @@ class Service:
             client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, TAG_REPLY))
             client.receive.Start()
             return
-        loans = [result for result in results if isinstance(result, Loan)]
-        for loan in loans:
-            loan.count += 1
-        try:
-            # The client is ready for them, and need not wait for what says that they come.
-            for array in arrays:
-                for piece in pieces_of(array):
-                    client.sending.append(self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA))
-            client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, TAG_REPLY))
-            client.receive.Start()
-            while not all_done(client.sending):
-                yield
-        finally:
-            for loan in loans:
-                loan.count -= 1
+        # The client is ready for them, and need not wait for what says that they come.
+        for array in arrays:
+            for piece in pieces_of(array):
+                client.sending.append(self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA))
+        client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, TAG_REPLY))
+        client.receive.Start()
+        while not all_done(client.sending):
+            yield
 
     # Those who leave ------------------------------------------------------------------------------------------
 
@@ -260,7 +279,7 @@ class Service:
         self._clients.remove(client)
         self._moving.pop(client, None)
         self._store.clocks.forget(client.rank)
-        _lost.append(client)
+        _kept.append(client)
         if client.rank == self._coordinator:
             raise RankLostError(
                 f"{client.name} was lost, which coordinates; start the job again and restore the newest checkpoint"
@@ -275,7 +294,8 @@ class Service:
             self._lose(client)
 
 
-_lost: list[_Client] = []
+# What MPI may still write to, since it was on its way when a client was lost.
+_kept: list[Any] = []
 
 
 def _until_there(answer: Any) -> Generator[None, None, Any]:

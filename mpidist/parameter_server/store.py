@@ -36,6 +36,10 @@ class Loan:
         self.array = array
         self.count = 0
 
+    def give_back(self) -> None:
+        """Say that one client has it."""
+        self.count -= 1
+
 
 class ServedComponent(ArrayComponent):
     """The copy of a variable that a server keeps; what is being sent of it is never written."""
@@ -45,7 +49,8 @@ class ServedComponent(ArrayComponent):
         self._loan = Loan(array)
 
     def lend(self) -> Loan:
-        """Return the array to be sent; the caller counts it up, and down once it has been."""
+        """Return the array to be sent; the caller gives it back."""
+        self._loan.count += 1
         return self._loan
 
     def take(self, array: Array) -> None:
@@ -118,7 +123,7 @@ class Store:
         arrays: Sequence[Array],
         optimizer: int,
         step: int,
-        number: float,
+        setting: float,
     ) -> Array | Loan | None:
         """Do one operation on a variable, and return what it gives back."""
         code = operation.code
@@ -142,7 +147,7 @@ class Store:
             gradient = arrays[0] if len(arrays) == 1 else IndexedSlices(arrays[1], arrays[0], target.shape)
             # A worker knows the number of updates as of its last one; those of others since then count as well.
             step = self._steps[optimizer, variable] = max(step, self._steps.get((optimizer, variable), -1) + 1)
-            self._optimizers[optimizer].update_one(target, gradient, number, step)
+            self._optimizers[optimizer].update_one(target, gradient, setting, step)
         return None
 
     # Rarer things ---------------------------------------------------------------------------------------------

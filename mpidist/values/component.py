@@ -130,7 +130,7 @@ class Assignable(ReadsAsArray):
         with place.current():
             coordinates = tuple(np.moveaxis(place.brings(array_of(indices)), -1, 0))
             for axis, positions in enumerate(coordinates):
-                check_positions(positions, array.shape[axis])
+                _check_on_device(positions, array.shape[axis])
             return copy_of(array_of(array[coordinates]))
 
     def sparse_read(self, indices: Any) -> Array:
@@ -143,7 +143,7 @@ class Assignable(ReadsAsArray):
         place = place_of(array)
         with place.current():
             positions = place.brings(array_of(indices))
-            check_positions(positions, len(array))
+            _check_on_device(positions, len(array))
             return array_of(np.take(array, positions, axis=0))
 
     def value(self) -> Array:
@@ -262,6 +262,12 @@ class ArrayComponent(Component):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device}: {on_host(self._array)!r}>"
+
+
+def _check_on_device(positions: Array, rows: int) -> None:
+    """Raise IndexError unless all positions are in range: NumPy does so itself, CuPy wraps them around."""
+    if is_device_array(positions):
+        check_positions(positions, rows)
 
 
 def as_value_of(variable: Assignable, value: Any) -> Array:

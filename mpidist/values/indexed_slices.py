@@ -107,9 +107,7 @@ def check_indices(indices: Array, rows: int) -> None:
 
 
 def check_positions(positions: Array, rows: int) -> None:
-    """Raise IndexError unless all ``positions`` lie in [-rows, rows): NumPy does it itself, CuPy wraps them around."""
-    if not is_device_array(positions):
-        return
+    """Raise IndexError unless all ``positions`` lie in [-rows, rows)."""
     low, high = _range(positions)
     if low < -rows or high >= rows:
         raise IndexError(f"indices from {low} to {high} are out of bounds for an axis of size {rows}")

@@ -10,7 +10,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.collectives import shared_memory
-from mpidist.collectives.memory import Pool, is_held
+from mpidist.collectives.memory import Pool
 from mpidist.core.settings import RANKS_PER_NODE
 
 pytestmark = pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only")
@@ -138,8 +138,31 @@ def test_a_pool_forgets_sizes_that_are_not_asked_for() -> None:
     pool = Pool()
     for count in range(20_000, 200_000, 500):
         pool.take(count, np.dtype("f8"))
-    assert len(pool._blocks) < 70
-    assert is_held([pool], 0)
+    assert len(pool._shelves) < 70
+
+
+def test_a_pool_gives_blocks_back_that_were_needed_only_once() -> None:
+    pool, kept = Pool(), []
+
+    def blocks() -> int:
+        return sum(len(shelf.blocks) for shelf in pool._shelves.values())
+
+    def use(count: int, times: int) -> None:
+        for _ in range(times):
+            kept.extend(pool.take(COUNT, np.dtype("f8")) for _ in range(count))
+            kept.clear()
+
+    use(100, 5)
+    # What every step needs stays, however much that is.
+    assert blocks() == 100
+    use(2, 200)
+    assert blocks() == 2
+    held = pool.take(COUNT, np.dtype("f8"))
+    use(1, 200)
+    held[:] = 3.0
+    use(1, 200)
+    assert (held == 3.0).all()
+    assert blocks() == 2
 
 
 @pytest.mark.min_ranks(2)

@@ -12,6 +12,9 @@ import pytest
 
 import mpidist
 from mpidist.optimizers import SGD, Adam
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.messages import Request
+from mpidist.parameter_server.remote import component_of
 from mpidist.values import IndexedSlices
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, on_workers, resolver_of, worker_of
@@ -365,3 +368,52 @@ def test_a_slow_worker_holds_the_others_back_until_it_leaves() -> None:
     _, *ahead = on_workers(paced, 2, 3, 3, 20, max_staleness=3)
     # One more may have been counted at the server and not yet in the variable.
     assert all(0 < steps <= 4 for steps in ahead), ahead
+
+
+# Requests of several parts ------------------------------------------------------------------------------------------
+
+
+def reads_and_writes(strategy: Any, count: int) -> tuple[list[Any], Any]:
+    """Return what a request that reads a variable before and after it is written gives, and the variable."""
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(count), name="v")
+    component = component_of(v)
+    parts = [component.part(messages.READ)]
+    for operation in (messages.ASSIGN_ADD, messages.ASSIGN):
+        parts += [component.part(operation, np.full(count, 3.0)), component.part(messages.READ)]
+        parts += [component.part(messages.ASSIGN_ADD, np.full(count, 1.0))]
+    return component.connection.ask(Request(parts)), v.numpy()
+
+
+@pytest.mark.parametrize("count", [3, 1 << 16])
+def test_the_parts_of_a_request_are_done_one_after_the_other(count: int) -> None:
+    ((answers, value),) = on_workers(reads_and_writes, 1, 1, count)
+    assert [None if answer is None else answer[-1] for answer in answers] == [0.0, None, 3.0, None, None, 3.0, None]
+    assert value[0] == 4.0
+
+
+def steps_with_settings(strategy: Any, kind: Any) -> list[float]:
+    """Return by how much each step moves a variable, where the momentum is set anew before each."""
+    with strategy.scope():
+        v, optimizer = mpidist.Variable(0.0, name="v"), SGD(1.0, momentum=0.5)
+    moved = []
+    for i in range(20):
+        before = float(v.numpy())
+        # The first object is gone when the second one is made, perhaps in its place.
+        optimizer.momentum = kind(0.3)
+        optimizer.momentum = kind(i / 40)
+        strategy.run(lambda: optimizer.apply_gradients([(1.0, v)]))
+        moved.append(float(v.numpy()) - before)
+    return moved
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.array], ids=["float", "float32", "array"])
+def test_a_setting_of_any_type_reaches_the_servers(kind: Any) -> None:
+    (moved,) = on_workers(steps_with_settings, 1, 1, kind)
+    expected, velocity = [], 0.0
+    for i in range(20):
+        # Without momentum the velocity is not kept.
+        step = i / 40 * velocity - 1.0
+        velocity = step if i else 0.0
+        expected.append(step)
+    np.testing.assert_allclose(moved, expected, atol=1e-5)
