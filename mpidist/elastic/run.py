@@ -55,6 +55,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
     if not isinstance(state, State):
         raise TypeError(f"state is {state!r}; expected mpidist.elastic.State(step=0, ...)")
     import_mpi()
+    state._forget_attempt()
     if can_go_on() and not has_world():
         _begin(min_ranks)
     if world_topology().world.Get_size() == 1 or not can_go_on():
