@@ -182,6 +182,9 @@ class StrategyHooks:
         """Return what lets the ranks agree on a step (collective over the ranks of the strategy)."""
         return StepAgreement(None)
 
+    def _agree_on(self, text: str) -> None:
+        """Return once all ranks of the strategy have said the same ``text`` (collective); else raise MismatchError."""
+
     def _distributed(self, value: Any) -> Any:
         """Return the components of a variable as a distributed value; other values unchanged."""
         return value.value() if isinstance(value, Variable) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
-from mpidist.values.placement import array_of, place_of, place_of_operands
+from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
 GradientsAndVariables = Iterable[tuple[Any, AnyVariable]]
 
@@ -48,6 +49,21 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
             f"grads_and_vars holds {what}; expected at least one gradient, as in "
             "apply_gradients(zip(gradients, variables))"
         )
+
+
+def checksum(gradients: Iterable[Any]) -> int:
+    """Return the CRC-32 of the bytes of gradients, of distributed values that of the first.
+
+    >>> checksum([np.array([1.0, 2.0])]) == checksum([np.array([1.0, 3.0])])
+    False
+    """
+    found = 0
+    for gradient in gradients:
+        first = gradient.values[0] if isinstance(gradient, DistributedValues) else gradient
+        arrays = [first.values, first.indices] if isinstance(first, IndexedSlices) else [array_of(first)]
+        for array in arrays:
+            found = zlib.crc32(np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data, found)
+    return found
 
 
 def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:

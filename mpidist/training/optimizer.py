@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Gradients that have been summed, and their variables.
 Summed = tuple[list[Any], list[Variable]]
 LearningRate = float | Callable[[int], float]
+# Attributes that no program changes.
+_NO_SETTINGS = ("name", "slot_names")
 
 
 class Optimizer:
@@ -64,6 +66,8 @@ class Optimizer:
         self._slots: dict[Variable, dict[str, Variable]] = {}
         # What a checkpoint brought for variables that do not exist yet; taken out as they are made.
         self._deferred: dict[str, Array] = {}
+        # The settings that all ranks have said to be theirs.
+        self._agreed = ""
 
     # What users set and read ----------------------------------------------------------------------------------
 
@@ -208,8 +212,9 @@ class Optimizer:
         the call returns. After an error in the middle (PeerError, MismatchError) some variables have been updated and
         others not: go back to a checkpoint.
 
-        Outside ``run`` the gradients are taken for sums already and every copy is updated by them; nothing is
-        communicated, so they must be the same on all ranks. (Keras raises an error there.)
+        Outside ``run`` the gradients are taken for sums already and every copy is updated by them: they must be the
+        same on all ranks, which is checked by their checksums. (Keras raises an error there.) So must be the settings,
+        such as the learning rate, which the ranks compare whenever one has changed.
 
         The first call makes the optimizer's variables if ``build`` was not called.
 
@@ -222,6 +227,7 @@ class Optimizer:
         Raises:
             ValueError: Only None, shapes that do not fit, or variables of another strategy.
             TypeError: Dtypes that do not fit.
+            MismatchError: Other settings, or gradients outside ``run``, than on another rank.
 
         Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
@@ -232,6 +238,7 @@ class Optimizer:
         gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
         strategy = self._strategy_of(variables)
         if context is not None and context.strategy is strategy:
+            self._agree_in_replica(context)
             summed: Iterable[Summed] = [(gradients, variables)]
             if experimental_aggregate_gradients:
                 buckets = Buckets(context)
@@ -242,6 +249,10 @@ class Optimizer:
             return
         with _entered(strategy):
             self.build(variables)
+            strategy.extended._agree_on(
+                f"apply_gradients() of {self._settings()}, outside of strategy.run(), where gradients must be the same "
+                f"on all ranks: their checksum is {gradient_tools.checksum(gradients):08x}"
+            )
             strategy.extended.update(
                 self.iterations,
                 lambda iterations, grads: self._update_all(iterations, [(grads, variables)]),
@@ -249,6 +260,7 @@ class Optimizer:
             )
 
     def _apply_as_they_come(self, context: ReplicaContext, grads_and_vars: GradientsAndVariables) -> None:
+        self._agree_in_replica(context)
         buckets, variables = Buckets(context), []
         for gradient, variable in gradient_tools.each_checked(grads_and_vars):
             if self._strategy_of([variable]) is not context.strategy:
@@ -279,6 +291,22 @@ class Optimizer:
                     f"every replica has {type(self).__name__} of its own; create the optimizer once, outside "
                     "strategy.run(), and use it in all replicas"
                 )
+
+    def _settings(self) -> str:
+        """Return what a program sets in an optimizer, except for a function of the step."""
+        public = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in _NO_SETTINGS}
+        shown = [f"{name}={value!r}" for name, value in (self._numbers | public).items() if not callable(value)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _agree_in_replica(self, context: ReplicaContext) -> None:
+        """Compare the settings with those of the other ranks where they have changed, before anything else is sent."""
+        settings = self._settings()
+        if settings != self._agreed and has_strategy():
+            context.merge_call(lambda strategy: self._agree_on(strategy, settings))
+
+    def _agree_on(self, strategy: Strategy, settings: str) -> None:
+        strategy.extended._agree_on(f"apply_gradients() of {settings}")
+        self._agreed = settings
 
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
         """Have the strategy update what the update context is about."""
