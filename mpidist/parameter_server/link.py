@@ -166,14 +166,12 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
     coordinated = COORDINATED in owners
     if not counts["ps"] or not counts["worker"] + (0 if coordinated else counts["chief"]):
         raise ValueError(
-            f"the cluster is {text}; expected at least one ps and one worker: type MPIDIST_JOBS="
-            + ("chief:1,ps:1,worker:2" if coordinated else "ps:1,worker:3")
-            + " mpirun -n 4 python ..."
+            f"the cluster is {text}; expected at least one ps and one worker: {_what_to_type(tasks, owners)}"
         )
     if set(owners) == {SERVER}:
         raise ValueError(
             f"all ranks of the cluster {text} made a {SERVER}, and nobody runs the program; expected: the chief makes "
-            f"a {COORDINATED}, or every worker a {EVERY_WORKER}"
+            f"a {COORDINATED}, or every worker a {EVERY_WORKER}: {_what_to_type(tasks, owners)}"
         )
     for task, owner in zip(tasks, owners, strict=True):
         expected = SERVER if task.job == "ps" else (SERVER if task.job == "worker" else COORDINATED)
@@ -181,10 +179,28 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
             expected = EVERY_WORKER
         if owner != expected:
             raise ValueError(
-                f"{task} made a {owner}, and others a {COORDINATED if coordinated else EVERY_WORKER}; expected "
-                f"{expected} there: with a coordinator only the chief runs the program, and ps and worker call "
-                "mpidist.Server(resolver).join(); without one every worker runs it, and only ps calls join()"
+                f"{task} made a {owner}; expected that it makes a {expected}: with a coordinator only the chief runs "
+                "the program, and ps and worker call mpidist.Server(resolver).join(); without one every worker "
+                "runs it, and only ps calls join()"
             )
+
+
+def _what_to_type(tasks: Sequence[Task], owners: Sequence[str]) -> str:
+    """Return the line that deals out the roles; both where nobody has said whether there is a coordinator."""
+    lines = {
+        COORDINATED: "MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4 python ...",
+        EVERY_WORKER: "MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...",
+    }
+    kind = COORDINATED if COORDINATED in owners else EVERY_WORKER
+    typed = f"type {lines[kind]}"
+    if set(owners) == {SERVER}:
+        typed = (
+            f"type {lines[COORDINATED]} where the chief makes a ClusterCoordinator, or {lines[EVERY_WORKER]} where "
+            f"every worker runs the program ({EVERY_WORKER})"
+        )
+    if settings.JOBS.read() is None and {task.job for task in tasks} == {"worker"}:
+        typed += "; MPIDIST_JOBS is not set, and without it, and without jobs= in the program, all ranks are workers"
+    return typed
 
 
 def common_replicas(tasks: Sequence[Task], replicas: Sequence[int]) -> int:
@@ -227,14 +243,40 @@ def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
 
 # What this process is linked with, as long as anything uses it.
 _link: list[Link] = []
+# The tasks as which this process has served until the job was over.
+_served: set[Task] = set()
+
+
+def note_served(task: Task) -> None:
+    """Remember that this process has served as ``task``, and that the job is over."""
+    _served.add(task)
+
+
+def check_not_served(resolver: ClusterResolver, owner: str) -> None:
+    """Raise RuntimeError where a rank that has served goes on to the program of those that it served.
+
+    Nobody is there any more to meet it, so it would wait in vain. To serve again is no mistake.
+    """
+    task = Task(resolver.task_type or "", resolver.task_id or 0)
+    # A worker of a coordinator may well be one that runs the program later on.
+    if task in _served and (task.job == "ps" or owner == COORDINATED):
+        raise RuntimeError(
+            f"{task} has served, its job is over, and now it makes a {owner}, which is for "
+            f"{'the chief' if owner == COORDINATED else 'the workers'}: Server.join() returns when the job is over. "
+            "Expected: the rank ends there; type sys.exit() after mpidist.Server(resolver).join(), or put the program "
+            "under `else:`, or into a function main() and mpidist.launch(main"
+            + (', ("chief",))' if owner == COORDINATED else ")")
+        )
 
 
 def link_of(resolver: ClusterResolver, owner: str) -> Link:
     """Return the link of this process, made the first time (collective then).
 
     Raises:
-        RuntimeError: A strategy is open already beside which there can be no other.
+        RuntimeError: A strategy is open already beside which there can be no other; or this rank has served, and
+            its job is over.
     """
+    check_not_served(resolver, owner)
     if not _link or not _link[0].is_open:
         _link[:] = [Link(resolver, owner)]
     elif COORDINATED in (owner, _link[0].owner):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
-from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver
+from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
 from mpidist.parameter_server.strategy import WorkerTwin
@@ -18,8 +18,9 @@ class Server:
     """The task of this rank in a cluster with parameter servers.
 
     Ranks that are ``ps``, and under a coordinator also those that are ``worker``, make a server and call
-    :meth:`join`, which returns when the job is over. Collective: at the same time the chief and the workers construct
-    their ParameterServerStrategy.
+    :meth:`join`, which returns when the job is over (TensorFlow's never returns): end the program there, or put that of
+    the others under ``else:``. Collective: at the same time the chief and the workers construct their
+    ParameterServerStrategy.
 
     Args:
         server_or_cluster_def: A cluster resolver, such as ``MPIClusterResolver(jobs={"ps": 1, "worker": 3})``; or a
@@ -64,7 +65,7 @@ class Server:
             self._link = Link(self._resolver, SERVER)
 
     def join(self) -> None:
-        """Serve until the chief and all workers have closed their strategies or ended their programs.
+        """Serve until the chief and all workers have closed their strategies or ended their programs; then return.
 
         A parameter server keeps variables and applies updates; a worker carries out the functions that the
         coordinator schedules. A client that is lost is reported, and served no more where MPI survives it. SIGTERM and
@@ -84,12 +85,14 @@ class Server:
             with signals_left_to_others():
                 Service(link.comm, clients, Store(link.workers), coordinator).run()
             link.leave()
+            note_served(link.task)
             return
         if link.task.job == "worker":
             twin = WorkerTwin(link, self._resolver)
             with signals_left_to_others():
                 WorkerLoop(link, twin).run()
             twin.close()
+            note_served(link.task)
             return
         raise RuntimeError(
             f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, and "

@@ -9,7 +9,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.input import distribute_dataset, distribute_from_function
 from mpidist.parameter_server.dispatcher import Dispatcher
 from mpidist.parameter_server.extended import ParameterServerExtended
-from mpidist.parameter_server.link import COORDINATED, Link, checked_resolver, link_of
+from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
 from mpidist.parameter_server.partitioners import Partitioner
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.strategy import Strategy
@@ -134,6 +134,7 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ValueError: A cluster without chief, server or worker; workers with different numbers of devices; a rank that
             is not the chief; a partitioner that cuts another axis than the first.
+        RuntimeError: This rank has served as a task of the cluster, and its job is over.
         CollectiveTimeoutError: Not all ranks of the cluster came.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ParameterServerStrategy
@@ -145,10 +146,12 @@ class ParameterServerStrategy(Strategy):
         resolver = checked_resolver(cluster_resolver)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ValueError(f"variable_partitioner is {variable_partitioner!r}; expected a function, or None")
+        check_not_served(resolver, COORDINATED)
         if resolver.task_type != "chief":
             raise ValueError(
                 f"this rank is {resolver.task_type}:{resolver.task_id}; ParameterServerStrategy is for the chief, "
-                "which coordinates: the others call mpidist.Server(resolver).join(). For a program on every worker use "
+                "which coordinates: the others call mpidist.Server(resolver).join(). Roles are dealt out by "
+                "MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4 python ... For a program on every worker use "
                 "mpidist.v1.experimental.ParameterServerStrategy"
             )
         link = link_of(resolver, COORDINATED)

@@ -116,6 +116,7 @@ class ParameterServerStrategyV1(StrategyV1):
 
     Raises:
         ValueError: A cluster without servers, or a rank that is no worker.
+        RuntimeError: This rank has served as a task of the cluster, and its job is over.
         MismatchError: Another ``max_staleness`` than other workers.
         CollectiveTimeoutError: Not all ranks of the cluster came.
 

@@ -87,12 +87,12 @@ def roles() -> list[tuple[str, str]]:
 def test_ranks_whose_roles_do_not_fit_together() -> None:
     found = list(zip(*run(roles, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"}), strict=True))
     texts = [
-        "the cluster is worker:3; expected at least one ps",
-        "the cluster is ps:3; expected at least one ps and one worker",
+        "one worker: type MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...; MPIDIST_JOBS is not set, and without it",
+        "the cluster is ps:3; expected at least one ps and one worker: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun",
         "two ranks have the same task",
         "worker 0 made a Server",
-        "ps 0 made a v1.experimental.ParameterServerStrategy",
-        "all ranks of the cluster ps:1,worker:2 made a Server, and nobody runs the program",
+        "ps 0 made a v1.experimental.ParameterServerStrategy; expected that it makes a Server: with a coordinator",
+        "every worker a v1.experimental.ParameterServerStrategy: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4",
         "this rank is cook:0 by its SimpleClusterResolver",
         "this rank is None:None",
         "= 2 tasks, and there are 3 ranks",
@@ -124,6 +124,50 @@ def test_a_chief_among_the_workers_and_an_evaluator_beside_them() -> None:
     assert worker == (1.0, False)
     assert kind == "ValueError"
     assert "this rank is evaluator:0" in text
+
+
+# Who has served -----------------------------------------------------------------------------------------------------
+
+
+def served_and_went_on(coordinated: bool) -> Any:
+    """Paste what a TensorFlow program has: there, join() never returns."""
+    resolver = MPIClusterResolver(jobs={"chief": 1, "ps": 1, "worker": 1} if coordinated else {"ps": 1, "worker": 2})
+    kind = mpidist.ParameterServerStrategy if coordinated else Strategy
+    serves = resolver.task_type == "ps" or (coordinated and resolver.task_type == "worker")
+    if serves:
+        mpidist.Server(resolver).join()
+        return error_of(lambda: kind(resolver))
+    kind(resolver).close()
+    return None
+
+
+@pytest.mark.parametrize("coordinated", [False, True])
+def test_who_has_served_makes_no_strategy(coordinated: bool) -> None:
+    found = run(served_and_went_on, 3, coordinated, timeout=60, env={"MPIDIST_TIMEOUT": "30"})
+    told = [error for error in found if error is not None]
+    assert len(told) == (2 if coordinated else 1)
+    for kind, text in told:
+        assert kind == "RuntimeError"
+        assert " has served, its job is over, and now it makes a " in text
+        assert "type sys.exit() after mpidist.Server(resolver).join()" in text
+
+
+def worker_of_both_kinds() -> Any:
+    jobs = {"chief": 1, "ps": 1, "worker": 1}
+    resolver = MPIClusterResolver(jobs=jobs)
+    if resolver.task_type == "chief":
+        mpidist.ParameterServerStrategy(resolver).close()
+    else:
+        mpidist.Server(resolver).join()
+    if resolver.task_type == "ps":
+        mpidist.Server(resolver).join()
+        return None
+    with Strategy(resolver) as strategy, strategy.scope():
+        return float(mpidist.Variable(2.0))
+
+
+def test_a_worker_that_served_a_coordinator_runs_a_program_of_its_own_afterwards() -> None:
+    assert run(worker_of_both_kinds, 3, timeout=60, env={"MPIDIST_TIMEOUT": "30"}) == [2.0, None, 2.0]
 
 
 # One strategy after the other ---------------------------------------------------------------------------------------
