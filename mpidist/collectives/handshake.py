@@ -39,6 +39,11 @@ _ID_BITS = 40
 # What a rank may have to tell instead of a plan.
 FAILED = "failed"
 LEFT = "left"
+# Most often a call that is meant to print or to save stands under `if rank == 0:`.
+_EVERY_RANK_CALLS = (
+    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
+    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
+)
 
 
 def plan_id(text: str) -> int:
@@ -227,7 +232,8 @@ class Handshake:
         self._note_left(everyone)
         news = [f"rank {rank} {text} (at {site})" for rank, (kind, text, site) in enumerate(everyone) if kind != "plan"]
         if news:
-            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when " + "; ".join(news))
+            remedy = f". {_EVERY_RANK_CALLS}" if self.left else ""
+            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {'; '.join(news)}{remedy}")
         raise MismatchError(_mismatch_message(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
 
 
@@ -239,7 +245,9 @@ def _mismatch_message(everyone: list[tuple[str, str, str]]) -> str:
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}\n      at {site}"
         for (text, site), ranks in groups.items()
     ]
+    # Where all are at one line it is their arguments that differ.
+    remedy = f"\n{_EVERY_RANK_CALLS}" if len({site for _, site in groups}) > 1 else ""
     return (
         "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
-        "and options on every rank, in the same order:\n" + "\n".join(lines)
+        "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
     )

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.plan import Signature, signature_text
+from mpidist.collectives.plan import Signature, note_text, signature_text
 
 
 class GatherPlan:
@@ -44,7 +44,7 @@ class GatherPlan:
             parts.append(f"{dtype.name}({shown})")
             self._positions.append(position)
             self._other_axes.append(shape[:position] + shape[position + 1 :])
-        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{f' as {note}' if note else ''}"
+        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{note_text('as', note)}"
         self.id = plan_id(self.text)
         self.row_sizes = [math.prod(axes) for axes in self._other_axes]
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
@@ -82,7 +82,7 @@ class BroadcastPlan:
         for _, dtype in signature:
             check_transportable(dtype, "broadcast")
         self.root = root
-        of_what = f" for {note}" if note else ""
+        of_what = note_text("for", note)
         self.text = f"broadcast from rank {root} of {signature_text(signature)}{of_what}"
         self.id = plan_id(self.text)
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)

@@ -18,11 +18,21 @@ from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.packing import Pack, Reduction, group_by_size
 from mpidist.core.enums import ReduceOp
+from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
 _HOST_ARRAYS = {np.ndarray}
 Signature = tuple[tuple[tuple[int, ...], DType], ...]
+
+
+def note_text(word: str, note: str) -> str:
+    """Return a note as the end of a text, with ``word`` before it; nothing for none, or for a single array.
+
+    >>> note_text("as", "[*, *]"), note_text("as", "*")
+    (' as [*, *]', '')
+    """
+    return "" if note in ("", LEAF) else f" {word} {note}"
 
 
 def signature_of(arrays: Sequence[Array]) -> Signature:
@@ -96,7 +106,7 @@ class ReductionPlan:
         self.divisor = divisor if op is ReduceOp.MEAN else None
         self.options = options
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
-        structure = f" as {note}" if note else ""
+        structure = note_text("as", note)
         self.text = (
             f"{kind} {op.name}{over} of {signature_text(signature, on_device)}{structure}{_options_text(options)}"
         )

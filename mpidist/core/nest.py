@@ -10,6 +10,9 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+# What stands for a leaf in the text of a structure.
+LEAF = "*"
+
 _BRANCHES = (list, tuple, dict)
 
 
@@ -157,7 +160,7 @@ def describe(nest: Any) -> str:
     "{'a': [*, *], 'b': *}"
     """
     if not is_nest(nest):
-        return "*"
+        return LEAF
     if isinstance(nest, dict):
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in _children(nest)) + "}"
     inner = ", ".join(describe(child) for _, child in _children(nest))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError
+from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError, ReduceOp
 from mpidist.experimental import CommunicationOptions
 from tests.support.mpirun import run, run_script
 
@@ -60,6 +60,24 @@ def test_three_different_calls(comm: Communicator) -> None:
     with pytest.raises(MismatchError):
         comm.all_reduce("SUM", np.ones(comm.rank))
     assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def test_a_rank_that_skips_a_call_is_told_that_every_rank_makes_it(comm: Communicator) -> None:
+    with pytest.raises(MismatchError, match="Expected: every rank makes this call"):
+        if comm.rank == 0:
+            comm.all_reduce("SUM", 1.0)
+        comm.barrier()
+    with pytest.raises(MismatchError) as caught:
+        comm.all_reduce("SUM", np.ones(1 + comm.rank))
+    assert "every rank makes this call" not in str(caught.value)
+
+
+def test_a_single_array_has_no_structure_to_tell_of(comm: Communicator) -> None:
+    with pytest.raises(MismatchError) as caught:
+        comm.reduce_arrays(ReduceOp.SUM, [np.ones(1 + comm.rank)], 1, note="*")
+    assert " as *" not in str(caught.value)
+    with pytest.raises(MismatchError, match=r" as \[\*\]"):
+        comm.reduce_arrays(ReduceOp.SUM, [np.ones(1)], 1, note="[*]" if comm.rank else "*")
 
 
 def test_an_error_of_one_rank_reaches_the_others(comm: Communicator) -> None:
@@ -145,7 +163,7 @@ def test_a_rank_that_leaves_is_noticed_by_those_that_wait() -> None:
     job = run_script(LEAVES, 3)
     assert job.returncode != 0
     assert "PeerError: rank 0 was in all_reduce SUM of float64(5,)" in job.stderr
-    assert "when rank 1 has left the program" in job.stderr
+    assert "when rank 1 has left the program (at its end). Expected: every rank makes this call" in job.stderr
 
 
 GOES_ON = """
