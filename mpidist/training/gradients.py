@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
+from mpidist.training.checks import check_is_float
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
@@ -173,6 +174,7 @@ def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
         return array
     # A wider gradient would be rounded without anybody noticing; most often it is float64 by accident.
     if array.dtype.kind not in "iuf" or not np.can_cast(array.dtype, variable.dtype, "safe"):
+        check_is_float(variable)
         raise TypeError(
             f"a gradient of dtype {array.dtype} was given for variable {variable.name!r} of dtype {variable.dtype}; "
             f"convert it first: gradient.astype({variable.dtype.name!r})"

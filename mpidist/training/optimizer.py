@@ -15,6 +15,7 @@ from mpidist.core.context import get_replica_context, get_strategy, has_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.buckets import Buckets
+from mpidist.training.checks import check_is_float, check_schedule, strategy_of
 from mpidist.training.gradients import GradientsAndVariables
 from mpidist.training.update_tools import compute_dtype, current
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
@@ -41,7 +42,7 @@ class Optimizer:
         name: For the names of its variables.
 
     Raises:
-        TypeError: A learning rate that is neither number nor function.
+        TypeError: A learning rate that is neither a number nor a function of the step.
     """
 
     slot_names: tuple[str, ...] = ()
@@ -81,6 +82,7 @@ class Optimizer:
         if not callable(value) and not isinstance(value, (int, float, np.number)):
             raise TypeError(f"learning_rate is {value!r}; expected a number or a function of the step")
         if callable(value):
+            check_schedule(value)
             self._schedule = value
             self._numbers.clear()
         else:
@@ -148,7 +150,7 @@ class Optimizer:
             return
         for variable in new:
             self._check_variable(variable)
-        strategy = self._strategy_of([*self._slots, *new])
+        strategy = strategy_of([*self._slots, *new])
         with _entered(strategy):
             if self._iterations is None:
                 # On the host: reading it in a step must not wait for a device.
@@ -236,7 +238,7 @@ class Optimizer:
             self._apply_as_they_come(context, grads_and_vars)
             return
         gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
-        strategy = self._strategy_of(variables)
+        strategy = strategy_of(variables)
         if context is not None and context.strategy is strategy:
             self._agree_in_replica(context)
             summed: Iterable[Summed] = [(gradients, variables)]
@@ -263,7 +265,7 @@ class Optimizer:
         self._agree_in_replica(context)
         buckets, variables = Buckets(context), []
         for gradient, variable in gradient_tools.each_checked(grads_and_vars):
-            if self._strategy_of([variable]) is not context.strategy:
+            if strategy_of([variable]) is not context.strategy:
                 raise ValueError(
                     f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and this is "
                     f"a replica of {type(context.strategy).__name__}; create it inside `with strategy.scope():`"
@@ -401,24 +403,7 @@ class Optimizer:
                 f"variable {variable.name!r} is synchronized ON_READ, so its copies differ; an optimizer expects "
                 "synchronization ON_WRITE"
             )
-        if variable.dtype.kind != "f" and variable.dtype.name != "bfloat16":
-            raise TypeError(
-                f"variable {variable.name!r} has dtype {variable.dtype}; an optimizer expects floating-point numbers"
-            )
-
-    def _strategy_of(self, variables: Iterable[Variable]) -> Strategy:
-        """Return the strategy that all ``variables`` belong to, after comparing it with the current one."""
-        strategies = list(dict.fromkeys(variable.distribute_strategy for variable in variables))
-        if len(strategies) > 1:
-            names = [type(s).__name__ for s in strategies]
-            raise ValueError(f"the variables belong to different strategies, {names}; expected one for all of them")
-        strategy = strategies[0]
-        if has_strategy() and get_strategy() is not strategy:
-            raise ValueError(
-                f"the variables belong to {type(strategy).__name__}, and {type(get_strategy()).__name__} is current; "
-                "create them, and use the optimizer, under one strategy"
-            )
-        return cast("Strategy", strategy)
+        check_is_float(variable)
 
     # Saved state ----------------------------------------------------------------------------------------------
 

@@ -257,11 +257,25 @@ def test_one_reduction_a_step(strategy: mpidist.Strategy, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local", "one_device"), indirect=True)
 def test_variables_of_another_strategy(strategy: mpidist.Strategy) -> None:
     mine, plain = make(strategy, 1.0), mpidist.Variable(1.0)
-    with pytest.raises(ValueError, match="is current"):
+    kind = type(strategy).__name__
+    scope = r"inside `with strategy.scope\(\):`"
+    told = rf"'Variable.*' belongs to DefaultStrategy \(it was created outside.*, and {kind} is current; .*{scope}"
+    with pytest.raises(ValueError, match=told):
         optimizer = SGD()
         strategy.run(lambda: optimizer.apply_gradients([(1.0, plain)]))
-    with pytest.raises(ValueError, match="different strategies"):
+    with pytest.raises(ValueError, match=rf"different strategies: 'Variable.*' to {kind}, and 'Variable.*' to Default"):
         SGD().apply_gradients([(1.0, mine), (1.0, plain)])
+
+
+@pytest.mark.one_rank
+def test_another_strategy_of_the_same_class() -> None:
+    with mpidist.OneDeviceStrategy("cpu:0") as one, mpidist.OneDeviceStrategy("cpu:0") as other:
+        v, w = make(one, 1.0), make(other, 1.0)
+        optimizer = SGD()
+        with pytest.raises(ValueError, match="to OneDeviceStrategy, and another OneDeviceStrategy is current"):
+            other.run(lambda: optimizer.apply_gradients([(1.0, v)]))
+        with pytest.raises(ValueError, match="to OneDeviceStrategy, and .* to another OneDeviceStrategy; expected"):
+            optimizer.apply_gradients([(1.0, v), (1.0, w)])
 
 
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
@@ -269,6 +283,15 @@ def test_an_optimizer_for_each_replica_is_refused(strategy: mpidist.Strategy) ->
     v = make(strategy, 1.0)
     with pytest.raises(RuntimeError, match="create the optimizer once"):
         strategy.run(lambda: SGD().apply_gradients([(1.0, v)]))
+
+
+def test_a_schedule_takes_the_step() -> None:
+    with pytest.raises(TypeError, match=r"learning_rate is the function .*\(\), which.*expected.*lambda step: 0.1"):
+        SGD(lambda: 0.1)  # type: ignore[arg-type,misc]
+    optimizer = SGD(lambda step: 0.1 * (step + 1))
+    with pytest.raises(TypeError, match="cannot be called with the step alone"):
+        optimizer.learning_rate = lambda step, epoch: 0.1  # type: ignore[assignment,misc]
+    assert optimizer.learning_rate == 0.1
 
 
 def test_wrong_gradients() -> None:
@@ -282,8 +305,9 @@ def test_wrong_gradients() -> None:
             SGD().apply_gradients([(gradient, v)])
     with pytest.raises(TypeError, match="pairs"):
         SGD().apply_gradients([v])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="floating-point"):
-        SGD().apply_gradients([(1, mpidist.Variable(1))])
+    for value, gradient in ((1, 1), (1, 0.5), (np.zeros(2, int), np.ones(2)), (np.zeros(2, int), np.ones(2, int))):
+        with pytest.raises(TypeError, match=r"expects floating-point variables, for example mpidist"):
+            SGD().apply_gradients([(gradient, mpidist.Variable(value))])
     on_read = mpidist.Variable(1.0, synchronization=mpidist.VariableSynchronization.ON_READ)
     with pytest.raises(ValueError, match="ON_READ"):
         SGD().apply_gradients([(1.0, on_read)])
