@@ -13,11 +13,9 @@ import sys
 
 import numpy as np
 
-import mpidist  # before mpi4py: it prepares MPI for this machine
+import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental.partitioners import FixedShardsPartitioner
-
-from mpi4py import MPI  # isort: skip
 
 try:
     from sklearn.datasets import load_digits
@@ -38,7 +36,7 @@ def make_resolver():
     """Return who is who: as MPIDIST_JOBS says, or half of the ranks as servers."""
     if "MPIDIST_JOBS" in os.environ:
         return MPIClusterResolver()
-    ranks = MPI.COMM_WORLD.size
+    ranks = MPIClusterResolver().size
     if ranks < 2:
         sys.exit(f"expected 2 ranks or more; type: mpirun -n 4 python {' '.join(sys.argv)}")
     return MPIClusterResolver(jobs={"ps": ranks // 2, "worker": ranks - ranks // 2})

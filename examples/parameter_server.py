@@ -16,11 +16,9 @@ import time
 
 from train import Network, load_data
 
-import mpidist  # before mpi4py: it prepares MPI for this machine
+import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental import cache_variable_reads
-
-from mpi4py import MPI  # isort: skip
 
 
 def parse_arguments():
@@ -38,7 +36,7 @@ def make_resolver(arguments):
     """Return who is who: as MPIDIST_JOBS says, or one server and workers for all other ranks."""
     if "MPIDIST_JOBS" in os.environ:
         return MPIClusterResolver()
-    ranks = MPI.COMM_WORLD.size
+    ranks = MPIClusterResolver().size
     least = 3 if arguments.coordinator else 2
     if ranks < least:
         sys.exit(f"expected {least} ranks or more; type: mpirun -n {least + 1} python {' '.join(sys.argv)}")

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-import mpidist  # before mpi4py: it prepares MPI for this machine
+import mpidist
 from mpidist import elastic
+from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental import PreemptionCheckpointHandler
-
-from mpi4py import MPI  # isort: skip
 
 try:
     import matplotlib
@@ -306,10 +305,11 @@ def draw(history, path):
 
 def train_once(arguments, commits=None):
     """Train on all ranks that there are."""
-    ranks = MPI.COMM_WORLD.size
+    world = MPIClusterResolver()  # rank and size of the job; where there is no MPI it says what to type
+    ranks = world.size
     with make_strategy(arguments) as strategy:
         # Rank 0 of the beginning may be lost meanwhile.
-        is_writer = MPI.COMM_WORLD.rank == 0 if commits is None else strategy.extended.should_checkpoint
+        is_writer = world.rank == 0 if commits is None else strategy.extended.should_checkpoint
         if is_writer:
             alone = ranks > 1 and not strategy.extended.experimental_between_graph
             print(

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from train import Network, load_data
 
-import mpidist  # before mpi4py: it prepares MPI for this machine
+import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
-
-from mpi4py import MPI  # isort: skip
 
 
 def parse_arguments():
@@ -31,7 +29,7 @@ def parse_arguments():
 
 def make_resolver():
     """Return who is who: as MPIDIST_JOBS says, or the last rank evaluates."""
-    ranks = MPI.COMM_WORLD.size
+    ranks = MPIClusterResolver().size
     if "MPIDIST_JOBS" in os.environ or ranks == 1:
         return MPIClusterResolver()
     return MPIClusterResolver(jobs={"worker": ranks - 1, "evaluator": 1})

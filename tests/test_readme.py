@@ -25,6 +25,12 @@ def test_the_training_loop_runs_everywhere() -> None:
     assert "epoch 4: loss 0.0" in outputs[0]
 
 
+def test_every_table_is_whole() -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", README.read_text(), re.MULTILINE)
+    assert len(tables) > 3
+    assert [table for table in tables if not re.match(r".*\n\|-", table)] == []
+
+
 def test_relative_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)", README.read_text())
     assert links

