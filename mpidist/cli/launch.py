@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.cli.launch_words import check_count, is_python, split_program
 from mpidist.core.errors import LaunchError
 from mpidist.topology.environments import in_shell, read_batch_system, read_launcher
@@ -25,8 +26,9 @@ usage: python -m mpidist launch -n RANKS [MPIRUN OPTIONS] PROGRAM.py [ARGUMENTS]
        python -m mpidist launch -n RANKS [MPIRUN OPTIONS] -- COMMAND [ARGUMENTS]
 
 Finds the MPI library that mpi4py uses (a wheel's or the system's) and its mpirun, and adds what it needs to run as
-root, and outside of batch jobs with more ranks than cores and without binding ranks to cores. Everything else is passed
-on. Prints the command on stderr and becomes it: its exit code and its signals are those of mpirun."""
+root, and outside of batch jobs with more ranks than cores, without binding ranks to cores, and with one thread of BLAS
+for each rank (OMP_NUM_THREADS=1, unless that is set). Everything else is passed on. Prints the command on stderr and
+becomes it: its exit code and its signals are those of mpirun."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,11 +122,15 @@ def additions(library: MpiLibrary, mpirun: Path) -> tuple[dict[str, str], list[s
 
     Root needs Open MPI's permission. In a batch job slots and binding are the site's business; elsewhere more ranks
     than cores are allowed, and no rank is bound to one core, which its BLAS and its progress thread would then share.
-    MPICH does so by itself.
+    MPICH does so by itself. There each rank's BLAS would start a thread for each core, unless a variable says how many.
     """
     row = mpirun_of(library.vendor)
     flags = [row.as_root] if row is not None and row.as_root and os.geteuid() == 0 else []
-    wanted = own_machine(library.vendor, library.version) if read_batch_system() is None else {}
+    wanted: dict[str, str] = {}
+    if read_batch_system() is None:
+        if not any(os.environ.get(name) for name in THREAD_SETTINGS):
+            wanted["OMP_NUM_THREADS"] = "1"
+        wanted.update(own_machine(library.vendor, library.version))
     variables = {name: value for name, value in wanted.items() if name not in os.environ}
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if library.vendor == INTEL_MPI and str(mpirun.parent) not in folders:

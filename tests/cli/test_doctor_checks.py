@@ -96,7 +96,7 @@ def test_another_mpi_on_another_host() -> None:
 
 def test_more_ranks_than_cores() -> None:
     crowded = job(*[made.cores(0, 1, machine=2)] * 4)
-    only(cores.check(crowded), "warning", "4 ranks share 2 cores on node0", "mpirun -n 2 --bind-to none")
+    only(cores.check(crowded), "warning", "4 ranks share 2 cores on node0", "mpidist launch -n 2 train.py")
 
 
 def test_more_ranks_than_the_container_gives_time_for() -> None:
@@ -106,14 +106,17 @@ def test_more_ranks_than_the_container_gives_time_for() -> None:
 
 def test_ranks_are_counted_against_the_cores_of_their_own_host() -> None:
     crowded = job(*[made.cores(0, 1, machine=2)] * 4, hosts=["node0", "node1", "node1", "node1"])
-    only(cores.check(crowded), "warning", "3 ranks share 2 cores on node1", "mpirun -n 3 ")
+    only(cores.check(crowded), "warning", "3 ranks share 2 cores on node1", "mpirun -n 3 --bind-to none -x ")
     assert cores.check(job(*[made.cores(0, 1, machine=2)] * 4, hosts=TWO_HOSTS)) == []
 
 
 def test_ranks_that_are_bound_to_one_core_each() -> None:
     bound = job(made.cores(0), made.cores(1))
-    command = "mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=4 python train.py"
+    command = "OMP_NUM_THREADS=4 python -m mpidist launch -n 2 train.py"
     only(cores.check(bound), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
+    in_batch_job = job(made.cores(0), made.cores(1), batch_system="PBS")
+    command = "mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=4 python train.py"
+    only(cores.check(in_batch_job), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +139,13 @@ def test_ranks_that_are_bound_to_one_core_each() -> None:
     ],
 )
 def test_the_command_is_that_of_the_launcher(launcher: str, vendor: str, command: str) -> None:
-    bound = job(made.cores(0), made.cores(1), launcher=launcher, vendor=vendor)
+    bound = job(made.cores(0), made.cores(1), launcher=launcher, vendor=vendor, batch_system="Slurm")
     assert cores.check(bound)[0].command == command
 
 
 def test_two_ranks_that_are_bound_to_the_same_core() -> None:
     found = cores.check(job(made.cores(3), made.cores(3)))
-    only(found, "warning", "ranks 0 and 1 on node0 are bound to core 3 of 8, which they share", "--bind-to none")
+    only(found, "warning", "ranks 0 and 1 on node0 are bound to core 3 of 8, which they share", "mpidist launch -n 2 ")
 
 
 def test_one_process_that_is_bound_to_one_core() -> None:
@@ -156,7 +159,7 @@ def test_one_core_is_enough_where_there_is_no_other() -> None:
 
 def test_threads_that_nothing_limits() -> None:
     free = job(*[made.cores(*range(8), threads="")] * 2)
-    only(cores.check(free), "warning", "all together start 16", "mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=4")
+    only(cores.check(free), "warning", "all together start 16", "OMP_NUM_THREADS=4 python -m mpidist launch -n 2")
     assert cores.check(job(made.cores(*range(8), threads=""), launcher=None)) == []
 
 

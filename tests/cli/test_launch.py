@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpidist.__main__ import main
+from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.cli.launch import additions
 from mpidist.cli.launch_words import split_program
 from mpidist.topology.environments import BATCH_SYSTEMS, LAUNCHER_VARIABLES
@@ -38,10 +39,10 @@ def unaided() -> dict[str, str]:
     return {name: value for name, value in child_environment().items() if name not in HELP_OF_THE_TESTS}
 
 
-def launch(*arguments: str, **change: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, without: str = "", **change: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mpidist", "launch", *arguments],
-        env={**unaided(), **change},
+        env={name: value for name, value in {**unaided(), **change}.items() if name != without},
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -97,6 +98,16 @@ def test_the_command_that_it_prints_does_the_same(program: Path) -> None:
     assert again.stdout == done.stdout
 
 
+def test_each_rank_has_one_thread_of_blas_unless_told_otherwise() -> None:
+    show = ("-n", "2", "--", "sh", "-c", "echo threads $OMP_NUM_THREADS.")
+    done = launch(*show, without="OMP_NUM_THREADS")
+    assert done.stdout.count("threads 1.") == 2, done.stderr
+    assert " OMP_NUM_THREADS=1 " in done.stderr
+    done = launch(*show, OMP_NUM_THREADS="2")
+    assert done.stdout.count("threads 2.") == 2, done.stderr
+    assert "OMP_NUM_THREADS=" not in done.stderr
+
+
 def test_a_module_and_a_command() -> None:
     done = launch("-n", "2", "-m", "mpi4py.run", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
     assert "".join(done.stdout.split()) == "22", done.stderr  # the lines of two ranks may mingle
@@ -142,6 +153,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Hide launchers and batch systems around this session."""
     for name in (*LAUNCHER_VARIABLES, *(system.job for system in BATCH_SYSTEMS), *HELP_OF_THE_TESTS, "I_MPI_PIN"):
         monkeypatch.delenv(name, raising=False)
+    for name in THREAD_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     return monkeypatch
 
 
@@ -208,6 +222,11 @@ def test_what_is_set_stays_and_jobs_decide_for_themselves(nowhere) -> None:
     nowhere.setenv("PRTE_MCA_hwloc_default_binding_policy", "core")
     library = MpiLibrary(OPEN_MPI, (5, 0, 11), None)
     assert list(additions(library, MPIRUN)[0]) == ["PRTE_MCA_rmaps_default_mapping_policy"]
+    nowhere.delenv("OMP_NUM_THREADS")
+    assert list(additions(library, MPIRUN)[0]) == ["OMP_NUM_THREADS", "PRTE_MCA_rmaps_default_mapping_policy"]
+    nowhere.setenv("MKL_NUM_THREADS", "2")
+    assert list(additions(library, MPIRUN)[0]) == ["PRTE_MCA_rmaps_default_mapping_policy"]
+    nowhere.delenv("MKL_NUM_THREADS")
     nowhere.setenv("PBS_JOBID", "7.head")
     assert additions(library, MPIRUN) == ({}, [])
 

@@ -42,6 +42,17 @@ def start(
     return " ".join(filter(None, [*words, program]))
 
 
+def start_unbound(job: JobFacts, ranks: int, threads: int) -> str:
+    """Return the command that starts so many ranks, with so many threads of BLAS each, which may run on any core.
+
+    On a machine of one's own ``launch`` knows what mpirun needs there, such as root's permission.
+    """
+    row, first = _row(job.first), job.first
+    if row.library and first.batch_system is None and len(job.machines) == 1:
+        return f"OMP_NUM_THREADS={threads} python -m mpidist launch -n {ranks} train.py"
+    return start(job, ranks, unbound=True, settings={"OMP_NUM_THREADS": str(threads)})
+
+
 def with_all_gpus(job: JobFacts, gpus: int) -> str | None:
     """Return the command whose ranks each see so many GPUs of their node; None where the launcher hides none."""
     options = _row(job.first).all_gpus.format(gpus=gpus)

@@ -39,7 +39,7 @@ def _crowded(job: JobFacts) -> list[Finding]:
         "others waiting."
     )
     fitting = sum(min(len(ranks), _shared(job, ranks)) for ranks in job.machines.values())
-    command = commands.start(job, fitting, unbound=True, settings={"OMP_NUM_THREADS": "1"})
+    command = commands.start_unbound(job, fitting, threads=1)
     return [Finding(WARNING, "cores", text, command)]
 
 
@@ -74,8 +74,7 @@ def _unbound(job: JobFacts) -> str:
     if job.first.launcher is None:
         return f"taskset --cpu-list 0-{job.first.cores.machine - 1} python train.py"
     share = min(_of_machine(job.known[ranks[0]].cores) // len(ranks) for ranks in job.machines.values())
-    settings = {"OMP_NUM_THREADS": str(max(1, share))}
-    return commands.start(job, len(job.ranks), unbound=True, settings=settings)
+    return commands.start_unbound(job, len(job.ranks), threads=max(1, share))
 
 
 def _threads(job: JobFacts) -> list[Finding]:
@@ -90,8 +89,11 @@ def _threads(job: JobFacts) -> list[Finding]:
                 f"{len(ranks)} ranks on {job.host(ranks[0])} share {cores} cores, and nothing limits the threads of "
                 f"BLAS: all together start {threads}."
             )
-            settings = {"OMP_NUM_THREADS": str(max(1, cores // len(ranks)))}
-            command = commands.start(job, len(job.ranks), unbound=_are_unbound(job), settings=settings)
+            each = max(1, cores // len(ranks))
+            if _are_unbound(job):
+                command = commands.start_unbound(job, len(job.ranks), threads=each)
+            else:
+                command = commands.start(job, len(job.ranks), settings={"OMP_NUM_THREADS": str(each)})
             return [Finding(WARNING, "threads", text, command)]
     return []
 
