@@ -63,7 +63,8 @@ class ReduceOp(Enum):
                 names = ", ".join(ReduceOp.__members__)
                 raise ValueError(f"reduce_op is {op!r}; expected one of {names}, for example reduce_op='SUM'")
             return member
-        hint = ""
+        names = ", ".join(ReduceOp.__members__)
+        hint = f", one of {names}, before the value: strategy.reduce('SUM', x, axis=None), context.all_reduce('SUM', x)"
         if isinstance(op, VariableAggregation):
             hint = "; a VariableAggregation is turned into one by ReduceOp.from_variable_aggregation(...)"
         raise TypeError(f"reduce_op is {op!r} of type {type(op).__name__}; expected a ReduceOp or its name{hint}")

@@ -307,14 +307,22 @@ class Dataset(OrderedElements):
             drop_remainder: Leave out a last batch that is smaller.
 
         Raises:
+            TypeError: ``batch_size`` is no whole number.
             ValueError: ``batch_size`` below 1; while iterating, elements of unlike shapes or structures.
 
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
         """
-        if operator.index(batch_size) < 1:
+        try:
+            size = operator.index(batch_size)
+        except TypeError:
+            raise TypeError(
+                f"batch_size is {batch_size!r} of type {type(batch_size).__name__}; expected a whole number, such as "
+                "batch(32), or a quotient by //"
+            ) from None
+        if size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-        return self._then(Batches(self._node, operator.index(batch_size), bool(drop_remainder)))
+        return self._then(Batches(self._node, size, bool(drop_remainder)))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return the same dataset, with the next elements read ahead in a thread.

@@ -65,6 +65,16 @@ def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> 
     return assignment or ("tf" if equal else "block")
 
 
+def idle_replicas(batch_size: int, num_replicas: int) -> int:
+    """Return how many replicas get no row of a global batch (rule A).
+
+    >>> idle_replicas(4, 3), idle_replicas(5, 3)
+    (1, 0)
+    """
+    size = -(-batch_size // num_replicas)
+    return num_replicas - -(-batch_size // size)
+
+
 def local_rows(
     batch_size: int, replica_counts: Sequence[int], worker_id: int, assignment: str
 ) -> list[tuple[int, int]]:

@@ -10,11 +10,12 @@ from mpidist.core import context
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.agreement import agree
 from mpidist.input.dataset import Dataset
+from mpidist.input.dealing import idle_replicas
 from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputWorkers, WorkerLayout
-from mpidist.input.local_batches import ConsecutiveBatches, LocalBatches, ReplicaPipelines
+from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
 from mpidist.input.pipeline import Node
 from mpidist.input.policies import dealt_batches
 from mpidist.input.resuming import Dealing
@@ -35,7 +36,8 @@ def distribute_dataset(
     """Divide a dataset that is the same on all ranks over their replicas (experimental_distribute_dataset).
 
     Collective: call it on every rank, in the same order. How it is divided is its AutoShardPolicy; shuffles without a
-    seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO).
+    seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO);
+    rank 0 warns there of a batch size that leaves replicas without rows.
 
     Args:
         dataset: Batched with the global batch size.
@@ -66,6 +68,8 @@ def distribute_dataset(
     off = policy is AutoShardPolicy.OFF
     agreement = agree(batches, workers, same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
+    if workers.worker_id == 0 and isinstance(batches, DealtBatches):
+        _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
     dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
     return DistributedDataset(batches, workers, dealing, agreement, strategy, options)
 
@@ -150,6 +154,20 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
             with place_at(device).current():
                 values.append(value_fn(ValueContext(i, workers.num_replicas_in_sync)))
     return regroup(values, ids, always_wrap=True)
+
+
+def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
+    """Say where full global batches are dealt such that some replicas get nothing of any of them."""
+    if batch_size is None or not idle_replicas(batch_size, replicas):
+        return
+    # Multiples of the number of replicas suit, so there is one within reach.
+    sizes = (batch_size + sign * step for step in range(1, replicas) for sign in (1, -1))
+    near = next(size for size in sizes if size > 0 and not idle_replicas(size, replicas))
+    _log.warning(
+        "mpidist: a global batch of %d rows is dealt to %d replicas by %d, and %d of them get none in any full batch. "
+        "Expected: a batch size that gives every replica rows, such as batch(%d)",
+        *(batch_size, replicas, -(-batch_size // replicas), idle_replicas(batch_size, replicas), near),
+    )
 
 
 def _require_dataset(dataset: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -80,6 +80,12 @@ class DistributedDataset:
                 )
         return DistributedIterator(
             self, Remainder(self._batches, 0, replace(self._agreement.beginning, pass_number=number))
+        )
+
+    def __next__(self) -> NoReturn:
+        raise TypeError(
+            "next() was called on a distributed dataset, of which every pass has an iterator of its own; call iter() "
+            "first: iterator = iter(dataset), then next(iterator), or write `for batch in dataset:`"
         )
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

@@ -6,7 +6,7 @@ import enum
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, NoReturn
 
 from mpidist.core import nest
 
@@ -81,6 +81,15 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         return f"<RemoteValue {self.status.name}>"
+
+    def _is_no_number(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was used as a number; it is the result of a scheduled function, which may be still to come: "
+            "expected value.fetch(), which waits for it"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_number
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __float__ = __int__ = _is_no_number
 
 
 def fetch(value: Any) -> Any:

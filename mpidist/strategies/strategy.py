@@ -88,6 +88,7 @@ class Strategy:
 
         Raises:
             RuntimeError: Called inside ``run``, or inside another strategy's scope.
+            TypeError: ``fn`` cannot be called.
             ValueError: ``args`` is neither list nor tuple.
 
         >>> import mpidist
@@ -96,6 +97,8 @@ class Strategy:
         PerReplica:{0: 0, 1: 1}
         """
         try:
+            if not callable(fn):
+                raise TypeError(f"fn is {fn!r}; expected a function, as in strategy.run(step, args=(x,))")
             if not isinstance(args, (list, tuple)):
                 raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
             if options is not None and not isinstance(options, RunOptions):

@@ -68,7 +68,9 @@ def _variable_arguments(
         aggregation = VariableAggregation(aggregation)
     except ValueError as error:
         raise ValueError(
-            f"{error}; expected members of mpidist.VariableSynchronization and mpidist.VariableAggregation"
+            f"{error}; expected members of mpidist.VariableSynchronization "
+            f"({', '.join(how.name for how in VariableSynchronization)}) and of mpidist.VariableAggregation "
+            f"({', '.join(how.name for how in VariableAggregation)}), such as mpidist.VariableAggregation.MEAN"
         ) from None
     if synchronization == VariableSynchronization.NONE:
         raise ValueError(
