@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,10 @@ from mpidist.core.protocols import StrategyLike
 
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
+
+
+# Of the names that a message shows.
+_MOST_NAMES = 10
 
 
 def extended_of(strategy: StrategyLike) -> StrategyExtended:
@@ -73,6 +78,36 @@ def every_rank_does(strategy: StrategyLike, doing: str, work: Callable[[], Any])
         told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
         raise PeerError(f"{doing} failed on rank {', '.join(map(str, errors))} of {len(messages)}, with {told}")
     return [message["result"] for message in messages]
+
+
+def check_same(strategy: StrategyLike, doing: str, names: Sequence[str], digests: Sequence[int]) -> None:
+    """Raise ValueError on every rank unless all ranks have the same names (collective where they have not).
+
+    Args:
+        strategy: Its ranks take part.
+        doing: What is being done, for messages.
+        names: Of what this rank saves or restores.
+        digests: ``digest(names)`` of every rank; all ranks were told the same.
+    """
+    if len(set(digests)) == 1:
+        return
+    told = every_rank_does(strategy, doing, lambda: sorted(names))
+    holders: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(told):
+        for name in theirs:
+            holders.setdefault(name, []).append(rank)
+    partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
+    shown = "; ".join(f"{name!r} only on rank {', '.join(map(str, ranks))}" for name, ranks in partial[:_MOST_NAMES])
+    more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
+    raise ValueError(
+        f"{doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} ranks: "
+        "give Checkpoint(...) the same objects on every rank"
+    )
+
+
+def digest(names: Sequence[str]) -> int:
+    """Return a number that tells one set of names from another."""
+    return zlib.crc32(json.dumps(sorted(names)).encode())
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import chief_does, every_rank_does, extended_of
+from mpidist.checkpoint.agreement import chief_does, extended_of
 from mpidist.checkpoint.containers import give_shape
 from mpidist.checkpoint.leaves import Leaves, collect
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.naming import Found, checkpoints_in, numbered
-from mpidist.checkpoint.restoring import Read, check_fit, fill, read_newest, restore_iterators
+from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
 from mpidist.checkpoint.save_steps import Save, SaveOptions, Unsettled
 from mpidist.checkpoint.status import LoadStatus
 from mpidist.core.context import (
@@ -129,7 +129,7 @@ class Checkpoint:
                 left, and the checkpoints that were there are.
             RuntimeError: Called inside ``strategy.run``.
             TypeError: An iterator whose state JSON cannot hold.
-            ValueError: Variables of several strategies, or a prefix without a name.
+            ValueError: Variables of several strategies, objects that not all ranks have, or a prefix without a name.
         """
         numbered(prefix, 0)  # an argument error comes before any communication
         self.wait()
@@ -216,8 +216,8 @@ class Checkpoint:
             FileNotFoundError: No checkpoint is there; on the first rank. The others raise PeerError for this and
                 whatever else goes wrong there.
             DamagedCheckpointError: Something was altered or is missing; a ValueError.
-            ValueError: Shapes or dtypes that differ, read-only arrays, or a checkpoint that has nothing of
-                what is asked for. The objects keep their values.
+            ValueError: Shapes or dtypes that differ, read-only arrays, objects that not all ranks have, or a checkpoint
+                that has nothing of what is asked for. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
         if path is None:
@@ -273,7 +273,7 @@ class Checkpoint:
                 return None, {}
             path, content, unusable = answer
             manifest = Manifest.from_json(content, path)
-            every_rank_does(strategy, doing, lambda: check_fit(leaves, manifest, path))
+            check_fit_of_all(strategy, leaves, manifest, path, doing)
             restore_iterators(strategy, leaves, manifest, doing)
             if give_shape(leaves, manifest):
                 leaves = collect(self._objects)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.leaves import Leaves, child_key
+from mpidist.checkpoint.leaves import Leaves, child_key, keys_above
 from mpidist.checkpoint.manifest import Manifest, dtype_of
 
 
@@ -35,25 +36,47 @@ def give_shape(leaves: Leaves, manifest: Manifest) -> bool:
     """
     changed = False
     for key, container in leaves.containers.items():
-        kind, shape = manifest.containers.get(key, (None, None))
-        if kind == "list" and isinstance(container, list):
-            changed |= _lengthen(container, key, shape, manifest)
-            changed |= _shorten(container, key, shape, leaves)
-        elif kind == "dict" and isinstance(container, dict):
-            changed |= _add_keys(container, key, shape, manifest)
+        additions = _additions(key, container, manifest)
+        if isinstance(container, list):
+            container.extend(additions.values())
+            changed |= _shorten(container, key, manifest, leaves)
+        elif isinstance(container, dict):
+            container.update(additions)
+        changed |= bool(additions)
     return changed
 
 
-def _lengthen(container: list[Any], key: str, size: int, manifest: Manifest) -> bool:
-    try:
-        more = [_made(child_key(key, index), manifest) for index in range(len(container), size)]
-    except _CannotBeMadeError:
+def tensors_to_be_made(leaves: Leaves, manifest: Manifest) -> set[str]:
+    """Return the keys of the arrays that :func:`give_shape` would make; nothing is changed."""
+    entries = {
+        child_key(key, name)
+        for key, container in leaves.containers.items()
+        for name in _additions(key, container, manifest)
+    }
+    return {key for key in manifest.tensors if entries & {key, *keys_above(key)}} if entries else set()
+
+
+def _additions(key: str, container: Any, manifest: Manifest) -> dict[Any, Any]:
+    """Return the entries that a list or dict lacks and can be given, by index or name."""
+    kind, shape = manifest.containers.get(key, (None, None))
+    additions: dict[Any, Any] = {}
+    if kind == "list" and isinstance(container, list):
+        try:
+            return {index: _made(child_key(key, index), manifest) for index in range(len(container), shape)}
+        except _CannotBeMadeError:
+            return {}
+    if kind == "dict" and isinstance(container, dict):
+        for name in shape:
+            if name not in container:
+                with contextlib.suppress(_CannotBeMadeError):
+                    additions[name] = _made(child_key(key, name), manifest)
+    return additions
+
+
+def _shorten(container: list[Any], key: str, manifest: Manifest, leaves: Leaves) -> bool:
+    kind, size = manifest.containers.get(key, (None, None))
+    if kind != "list":
         return False
-    container.extend(more)
-    return bool(more)
-
-
-def _shorten(container: list[Any], key: str, size: int, leaves: Leaves) -> bool:
     surplus = [child_key(key, index) for index in range(size, len(container))]
     # Arrays, too: the program may count on each of them.
     of_program = (*leaves.variables, *leaves.arrays, *leaves.iterators, *leaves.deferring)
@@ -61,18 +84,6 @@ def _shorten(container: list[Any], key: str, size: int, leaves: Leaves) -> bool:
         return False
     del container[size:]
     return True
-
-
-def _add_keys(container: dict[Any, Any], key: str, names: list[Any], manifest: Manifest) -> bool:
-    changed = False
-    for name in names:
-        if name not in container:
-            try:
-                container[name] = _made(child_key(key, name), manifest)
-            except _CannotBeMadeError:
-                continue
-            changed = True
-    return changed
 
 
 def _made(key: str, manifest: Manifest) -> Any:

@@ -57,6 +57,16 @@ class Leaves:
             values[key] = _checked_state(key, iterator)
         return values
 
+    def names_of_all_ranks(self) -> list[str]:
+        """Return the keys that every rank must have, as values of theirs travel between the ranks.
+
+        Arrays in lists and dicts are not among them, which may have grown on one rank alone: a restore makes them.
+        """
+        growing = {key for key, container in self.containers.items() if isinstance(container, (list, dict))}
+        fixed = self.deferring.keys()
+        grown = {key for key in self.arrays if growing & keys_above(key) and not fixed & keys_above(key)}
+        return [key for key in (*self.variables, *self.arrays, *self.iterators) if key not in grown]
+
     def _add(self, kind: str, key: str, value: Any) -> None:
         if any(key in those for those in (self.variables, self.arrays, self.places, self.iterators)):
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
@@ -156,6 +166,12 @@ def is_on_read(variable: AnyVariable) -> bool:
 def escaped(name: str) -> str:
     """Return a name as it stands in a key."""
     return name.replace("%", "%25").replace("/", "%2F")
+
+
+def keys_above(key: str) -> set[str]:
+    """Return the keys of what holds the object ``key``."""
+    names = key.split("/")
+    return {"/".join(names[:end]) for end in range(1, len(names))}
 
 
 def child_key(key: str, name: str | int) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import every_rank_does
-from mpidist.checkpoint.containers import describe_container
+from mpidist.checkpoint.agreement import check_same, digest, every_rank_does
+from mpidist.checkpoint.containers import describe_container, tensors_to_be_made
 from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.checkpoint.leaves import Leaves, restore_variable
 from mpidist.checkpoint.manifest import Manifest, dtype_of
@@ -103,6 +103,33 @@ def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
         )
 
 
+def check_fit_of_all(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, doing: str) -> None:
+    """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
+    names = _names_to_fill(leaves, manifest)
+
+    def check() -> int:
+        check_fit(leaves, manifest, path)
+        return digest(names)
+
+    check_same(strategy, doing, names, every_rank_does(strategy, doing, check))
+
+
+def _names_to_fill(leaves: Leaves, manifest: Manifest) -> list[str]:
+    """Return the keys whose values will travel between the ranks."""
+    to_be_made = tensors_to_be_made(leaves, manifest)
+    tensors = [
+        key
+        for key in manifest.tensors
+        if key in leaves.variables or key in leaves.arrays or key in to_be_made or _owner_of(key, leaves) is not None
+    ]
+    return [*tensors, *(key for key in leaves.iterators if key in manifest.iterators)]
+
+
+def _owner_of(key: str, leaves: Leaves) -> str | None:
+    """Return the object that takes the value ``key`` even if it has no part for it yet."""
+    return next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
+
+
 def _belongs(key: str, names: set[str]) -> bool:
     return key in names or any(key.startswith(f"{name}/") for name in names)
 
@@ -128,7 +155,7 @@ def fill(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, 
     deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
     unused = []
     for key, tensor in sorted(manifest.tensors.items()):
-        owner = next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
+        owner = _owner_of(key, leaves)
         if key not in leaves.variables and key not in leaves.arrays and owner is None:
             unused.append(key)
             continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.checkpoint.agreement import before_communication, chief_does, every_rank_does, extended_of
+from mpidist.checkpoint.agreement import (
+    before_communication,
+    check_same,
+    chief_does,
+    digest,
+    every_rank_does,
+    extended_of,
+)
 from mpidist.checkpoint.containers import describe_containers
 from mpidist.checkpoint.leaves import Leaves, is_on_read
 from mpidist.checkpoint.manifest import Manifest, Tensor, describe
@@ -173,18 +178,14 @@ class Save:
         sizes = {key: leaves.variables[key].dtype.itemsize for key in leaves.variables}
         sizes.update({key: array.dtype.itemsize for key, array in leaves.arrays.items()})
         extents = {key: Extent(tensors[key].size, sizes[key], key in leaves.variables) for key in tensors}
-        if not self._options.is_sharded:
+        names, is_sharded = leaves.names_of_all_ranks(), self._options.is_sharded
+        if is_sharded:  # who writes what depends on all sizes
+            names = [f"{key} of shape {tensor.shape} and dtype {tensor.dtype}" for key, tensor in tensors.items()]
+        own_id = self._strategy.extended.local_replica_ids[0] if is_sharded else 0
+        told = every_rank_does(self._strategy, self._doing, lambda: [own_id, digest(names)])
+        check_same(self._strategy, self._doing, names, [theirs for _, theirs in told])
+        if not is_sharded:
             return 0 if self._is_chief else 1, 1, plan_parts(extents, 1)
-        own_id = self._strategy.extended.local_replica_ids[0]
-        shared = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items() if key in leaves.variables]
-        digest = zlib.crc32(json.dumps(shared).encode())
-        told = every_rank_does(self._strategy, self._doing, lambda: [own_id, digest])
-        different = [rank for rank, (_, other) in enumerate(told) if other != told[0][1]]
-        if different:
-            raise ValueError(
-                f"{self._doing}: the objects on rank {different} are not those of rank 0; expected variables of the "
-                "same names, shapes and dtypes on every rank"
-            )
         return [first for first, _ in told].index(own_id), len(told), plan_parts(extents, len(told))
 
     def _read(self, plan: Plan, rank: int) -> dict[str, Array]:

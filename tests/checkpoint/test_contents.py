@@ -245,6 +245,56 @@ def test_a_list_that_holds_something_wrong_on_one_rank(strategy: mpidist.Strateg
     assert checkpoint.save(tmp_path / "ckpt").endswith("ckpt-2")
 
 
+DIFFERING = "different objects: 'a' only on rank 0; 'c' only on rank 1; expected the same on each of . ranks"
+
+
+def differing(strategy: mpidist.Strategy) -> tuple[dict[str, mpidist.Variable], bool]:
+    from mpi4py import MPI
+
+    with strategy.scope():
+        variables = {name: mpidist.Variable(np.full(3, float(i))) for i, name in enumerate("abc", 1)}
+    return variables, MPI.COMM_WORLD.rank == 0
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+def test_other_objects_on_one_rank_are_told_before_anything_is_changed(
+    strategy: mpidist.Strategy, tmp_path: Path
+) -> None:
+    mine, is_first = differing(strategy)
+    path = Checkpoint(**mine, step=1).save(tmp_path / "ckpt")
+    for variable in mine.values():
+        variable.assign(np.zeros(3))
+    names = "ab" if is_first else "bc"
+    checkpoint = Checkpoint(**{name: mine[name] for name in names}, step=0)
+    with pytest.raises(ValueError, match=DIFFERING):
+        checkpoint.restore(path)
+    assert (checkpoint.step, [float(v.numpy().sum()) for v in mine.values()]) == (0, [0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match=DIFFERING):
+        checkpoint.save(tmp_path / "other")
+    # Only the first rank's would be saved, and then not be restored by the others.
+    own = {"best": np.zeros(3)} if is_first else {}
+    with pytest.raises(ValueError, match="'best' only on rank 0"):
+        Checkpoint(b=mine["b"], **own).save(tmp_path / "other")
+    assert not (tmp_path / "other-1").exists()
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+def test_lists_that_grew_on_one_rank_alone(strategy: mpidist.Strategy, tmp_path: Path) -> None:
+    mine, is_first = differing(strategy)
+    checkpoint = Checkpoint(a=mine["a"], history=[], best={}, readings=[])
+    if is_first:
+        checkpoint.history.extend([0.5, 0.25])
+        checkpoint.best["weights"] = np.arange(3.0)
+        checkpoint.readings.append({"x": (np.ones(2),)})
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.history == [0.5, 0.25]
+    assert checkpoint.best["weights"].tolist() == [0.0, 1.0, 2.0]
+    assert checkpoint.readings[0]["x"][0].tolist() == [1.0, 1.0]
+
+
 def test_names_that_are_one_as_text() -> None:
     with pytest.raises(ValueError, match=r"two checkpoint objects are called 'd/7'"):
         Checkpoint(d={7: 1, "7": 2})

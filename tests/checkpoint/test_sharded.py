@@ -184,7 +184,7 @@ def test_other_objects_on_one_rank(strategy: mpidist.Strategy, tmp_path: Path) -
     with strategy.scope():
         v, w = mpidist.Variable(1.0), mpidist.Variable(2.0)
     checkpoint = Checkpoint(v=v) if MPI.COMM_WORLD.rank == 0 else Checkpoint(w=w)
-    with of_all_ranks(tmp_path) as folder, pytest.raises(ValueError, match=r"are not those of rank 0"):
+    with of_all_ranks(tmp_path) as folder, pytest.raises(ValueError, match="'v of shape .* on rank 0; 'w of shape"):
         checkpoint.save(folder / "ckpt", sharded=True)
     assert os.listdir(tmp_path) == []
 
