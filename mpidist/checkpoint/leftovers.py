@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
+from mpidist.checkpoint.storage import is_checkpoint
 from mpidist.checkpoint.writer_lock import WriterLock
 
 # Being written (tmp), moved away for a new one of the same name (old), and being removed (del).
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>tmp|old|del)")
 _LOCK = re.compile(r"\.(?P<name>.+)\.lock")
+# What writers put into the directory of a checkpoint.
+_FILE = re.compile(r"data.*\.safetensors|manifest\.json|rank-\d+\.json(\.part)?")
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -33,34 +38,65 @@ def remove_checkpoint(path: Path) -> None:
         lock.release()
 
 
-def clean_leftovers(directory: Path) -> None:
-    """Remove what killed writers have left in ``directory``.
+def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
+    """Remove what killed writers have left in ``directory`` of the checkpoints whose names ``accepts`` accepts.
 
-    A checkpoint that was moved away to be replaced, and whose place is empty, is put back.
+    A checkpoint that was moved away to be replaced, and whose place is empty, is put back. What other programs may have
+    made, and what belongs to an account that shares the directory for reading only, is left alone.
 
     Raises:
         OSError: Something cannot be removed.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         return
-    matches = [_LEFTOVER.fullmatch(entry) or _LOCK.fullmatch(entry) for entry in os.listdir(directory)]
-    for name in sorted({match["name"] for match in matches if match is not None}):
+    for name in sorted({match["name"] for match in _leftovers_in(directory) if accepts(match["name"])}):
         _clean(directory, name)
+
+
+def _leftovers_in(directory: Path) -> list[re.Match[str]]:
+    """Return the names of what looks like a leftover, and is one by its kind and its content."""
+    matches = []
+    for entry in os.listdir(directory):
+        leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
+        if leftover is not None and _is_ours(directory / entry):
+            matches.append(leftover)
+        elif lock is not None and _is_empty_file(directory / entry):
+            matches.append(lock)
+    return matches
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a directory that holds nothing but what writers of checkpoints make."""
+    try:
+        with os.scandir(path) as entries:
+            return not path.is_symlink() and all(
+                _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
+            )
+    except (NotADirectoryError, FileNotFoundError, PermissionError):
+        return False
+
+
+def _is_empty_file(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _clean(directory: Path, name: str) -> None:
     try:
         lock = WriterLock(directory / name)
-    except BlockingIOError:
-        return
+    except (BlockingIOError, PermissionError, IsADirectoryError):
+        return  # someone writes it, or it is another account's, or no lock of ours
     try:
-        for entry in os.listdir(directory) if lock.is_real else ():
-            match = _LEFTOVER.fullmatch(entry)
-            if match is None or match["name"] != name:
+        for match in _leftovers_in(directory) if lock.is_real else ():
+            if match.re is not _LEFTOVER or match["name"] != name:
                 continue
-            if match["kind"] == "old" and not (directory / name).exists():
-                (directory / entry).rename(directory / name)
-            else:
-                shutil.rmtree(directory / entry)
+            entry, place = directory / match.string, directory / name
+            if match["kind"] != "old" or place.exists():
+                shutil.rmtree(entry)
+            elif is_checkpoint(entry):
+                entry.rename(place)
     finally:
         lock.release()

@@ -24,7 +24,7 @@ class CheckpointManager:
     """Saves numbered checkpoints into one directory and removes old ones (tf.train.CheckpointManager).
 
     Collective, as every method but the properties: make it on every rank, with equal arguments. The first rank
-    looks, writes and removes. What writers that were killed have left in the directory is removed.
+    looks, writes and removes. What writers of such checkpoints that were killed have left in the directory is removed.
 
     Args:
         checkpoint: What to save.
@@ -96,7 +96,7 @@ class CheckpointManager:
         self._retention: Retention | None = None
 
         def look() -> Any:
-            clean_leftovers(Path(directory))
+            clean_leftovers(Path(directory), self._number_in)
             self._retention = Retention(self._find(), max_to_keep, keep_checkpoint_every_n_hours)
             return self._retention.checkpoints, self._highest_number()
 

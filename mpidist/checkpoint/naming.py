@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from mpidist.checkpoint.manifest import ALL_DATA, Manifest
 from mpidist.checkpoint.storage import MANIFEST, check_sizes, read_manifest
+
+_NUMBERED = re.compile(r".+-\d+")
 
 
 @dataclass
@@ -51,37 +54,57 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> Found:
-    """Return the checkpoints of ``directory`` whose names ``accepts`` accepts."""
+    """Return the checkpoints of ``directory`` whose names ``accepts`` accepts.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
     found = Found()
-    # Names that begin with a dot are checkpoints that were not finished.
-    for path in sorted(directory.glob("[!.]*/")) if directory.is_dir() else ():
-        if not accepts(path.name):
-            continue
-        if not (path / MANIFEST).is_file():
-            # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
-            if any(path.glob(ALL_DATA)):
-                found.unusable[str(path)] = f"{path / MANIFEST} is missing"
+    for name in sorted(os.listdir(directory)) if directory.is_dir() else ():
+        # Names that begin with a dot are checkpoints that were not finished.
+        if name.startswith(".") or not accepts(name) or not (directory / name).is_dir():
             continue
         try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-        except (FileNotFoundError, ValueError) as error:
-            # One that another process has removed in the meantime is none.
-            if path.exists():
-                found.unusable[str(path)] = str(error)
-        else:
-            found.checkpoints.append((path, manifest))
+            _look_at(directory / name, found)
+        except PermissionError as error:
+            # Other accounts have directories, too, such as lost+found: by its name it may be a checkpoint, or not.
+            if _NUMBERED.fullmatch(name):
+                found.unusable[str(directory / name)] = f"it cannot be read: {error}"
     found.checkpoints.sort(key=lambda entry: (entry[1].sequence, entry[1].saved_at, str(entry[0])))
     return found
+
+
+def _look_at(path: Path, found: Found) -> None:
+    """Add a directory to what was found, if it is a checkpoint."""
+    if not (path / MANIFEST).is_file():
+        # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
+        if any(path.glob(ALL_DATA)):
+            found.unusable[str(path)] = f"{path / MANIFEST} is missing"
+        return
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except (FileNotFoundError, ValueError) as error:
+        # One that another process has removed in the meantime is none.
+        if path.exists():
+            found.unusable[str(path)] = str(error)
+    else:
+        found.checkpoints.append((path, manifest))
 
 
 def numbered(prefix: str | os.PathLike[str], number: int) -> Path:
     """Return the path of save ``number``.
 
     Raises:
-        ValueError: The prefix ends in a separator, so the checkpoint would have no name.
+        ValueError: The checkpoint would have no name, or one that begins with a dot, by which it would not be found:
+            those are of checkpoints that are not finished.
     """
     text = os.fspath(prefix)
-    if not os.path.basename(text):
-        raise ValueError(f"prefix is {text!r}; expected a name after the directory, such as {text + 'ckpt'!r}")
+    folder, name = os.path.split(text)
+    if not name or name.startswith("."):
+        better = os.path.join(text if name in ("", ".", "..") else folder, name.strip(".") or "ckpt")
+        raise ValueError(
+            f"the path of the checkpoint is {text!r}; expected a name after the directory that does not begin "
+            f"with a dot, such as {better!r}"
+        )
     return Path(f"{text}-{number}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 import time
@@ -17,11 +18,14 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import safetensors_file
 from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.manifest import Manifest, Part, Tensor, dtype_of
+from mpidist.checkpoint.manifest import FORMAT, Manifest, Part, Tensor, dtype_of
 from mpidist.checkpoint.safetensors_file import FileRecord
 from mpidist.checkpoint.writer_lock import WriterLock
 
 MANIFEST = "manifest.json"
+_OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % FORMAT.encode())
+# Of a manifest: the checksum and the format are at its beginning.
+_FIRST_BYTES = 1000
 
 
 def _program_start() -> float:
@@ -53,7 +57,7 @@ class Writing:
 
     def __init__(self, path: Path, is_shared: bool) -> None:
         self.path = path
-        if path.exists() and not (path / MANIFEST).is_file():
+        if path.exists() and not is_checkpoint(path):
             raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
         _make_directory(path.parent)
         try:
@@ -180,6 +184,15 @@ def _check_is_there(file: Path, record: FileRecord) -> None:
             f"{file}, which a rank has written with {record.bytes} bytes, {seen} where the first rank looks; expected "
             "a directory that all ranks share: save to one, or without sharded=True"
         )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a directory whose manifest is one of ours, damaged or not: other programs have such a file, too."""
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -338,6 +338,11 @@ def test_wrong_objects() -> None:
         checkpoint.epoch = object()
     with pytest.raises(ValueError, match="path is None"):
         checkpoint.restore(None)  # type: ignore[arg-type]
+    for path, better in [("o/.", "o/./ckpt"), ("..", "../ckpt"), ("o/.hidden", "o/hidden"), ("o/", "o/ckpt")]:
+        with pytest.raises(ValueError, match=rf"does not begin with a dot, such as '{better}'"):
+            checkpoint.save(path)
+        with pytest.raises(ValueError, match=rf"does not begin with a dot, such as '{better}'"):
+            checkpoint.write(path)
     with pytest.raises(ValueError, match="a name after the directory"):
         checkpoint.save("out/")
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from mpidist import Checkpoint, CheckpointManager
 from mpidist.checkpoint import DamagedCheckpointError, retention, safetensors_file
 from mpidist.core.errors import PeerError
 from tests.support.layouts import layouts
+from tests.support.mpirun import child_environment
 
 
 def names(paths: Any) -> list[str]:
@@ -259,6 +264,70 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     checkpoint = Checkpoint(step=0)
     checkpoint.restore(tmp_path / "ckpt-7").assert_consumed()
     assert checkpoint.step == 1
+
+
+def test_files_of_other_programs_stay(tmp_path: Path) -> None:
+    made = [
+        f".data.{UUID}.tmp/precious",
+        f".ckpt-2.{UUID}.tmp/precious",
+        f".ckpt-2.{UUID}.del/data.safetensors/x",
+        f".ckpt-3.{UUID}.old/data.safetensors",
+        ".ckpt-4.lock/x",
+        f".ckpt-4.{UUID}.tmp/data.safetensors",
+        f".ckpt-5.{UUID}.tmp",
+        ".ckpt-6.lock",
+        "ckpt-7/manifest.json",
+    ]
+    for name in made:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / f".data.csv.{UUID}.tmp").touch()
+    (tmp_path / ".build.lock").touch()
+    (tmp_path / f".ckpt-8.{UUID}.tmp").symlink_to(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    CheckpointManager(Checkpoint(step=0), tmp_path, 1)
+    with pytest.raises(FileExistsError, match=r"ckpt-7 exists and is no checkpoint.*move it away"):
+        Checkpoint(step=0).write(tmp_path / "ckpt-7")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+UNPRIVILEGED = """
+    import os, sys, warnings
+    import mpidist
+
+    os.setgid(65534), os.setuid(65534)
+    warnings.simplefilter("ignore")
+    checkpoint = mpidist.Checkpoint(step=0)
+    manager = mpidist.CheckpointManager(checkpoint, sys.argv[1], 3)
+    print(os.path.basename(manager.restore_or_initialize()))
+    print(os.path.basename(checkpoint.restore_latest(sys.argv[1]).path))
+    print(os.path.basename(mpidist.latest_checkpoint(sys.argv[1])))
+    print(checkpoint.step, sorted(os.path.basename(path) for path in manager._find().unusable))
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another account takes root")
+@pytest.mark.parametrize("mode", [0o777, 0o755])
+def test_a_directory_that_others_use_too(mode: int) -> None:
+    with tempfile.TemporaryDirectory() as name:  # which, unlike tmp_path, lies where other accounts may look
+        folder = Path(name)
+        folder.chmod(mode)
+        Checkpoint(step=5).save(folder / "ckpt")
+        for private in ("lost+found", "ckpt-3"):
+            (folder / private).mkdir(mode=0o700)
+        (folder / f".ckpt-2.{UUID}.tmp").mkdir()
+        (folder / ".ckpt-2.lock").touch(mode=0o600)
+        before = sorted(folder.iterdir())
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(UNPRIVILEGED), name],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.splitlines() == ["ckpt-1", "ckpt-1", "ckpt-1", "5 ['ckpt-3']"], done.stderr
+        assert sorted(folder.iterdir()) == before
 
 
 def test_without_locks_nothing_is_taken_for_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
