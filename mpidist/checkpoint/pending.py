@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 from typing import Any
 
 from mpidist.checkpoint.saving import Job, Record
+from mpidist.core.errors import PeerError
 
+_log = logging.getLogger("mpidist")
 _untold: set[Pending] = set()
 
 
@@ -28,6 +31,7 @@ class Pending:
         self._gave_up = threading.Event()
         self._record: Record = None
         self._result: Any = None
+        self._is_whole = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"mpidist-checkpoint {path}")
         _untold.add(self)
@@ -49,6 +53,7 @@ class Pending:
             records = job.await_notes(self._record, self._gave_up.wait) if job.rank == 0 else None
             if records is not None:
                 self._result = job.publish(records)
+                self._is_whole = True
         except Exception as error:  # raised by result() or part(), or printed at exit
             self._error = error
             # Where other ranks may still be writing, settle() does it.
@@ -91,6 +96,20 @@ class Pending:
             self.job.discard()
         _untold.discard(self)
 
+    def give_up(self) -> None:
+        """End the thread without waiting for other ranks, and discard what is not whole; local."""
+        self._gave_up.set()
+        self._join()
+        if self._is_whole:
+            _log.info("mpidist: checkpoint %s was whole when it was given up, and is there", self.path)
+        else:
+            reason = self._error or PeerError("it was given up, as ranks that were to write parts of it are lost")
+            self._error = reason
+            self.job.discard()
+            if self.job.rank == 0:
+                _log.warning("mpidist: checkpoint %s was not written: %s", self.path, reason)
+        _untold.discard(self)
+
     def _join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
@@ -108,6 +127,16 @@ def finish_writing() -> None:
         except Exception:
             _untold.discard(pending)
             raise
+
+
+def give_up_all() -> None:
+    """End the saves of this process that its threads have not finished, since ranks are lost; local.
+
+    What needs no other rank any more is finished. The others, which would wait for notes of ranks that are gone, are
+    discarded, so that the next save under their names finds the place free; the first rank's log says so.
+    """
+    for pending in list(_untold):
+        pending.give_up()
 
 
 @atexit.register

@@ -20,7 +20,7 @@ from mpidist.checkpoint import safetensors_file
 from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.checkpoint.manifest import FORMAT, Manifest, Part, Tensor, dtype_of
 from mpidist.checkpoint.safetensors_file import FileRecord
-from mpidist.checkpoint.writer_lock import WriterLock
+from mpidist.checkpoint.writer_lock import WriterLock, is_held_here
 
 MANIFEST = "manifest.json"
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % FORMAT.encode())
@@ -51,7 +51,7 @@ class Writing:
         is_shared: Whether the ranks of a strategy save together.
 
     Raises:
-        FileExistsError: There is something else under ``path``, or another process saves there at the same time.
+        FileExistsError: There is something else under ``path``, or someone saves there at the same time.
         OSError: It cannot be written.
     """
 
@@ -63,6 +63,11 @@ class Writing:
         try:
             self._lock = WriterLock(path)
         except BlockingIOError as error:
+            if is_held_here(path):
+                raise FileExistsError(
+                    f"this process itself still saves checkpoint {path}, in a thread (async_save=True); expected one "
+                    "save under a name at a time: call wait() of the Checkpoint that saves it first"
+                ) from error
             raise FileExistsError(_two_writers(path, "another process")) from error
         try:
             if not is_shared:

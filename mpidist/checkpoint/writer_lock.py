@@ -10,6 +10,8 @@ from pathlib import Path
 
 # What a file system without locks answers. Writers of one name are not kept apart there, and leftovers left alone.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# The files of the locks that this process has.
+_held: set[tuple[int, int]] = set()
 
 
 class WriterLock:
@@ -27,7 +29,7 @@ class WriterLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.parent / f".{path.name}.lock"
+        self._file = _file_of(path)
         self._descriptor: int | None = self._take()
 
     def _take(self) -> int:
@@ -37,6 +39,7 @@ class WriterLock:
                 self.is_real = _lock(descriptor)
                 # Whoever had the lock may have removed the file since it was opened.
                 if _is_still(self._file, descriptor):
+                    _held.add(_identity(descriptor))
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -50,8 +53,26 @@ class WriterLock:
         # Removed while it is held: nobody may take a lock that then loses its file.
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
+        _held.discard(_identity(self._descriptor))
         os.close(self._descriptor)
         self._descriptor = None
+
+
+def is_held_here(path: Path) -> bool:
+    """Whether it is this process that writes the checkpoint ``path``."""
+    try:
+        return _identity(_file_of(path)) in _held
+    except FileNotFoundError:
+        return False
+
+
+def _file_of(path: Path) -> Path:
+    return path.parent / f".{path.name}.lock"
+
+
+def _identity(file: Path | int) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
 
 
 def _lock(descriptor: int) -> bool:

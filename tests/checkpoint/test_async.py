@@ -16,8 +16,9 @@ import pytest
 import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import latest_checkpoint, safetensors_file, save_steps
-from mpidist.checkpoint.pending import finish_writing
+from mpidist.checkpoint.pending import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
+from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.layouts import layouts
 from tests.support.mpirun import child_environment, run_script
 
@@ -206,6 +207,57 @@ def test_a_process_can_wait_for_all_that_it_writes(brake: Brake, tmp_path: Path)
     finish_writing()
     with pytest.raises(OSError, match="No space left on device"):
         checkpoint.wait()
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+def test_saves_are_given_up_when_a_rank_does_not_write_its_part(
+    strategy: mpidist.Strategy, brake: Brake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    with strategy.scope():
+        checkpoint = Checkpoint(v=mpidist.Variable(np.zeros(1 << 16)))
+    with of_all_ranks(tmp_path) as folder:
+        checkpoint.save(folder / "ckpt", sharded=True, async_save=True)
+        if world.rank == 0:
+            brake.go.set()
+            give_up_all()
+            assert not list(folder.iterdir())
+            assert "ckpt-1 was not written: it was given up" in caplog.text
+            # The name is free.
+            Checkpoint(step=1).save(folder / "ckpt")
+        world.Barrier()
+        brake.go.set()
+        give_up_all()
+        finish_writing()
+        with pytest.raises(PeerError if world.rank == 0 else FileNotFoundError):
+            checkpoint.wait()
+        assert [entry.name for entry in folder.iterdir()] == ["ckpt-1"]
+
+
+@pytest.mark.one_rank
+def test_what_needs_no_other_rank_is_finished_when_saves_are_given_up(brake: Brake, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=1)
+    path = checkpoint.save(tmp_path / "ckpt", async_save=True)
+    timer = threading.Timer(0.05, brake.go.set)
+    timer.start()
+    give_up_all()
+    timer.join()
+    assert latest_checkpoint(tmp_path) == path
+    checkpoint.wait()
+
+
+@pytest.mark.one_rank
+def test_two_saves_of_one_process_to_one_name(brake: Brake, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=1)
+    checkpoint.save(tmp_path / "ckpt", async_save=True)
+    with pytest.raises(FileExistsError, match=r"this process itself still saves .*ckpt-1, in a thread.*call wait\(\)"):
+        Checkpoint(step=1).save(tmp_path / "ckpt")
+    brake.go.set()
+    checkpoint.wait()
+    Checkpoint(step=1).save(tmp_path / "ckpt")
 
 
 @pytest.mark.min_ranks(2)
