@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.checkpoint.termination import TerminationConfig, TerminationWatch
+from mpidist.core.context import get_strategy, outside
+from mpidist.core.protocols import StrategyLike
+from mpidist.topology.topology import has_world, world_topology
 
 _log = logging.getLogger("mpidist")
 T = TypeVar("T")
@@ -38,7 +41,7 @@ class PreemptionCheckpointHandler:
     Raises:
         TypeError: Neither a Checkpoint nor a CheckpointManager.
         ValueError: A Checkpoint without ``checkpoint_dir``, or a manager with one; not in the main thread.
-        RuntimeError: MPI was started without threads.
+        RuntimeError: MPI was started without threads, or there are several ranks, and no strategy that they share.
 
     Source: ``tf.distribute.experimental.PreemptionCheckpointHandler``.
 
@@ -68,6 +71,7 @@ class PreemptionCheckpointHandler:
             raise TypeError(f"termination_config is {termination_config!r}; expected a TerminationConfig or None")
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         strategy = self._manager.checkpoint._strategy("PreemptionCheckpointHandler()")
+        _check_joins_ranks(strategy)
         self._is_chief = bool(strategy.extended.should_checkpoint)
         self._manager.restore_or_initialize()
         self._agreement = strategy.extended._step_agreement()
@@ -190,6 +194,16 @@ class PreemptionCheckpointHandler:
     def _save(self, *args: Any, **kwargs: Any) -> str | None:
         kwargs.setdefault("check_interval", False)
         return self._manager.save(*args, **kwargs)
+
+
+def _check_joins_ranks(strategy: StrategyLike) -> None:
+    with outside():
+        is_default = strategy is get_strategy()
+    if is_default and has_world() and world_topology().size > 1:
+        raise RuntimeError(
+            f"PreemptionCheckpointHandler would act on this rank alone, one of {world_topology().size}: its checkpoint "
+            "has no variables of a strategy, and none is in scope; make it inside `with strategy.scope():`"
+        )
 
 
 def _manager_of(given: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None) -> CheckpointManager:

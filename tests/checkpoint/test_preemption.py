@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import mpidist
+from mpidist.checkpoint import termination
+from mpidist.checkpoint.termination import TerminationWatch
 from mpidist.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.support.mpirun import run_script
 
@@ -128,6 +130,80 @@ def test_an_error_of_the_watcher_function_is_raised_in_the_program(tmp_path: Pat
         limit = time.monotonic() + 20
         while time.monotonic() < limit:
             handler.run(lambda: time.sleep(0.02))
+
+
+def test_a_watcher_function_that_does_not_return_is_left_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def stuck() -> bool:
+        asked.set()
+        return go.wait(30)
+
+    monkeypatch.setattr(termination, "_CLOSE_SECONDS", 0.1)
+    handler = PreemptionCheckpointHandler(None, checkpoint_of(), tmp_path, TerminationConfig(stuck))
+    assert handler._watch is not None
+    thread = handler._watch._thread
+    assert asked.wait(10)
+    handler.close()
+    assert "stuck() has not returned" in caplog.text
+    go.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert handler._reason is None
+
+
+def test_signals_that_cannot_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[tuple[Any, type[Exception]]] = [
+        ("USR1", TypeError),
+        (["SIGUSR1"], TypeError),
+        (5, TypeError),
+        ([True], TypeError),
+        ([9], ValueError),
+        ([1000], ValueError),
+    ]
+    for signals, kind in wrong:
+        with pytest.raises(kind, match=r"signals .*expected signal numbers, such as signals=\[signal.SIGUSR1\]"):
+            TerminationConfig(signals=signals)
+    with pytest.raises(TypeError, match="grace_period is '60'; expected a number of seconds"):
+        TerminationConfig(grace_period="60")  # type: ignore[arg-type]
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    take, files = signal.signal, os.listdir("/proc/self/fd")
+
+    def refuses(number: int, handler: Any) -> Any:
+        if number == signal.SIGUSR2:
+            raise OSError(22, "Invalid argument")
+        return take(number, handler)
+
+    monkeypatch.setattr(signal, "signal", refuses)
+    with pytest.raises(OSError, match="Invalid argument"):
+        TerminationWatch(TerminationConfig(signals=[signal.SIGUSR1, signal.SIGUSR2]), lambda reason: None)
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)] == before
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+ALONE = """
+import sys, mpidist
+from mpidist.experimental import PreemptionCheckpointHandler
+
+strategy = mpidist.MultiWorkerMirroredStrategy()
+checkpoint = mpidist.Checkpoint(step=0)
+try:
+    PreemptionCheckpointHandler(None, checkpoint, sys.argv[1])
+except RuntimeError as error:
+    print("told", "make it inside `with strategy.scope():`" in str(error), flush=True)
+with strategy.scope(), PreemptionCheckpointHandler(None, checkpoint, sys.argv[1]) as handler:
+    handler.run(lambda: None)
+print("ran", flush=True)
+"""
+
+
+def test_a_handler_that_would_act_on_one_rank_alone(tmp_path: Path) -> None:
+    done = run_script(ALONE, 2, str(tmp_path), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "ran", "ran", "told True", "told True"]
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
