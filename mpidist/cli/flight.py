@@ -20,8 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print them."""
     try:
-        print(merged_text(read_folder(arguments.folder), arguments.last))
+        flights, problems = read_folder(arguments.folder)
+        print(merged_text(flights, arguments.last))
     except (OSError, ValueError) as error:
         print(f"python -m mpidist flight: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    for problem in problems:
+        print(f"python -m mpidist flight: left out: {problem}", file=sys.stderr)
     return 0

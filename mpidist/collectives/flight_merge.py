@@ -25,19 +25,27 @@ class Divergence:
     groups: dict[str, list[int]]
 
 
-def read_folder(folder: str) -> list[Flight]:
-    """Return the flights of all ranks that left a file, in rank order.
+def read_folder(folder: str) -> tuple[list[Flight], list[str]]:
+    """Return the flights of all ranks that left a file, in rank order, and why files of others cannot be read.
 
     Raises:
         FileNotFoundError: There are none.
-        OSError, ValueError: One cannot be read.
+        ValueError: None can be read.
     """
     paths = sorted(Path(folder).glob("flight-rank-*.bin"))
     if not paths:
         raise FileNotFoundError(
             f"{folder} holds no flight-rank-*.bin; run the job with MPIDIST_FLIGHT_RECORD={folder} first"
         )
-    return sorted(map(read_flight, paths), key=lambda flight: flight.rank)
+    flights, problems = [], []
+    for path in paths:
+        try:
+            flights.append(read_flight(path))
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    if not flights:
+        raise ValueError("; ".join(problems))
+    return sorted(flights, key=lambda flight: flight.rank), problems
 
 
 def merged_text(flights: list[Flight], last: int) -> str:
@@ -51,7 +59,7 @@ def merged_text(flights: list[Flight], last: int) -> str:
     missing = sorted(set(range(ranks)) - {flight.rank for flight in flights})
     lines = [f"flight record of {ranks} rank{'s' * (ranks != 1)}"]
     if missing:
-        lines.append(f"  without rank{'s' * (len(missing) > 1)} {ranks_text(missing)}: they left no file")
+        lines.append(f"  without rank{'s' * (len(missing) > 1)} {ranks_text(missing)}: no file to read")
     for name, by_rank in _by_communicator(flights).items():
         lines += ["", name, *_progress(by_rank)]
         divergence = first_divergence(by_rank)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from mpidist.cli import flight
 from mpidist.collectives.flight_file import DONE, ENTRIES, FAILED, RUNNING, Entry, FlightFile, path_of, read_flight
 from mpidist.collectives.flight_merge import first_divergence, merged_text, read_folder
 from tests.support.mpirun import run_script
@@ -57,7 +59,8 @@ comm.barrier()
 def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     job = run_script(KILLED, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode != 0
-    flights = read_folder(str(tmp_path))
+    flights, problems = read_folder(str(tmp_path))
+    assert not problems
     assert [flight.rank for flight in flights] == [0, 1, 2]
     killed = flights[1].entries
     assert [entry.text for entry in killed[-4:-1]] == ["all_reduce SUM of float64(5,)"] * 3
@@ -98,8 +101,21 @@ comm.close()
         env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)},
     )
     assert job.returncode == 0, job.stderr
-    flights = read_folder(str(tmp_path))
+    flights, problems = read_folder(str(tmp_path))
+    assert not problems
     text = merged_text(flights, 10)
     assert "ranks 0-1 came to number" in text
     assert "went apart" not in text
-    assert merged_text(flights[:1], 10).splitlines()[1] == "  without rank 1: they left no file"
+    assert merged_text(flights[:1], 10).splitlines()[1] == "  without rank 1: no file to read"
+
+
+def test_a_truncated_file_is_named_and_the_others_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        FlightFile(tmp_path, rank, 2).begin("world", 1, "all_reduce", "train.py:3")
+    path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:1000])
+    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10)) == 0
+    shown = capsys.readouterr()
+    assert "all_reduce, at train.py:3" in shown.out
+    assert "left out: " + str(path_of(tmp_path, 1)) in shown.err
+    path_of(tmp_path, 0).write_bytes(b"")
+    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10)) == 2
