@@ -203,7 +203,7 @@ class Checkpoint:
 
         Collective over the ranks of the strategy whose variables are restored: call it on every rank. The first
         rank reads and broadcasts, so only it has to see the files, and they are read once, not once per rank.
-        Everything is checked before anything is changed.
+        Everything is checked before anything is changed. Iterators come first: if one raises, nothing else has changed.
         Slots of an optimizer that has not made them yet are kept for when it does.
 
         Args:

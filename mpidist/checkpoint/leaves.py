@@ -57,6 +57,10 @@ class Leaves:
             values[key] = _checked_state(key, iterator)
         return values
 
+    def classes(self) -> dict[str, str]:
+        """Return the names of the classes whose values mean something else in another class: those of optimizers."""
+        return {key: type(owner).__name__ for key, owner in self.deferring.items()}
+
     def names_of_all_ranks(self) -> list[str]:
         """Return the keys that every rank must have, as values of theirs travel between the ranks.
 

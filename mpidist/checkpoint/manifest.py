@@ -77,6 +77,7 @@ class Manifest:
             to count, and their names; None without.
         writer: Host and process id of the one that wrote it.
         is_shared: Whether it was saved by the ranks of a strategy together.
+        classes: Names of the classes of optimizers, by key; empty in checkpoints of before.
     """
 
     sequence: int
@@ -91,6 +92,7 @@ class Manifest:
     writer: tuple[str, int] | None = None
     is_shared: bool = True
     run_calls: int = 0
+    classes: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""

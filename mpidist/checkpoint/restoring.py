@@ -89,6 +89,9 @@ def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
     for key in sorted(leaves.iterators.keys() & (manifest.tensors.keys() | manifest.values.keys())):
         if key not in manifest.iterators:
             problems.append(f"{key!r} is no state of an iterator in the checkpoint, and an iterator here")
+    for key, name in leaves.classes().items():
+        if manifest.classes.get(key, name) != name:
+            problems.append(f"{key!r} is of class {manifest.classes[key]} in the checkpoint and of class {name} here")
     for key, container in leaves.containers.items():
         kind, kind_here = manifest.containers.get(key, [None])[0], describe_container(container)[0]
         if kind != kind_here and "dict" in (kind, kind_here) and kind is not None:

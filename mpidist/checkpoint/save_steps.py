@@ -225,4 +225,5 @@ class Save:
             kept=self._options.kept,
             is_shared=extended_of(self._strategy).experimental_between_graph,
             run_calls=self._run_calls,
+            classes=self._leaves.classes(),
         )

@@ -48,6 +48,7 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
         containers=describe_containers(leaves),
         iterators=tuple(leaves.iterators),
         run_calls=checkpoint._run_calls,
+        classes=leaves.classes(),
     )
     return Snapshot(manifest, arrays)
 

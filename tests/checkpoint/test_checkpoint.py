@@ -318,6 +318,22 @@ def test_what_does_not_match(strategy: mpidist.Strategy, tmp_path: Path) -> None
             Checkpoint(**wrong).restore(path)
 
 
+def test_an_optimizer_of_another_class(tmp_path: Path) -> None:
+    path = Checkpoint(optimizer=SGD(0.5)).save(tmp_path / "ckpt")
+    adam = Adam(0.001)
+    with pytest.raises(ValueError, match="'optimizer' is of class SGD in the checkpoint and of class Adam here"):
+        Checkpoint(optimizer=adam).restore(path)
+    assert adam.learning_rate == 0.001
+    again = SGD(0.1)
+    Checkpoint(optimizer=again).restore(path).assert_consumed()
+    assert again.learning_rate == 0.5
+    # Checkpoints of before do not say.
+    manifest = json.loads((Path(path) / "manifest.json").read_text())
+    del manifest["classes"], manifest["checksum"]
+    (Path(path) / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    Checkpoint(optimizer=adam).restore(path).assert_consumed()
+
+
 def test_wrong_objects() -> None:
     for wrong, match in [
         ({"x": object()}, "'x' is a object; expected a variable"),
