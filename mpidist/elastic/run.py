@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from mpidist.checkpoint.pending import give_up_all
 from mpidist.collectives.leaving import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
@@ -40,6 +41,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
 
     Raises:
         RankLostError: Fewer ranks than ``min_ranks`` are left.
+        ValueError: The job has fewer from the beginning.
         Exception: Whatever else ``train`` raises.
 
     >>> def train(state):
@@ -58,7 +60,10 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
     state._forget_attempt()
     if can_go_on() and not has_world():
         _begin(min_ranks)
-    if world_topology().world.Get_size() == 1 or not can_go_on():
+    size = world_topology().world.Get_size()
+    if size < min_ranks:
+        raise ValueError(f"min_ranks is {min_ranks}, and the job has {size} ranks; expected {size} at most")
+    if size == 1 or not can_go_on():
         return train(state)
     while True:
         result: list[T] = []
@@ -144,6 +149,8 @@ def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
     """Let the ranks that are left be the world, with the newest commit on the first of them (collective)."""
     start = time.monotonic()
     abandon_all()
+    # Those that wait for a rank that is lost would stand in the way of the next ones.
+    give_up_all()
     old = world_topology().world
     before = old.Get_size()
     old.Revoke()

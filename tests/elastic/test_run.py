@@ -145,10 +145,12 @@ room.State._take_over = dies
 
 
 @needs_ulfm
-def test_too_few_ranks_are_an_error() -> None:
-    found = job(3, {1: 20}, min_ranks=3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_too_few_ranks_are_an_error(ranks: int) -> None:
+    found = job(ranks, {1: 20}, min_ranks=ranks)
     assert found.returncode != 0
-    assert "RankLostError: 1 of 3 ranks are lost, and 2 are left; expected 3 at least (min_ranks)" in found.stderr
+    said = f"1 of {ranks} ranks are lost, and {ranks - 1} are left; expected {ranks} at least (min_ranks)"
+    assert f"RankLostError: {said}" in found.stderr
 
 
 def test_without_fault_tolerance_the_launcher_ends_the_job() -> None:
@@ -193,6 +195,8 @@ def test_wrong_arguments() -> None:
         elastic.run(lambda state: None, {"step": 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_ranks is 0"):
         elastic.run(lambda state: None, elastic.State(), min_ranks=0)
+    with pytest.raises(ValueError, match="min_ranks is 9, and the job has 1 ranks; expected 1 at most"):
+        elastic.run(lambda state: None, elastic.State(), min_ranks=9)
     with pytest.raises(AttributeError, match="has no object 'missing'"):
         _ = elastic.State(step=0).missing
 
