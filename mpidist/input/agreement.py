@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +11,14 @@ from mpidist.core.errors import MismatchError
 from mpidist.input.element_spec import with_rows
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import LocalBatches, longest
+from mpidist.input.pipeline import Node
 from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of, seeded_as
 from mpidist.input.position import Position
 from mpidist.input.reordering import UNKNOWN
+from mpidist.input.row_steps import TableRows
+from mpidist.input.tables import ArrayTable
+
+_log = logging.getLogger("mpidist")
 
 
 @dataclass
@@ -47,8 +54,8 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
             mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
         return Agreement(batches.steps, first_position(batches, mine))
     text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
-    told: list[tuple[str, int, list[Pipeline], int | None]] = workers.communicator.all_gather_object(
-        (text, batches.steps, mine, last_batch_size(batches))
+    told: list[tuple[str, int, list[Pipeline], int | None, list[int]]] = workers.communicator.all_gather_object(
+        (text, batches.steps, mine, last_batch_size(batches), list(_samples(batches.nodes)))
     )
     same = len({text for text, *_ in told}) == 1
     if same_everywhere and not same:
@@ -60,15 +67,29 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
             f"distribute_datasets_from_function(dataset_fn):{lines}",
             plans,
         )
+    if same_everywhere and workers.worker_id == 0 and any(samples != told[0][-1] for *_, samples in told):
+        _log.warning(
+            "mpidist: experimental_distribute_dataset() was given arrays of the same shape with other rows on other "
+            "ranks; each rank takes its part of its own, so some rows may be seen twice and others never. Give the "
+            "same arrays on all ranks (seed what shuffles or splits them), or use distribute_datasets_from_function()"
+        )
     steps = [count for _, count, *_ in told]
     # Workers that all go through the same elements would do the same work in every step; different pipelines may each
     # take a part of one order.
-    every = [pipeline for _, _, pipelines, _ in told for pipeline in pipelines]
+    every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
     beginning = first_position(batches, every, own_orders and same)
     result = Agreement(longest(steps), replace(beginning, batch_size=told[0][3]))
     if result.steps not in (0, UNKNOWN) and 0 in steps:
         learn_spec(result, batches, workers)
     return result
+
+
+def _samples(nodes: Iterable[Node]) -> Iterator[int]:
+    """Yield a checksum of some rows of each nest of arrays that pipelines read."""
+    for node in nodes:
+        if isinstance(node, TableRows) and isinstance(node.table, ArrayTable):
+            yield node.table.sample()
+        yield from _samples(node.inputs)
 
 
 def learn_spec(agreement: Agreement, batches: LocalBatches, workers: InputWorkers) -> None:
