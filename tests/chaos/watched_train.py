@@ -56,7 +56,9 @@ def main() -> None:
     assert spec.loader is not None
     train: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
-    Bar.notes = Notes(folder / str(train.MPI.COMM_WORLD.rank))
+    from mpi4py import MPI  # after mpidist, which the training imports first
+
+    Bar.notes = Notes(folder / str(MPI.COMM_WORLD.rank))
     Bar.notes.write("starts", 0)
     train.tqdm = Bar
     sys.argv = [str(TRAIN), *sys.argv[2:]]
