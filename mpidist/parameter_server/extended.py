@@ -52,8 +52,7 @@ def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
     """Return what a program sets in an optimizer, to be compared with what it is later on."""
     return {
         name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
-        for name, value in vars(optimizer).items()
-        if not name.startswith("_")
+        for name, value in optimizer.public_attributes().items()
     }
 
 

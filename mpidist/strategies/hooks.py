@@ -182,8 +182,12 @@ class StrategyHooks:
         """Return what lets the ranks agree on a step (collective over the ranks of the strategy)."""
         return StepAgreement(None)
 
-    def _agree_on(self, text: str) -> None:
-        """Return once all ranks of the strategy have said the same ``text`` (collective); else raise MismatchError."""
+    def _agree_on(self, text: Callable[[], str]) -> None:
+        """Return once all ranks of the strategy have said the same (collective); else raise MismatchError.
+
+        Args:
+            text: Called where there are other ranks; says what is being done, and with what.
+        """
 
     def _distributed(self, value: Any) -> Any:
         """Return the components of a variable as a distributed value; other values unchanged."""

@@ -384,9 +384,9 @@ class ReplicatedExtended(StrategyExtended):
     def _step_agreement(self) -> StepAgreement:
         return StepAgreement(None) if self._comm is None else self._comm.step_agreement()
 
-    def _agree_on(self, text: str) -> None:
+    def _agree_on(self, text: Callable[[], str]) -> None:
         if self._comm is not None:
-            self._comm.meet(text)
+            self._comm.meet(text())
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._comm is None else self._comm.shared_errors(doing)

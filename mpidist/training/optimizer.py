@@ -251,9 +251,12 @@ class Optimizer:
             return
         with _entered(strategy):
             self.build(variables)
+            # A checksum takes as long as copying them, and is worth it where copies could drift apart.
             strategy.extended._agree_on(
-                f"apply_gradients() of {self._settings()}, outside of strategy.run(), where gradients must be the same "
-                f"on all ranks: their checksum is {gradient_tools.checksum(gradients):08x}"
+                lambda: (
+                    f"apply_gradients() of {self._settings()}, outside of strategy.run(), where gradients must be the "
+                    f"same on all ranks: their checksum is {gradient_tools.checksum(gradients):08x}"
+                )
             )
             strategy.extended.update(
                 self.iterations,
@@ -296,8 +299,11 @@ class Optimizer:
 
     def _settings(self) -> str:
         """Return what a program sets in an optimizer, except for a function of the step."""
-        public = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in _NO_SETTINGS}
-        shown = [f"{name}={value!r}" for name, value in (self._numbers | public).items() if not callable(value)]
+        shown = [
+            f"{name}={value!r}"
+            for name, value in (self._numbers | self.public_attributes()).items()
+            if name not in _NO_SETTINGS and not callable(value)
+        ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _agree_in_replica(self, context: ReplicaContext) -> None:
@@ -307,7 +313,7 @@ class Optimizer:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
     def _agree_on(self, strategy: Strategy, settings: str) -> None:
-        strategy.extended._agree_on(f"apply_gradients() of {settings}")
+        strategy.extended._agree_on(lambda: f"apply_gradients() of {settings}")
         self._agreed = settings
 
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
@@ -374,7 +380,11 @@ class Optimizer:
 
     def take_settings(self, other: Optimizer) -> None:
         """Take over what a program sets in an optimizer, such as its momentum, from another one of its kind."""
-        vars(self).update({name: value for name, value in vars(other).items() if not name.startswith("_")})
+        vars(self).update(other.public_attributes())
+
+    def public_attributes(self) -> dict[str, Any]:
+        """Return what a program may set in an optimizer, the learning rate aside, by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def keep_slots(self, variable: Variable, slots: dict[str, Variable]) -> None:
         """Use ``slots`` for ``variable`` from now on."""
