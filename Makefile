@@ -15,8 +15,9 @@
 #   make clean   remove .venv and everything that was built
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, BENCH_OUT,
-# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, RERUNS (second chances of a test on one rank), CUDA (12 or 13, of the GPU's driver), CUPY_VENV, and MPIRUN: on a
-# cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, RERUNS (second chances of a test on one rank), CUDA (12 or 13, of the GPU's
+# driver), CUPY_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one
+# from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3

@@ -31,7 +31,7 @@ FIRST_MESSAGE_BYTES = 16 << 10
 PREAMBLE = struct.Struct("=qqq")
 # Operation, variable, number of rows or bytes, optimizer, step, a setting (the learning rate of an update).
 PART = struct.Struct("=qqqqqd")
-# How many requests there were before the one that is given up.
+# The number of the request that is given up: both sides count them, from 1.
 GIVE_UP = struct.Struct("=q")
 # Of one message; MPI before version 4 counts in a C int.
 _MOST_BYTES = 1 << 30

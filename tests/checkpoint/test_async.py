@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +192,21 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_end(ranks: int, how: str
     assert latest_checkpoint(tmp_path) is None
 
 
+@contextmanager
+def released_meanwhile(brake: Brake) -> Iterator[None]:
+    """A block in which the writer goes on when the program is most likely waiting for it."""
+    timer = threading.Timer(0.05, brake.go.set)
+    timer.start()
+    yield
+    timer.join()
+
+
 @pytest.mark.one_rank
 def test_a_process_can_wait_for_all_that_it_writes(brake: Brake, tmp_path: Path) -> None:
     checkpoint = Checkpoint(step=1)
     path = checkpoint.save(tmp_path / "ckpt", async_save=True)
-    timer = threading.Timer(0.05, brake.go.set)
-    timer.start()
-    finish_writing()
-    timer.join()
+    with released_meanwhile(brake):
+        finish_writing()
     assert latest_checkpoint(tmp_path) == path
     brake.error = OSError(28, "No space left on device")
     checkpoint.save(tmp_path / "ckpt", async_save=True)
@@ -241,10 +249,8 @@ def test_saves_are_given_up_when_a_rank_does_not_write_its_part(
 def test_what_needs_no_other_rank_is_finished_when_saves_are_given_up(brake: Brake, tmp_path: Path) -> None:
     checkpoint = Checkpoint(step=1)
     path = checkpoint.save(tmp_path / "ckpt", async_save=True)
-    timer = threading.Timer(0.05, brake.go.set)
-    timer.start()
-    give_up_all()
-    timer.join()
+    with released_meanwhile(brake):
+        give_up_all()
     assert latest_checkpoint(tmp_path) == path
     checkpoint.wait()
 
