@@ -1,23 +1,28 @@
 # Two commands for a machine that has Python and nothing else: `make train` and `make test`.
 #
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
-#   make test    set up .venv and run every check: lint, plain pytest, pytest on 2, 3 and 4 ranks
+#   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; ten minutes
+#   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
+#   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH
+#   make test-share  of the long ones those that CI runs for this commit
+#   make mutants put faults into the library, one by one, and see that the tests see them; an hour at most
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
 #   make test-binding    tests of CuPy's own NCCL binding on a stand-in library; CuPy in .venv-cupy, no GPU needed
+#   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-gpu        tests on an NVIDIA GPU, one is enough; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
 #   make env     set up .venv only
 #   make clean   remove .venv and everything that was built
 #
-# Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, TEST_ARGS, BENCH_OUT,
-# BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, RERUNS (second chances of a test on one rank), CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one
-# from PyPI.
+# Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
+# such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
+# driver), CUPY_VENV, MPICH_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of
+# the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -26,15 +31,16 @@ RANKS ?= 2
 OUT ?= out/
 TRAIN_ARGS ?=
 TEST_ARGS ?=
+CHECK_ARGS ?=
 BENCH_OUT ?= benchmarks/results
 BENCH_ARGS ?=
 STEP_SECONDS ?= 2700
 CLUSTER_SECONDS ?= 1500
-RERUNS ?= 0
 CHAOS_OUT ?= out/chaos
 CUDA ?= 13
 GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
+MPICH_VENV ?= .venv-mpich
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -44,12 +50,9 @@ endif
 BIN := $(VENV)/bin
 LIMIT := timeout --kill-after=15 $(STEP_SECONDS)
 PYTEST := $(BIN)/python -m pytest
-# Tests on one rank may start jobs, whose launcher can crash; tests on several ranks cannot be repeated one by one.
-RERUN := --reruns $(RERUNS) -raR
 BENCH := $(BIN)/python -m benchmarks
 MEASURE := $(BENCH) run --out $(BENCH_OUT)
-# Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
-RANK_PYTEST := $(PYTEST) -q --color=no --with-mpi -p no:cacheprovider
+CHECKS := $(BIN)/python -m tests.checks
 
 # Root in a container, more ranks than cores, and ranks that may run on any core: Open MPI 5 reads the PRTE_
 # names, Open MPI 4 the OMPI_MCA_ ones, MPICH none and needs none.
@@ -61,11 +64,12 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_hwloc_base_binding_policy := none
 # The ranks are the parallelism; one more thread per core and rank only gets in their way.
 export OMP_NUM_THREADS ?= 1
+# Thousands of ranks import the same files: each would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train test bench lint test-1 test-programs test-2 test-3 test-4 test-nodes test-cluster bench-cluster bench-input
-.PHONY: test-chaos
+.PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
 .PHONY: gpu-env test-gpu bench-gpu test-binding env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -73,33 +77,20 @@ export PIP_ROOT_USER_ACTION := ignore
 train: $(VENV)/.train
 	$(MPIRUN) -n $(RANKS) $(BIN)/python examples/train.py --out $(OUT) $(TRAIN_ARGS) < /dev/null
 
-test: lint test-1 test-programs test-2 test-3 test-4 test-nodes
-	@echo "make test: everything passed"
+test quick test-all test-share: $(VENV)/.test
+	$(CHECKS) $@ $(CHECK_ARGS) < /dev/null
+
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutations $(TEST_ARGS) < /dev/null
 
 lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/ruff check --output-format=concise .
 	$(LIMIT) $(BIN)/mypy
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
-# Tests that start programs of their own, on several ranks most of them.
-PROGRAM_TESTS := tests/support tests/examples tests/benchmarks tests/chaos tests/test_readme.py
-
-test-1: $(VENV)/.test
-	$(LIMIT) $(PYTEST) -q $(RERUN) $(addprefix --ignore=,$(PROGRAM_TESTS)) $(TEST_ARGS) < /dev/null
-
-test-programs: $(VENV)/.test
-	$(LIMIT) $(PYTEST) -q $(RERUN) $(PROGRAM_TESTS) $(TEST_ARGS) < /dev/null
-
-test-2 test-3 test-4: test-%: $(VENV)/.test
-	$(LIMIT) $(MPIRUN) -n $* $(RANK_PYTEST) --ranks $* tests $(TEST_ARGS) < /dev/null
-
 # The long form; the short one is among the tests that start programs.
 test-chaos: $(VENV)/.test
 	$(BIN)/python -m tests.chaos --out $(CHAOS_OUT) $(TEST_ARGS) < /dev/null
-
-# The four ranks once more as two virtual nodes of two.
-test-nodes: $(VENV)/.test
-	MPIDIST_RANKS_PER_NODE=2 $(LIMIT) $(MPIRUN) -n 4 $(RANK_PYTEST) --ranks 4 tests $(TEST_ARGS) < /dev/null
 
 # Everything on 2 ranks; the way without reading the neighbours' memory; and in short on 4 ranks.
 bench: $(VENV)/.bench
@@ -117,7 +108,7 @@ bench-input: $(VENV)/.bench
 
 # What a hard end of the tests leaves behind goes down with the last line.
 test-cluster: $(VENV)/.test
-	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q $(RERUN) -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
+	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
 	$(BIN)/python -m tests.cluster.lab --name tests down; exit $$status
 
 # The hosts claim more cores than there are, which their ranks cannot see: they must yield while they wait.
@@ -133,11 +124,22 @@ test-binding: $(CUPY_VENV)/.done
 
 $(CUPY_VENV)/.done: pyproject.toml setup.cfg
 	$(PYTHON) -m venv $(CUPY_VENV)
-	$(CUPY_VENV)/bin/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
+	$(CUPY_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
+	@touch $@
+
+# What it takes from the Open MPI of the other environment: nothing; both own bin/mpirun.
+test-mpich: $(MPICH_VENV)/.done
+	cd $(CURDIR) && MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
+	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(MPICH_TESTS) < /dev/null
+
+$(MPICH_VENV)/.done: pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(MPICH_VENV)
+	$(MPICH_VENV)/bin/python $(INSTALL) '.[test]' 'mpich>=4.3'
 	@touch $@
 
 # An interpreter that has CuPy, mpi4py and pytest is taken as it is, so that this works without a network, too.
 GPU_PYTHON = $(or $(firstword $(wildcard $(BIN)/python $(BIN)/python3)),$(BIN)/python)
+MPICH_TESTS := tests/collectives tests/acceptance tests/strategies tests/topology
 WITH_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 
 gpu-env:
@@ -164,23 +166,25 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Editable, so that only new requirements make it install again; what a user's wheel holds is checked by
-# tests/test_packaging.py.
+# tests/test_packaging.py. A path is found sooner than by the finder that setuptools puts there by default, which each
+# process imports at its start, and what nobody imports need not be compiled.
+INSTALL := -m pip install --quiet --no-compile --config-settings editable_mode=compat --editable
 $(VENV)/.train: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)examples]'
+	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)examples]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test]'
+	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)test]'
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.gpu: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)test,cuda$(CUDA)]'
+	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)test,cuda$(CUDA)]'
 	@touch $@ $(VENV)/.test $(VENV)/.train
 
 $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI_EXTRA)bench]'
+	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)bench]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CUPY_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CUPY_VENV) $(MPICH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ the table. A step touches the rows of its batch only: they are pulled, and their
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -17,10 +18,11 @@ import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental.partitioners import FixedShardsPartitioner
 
-try:
-    from sklearn.datasets import load_digits
-except ImportError as error:
-    sys.exit(f'examples/factorization.py needs {error.name}; type: pip install "mpidist[examples]"')
+
+def load_images():
+    """Return the images of ``digits.npz`` (see examples/train.py), float64 rows of 64 pixels."""
+    with np.load(Path(__file__).with_name("digits.npz")) as digits:
+        return digits["images"] / 16.0
 
 
 def parse_arguments():
@@ -76,7 +78,7 @@ def best_error(images, rank):
 
 def train(resolver, arguments):
     """The program of each worker."""
-    images = load_digits().data / 16.0
+    images = load_images()
     with mpidist.v1.experimental.ParameterServerStrategy(resolver) as strategy:
         factors = Factors(strategy, images, arguments.rank)
         with strategy.scope():

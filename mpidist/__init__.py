@@ -3,6 +3,9 @@
 Write a program once against a strategy and start it with ``mpirun -n N python train.py``.
 """
 
+from typing import TYPE_CHECKING
+
+from mpidist.core.first_use import on_first_use
 from mpidist.core.settings import warn_about_unknown
 from mpidist.core.version import __version__
 from mpidist.topology import install_excepthook, prepare_environment
@@ -12,11 +15,9 @@ install_excepthook()
 warn_about_unknown()
 
 # MPI reads its environment when it starts, so the lines above come before everything that could start it.
-from mpidist import cluster_resolver, coordinator, elastic, experimental, metrics, optimizers, v1  # noqa: E402
-from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint  # noqa: E402
+from mpidist import cluster_resolver, experimental, metrics, optimizers  # noqa: E402
 from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
 from mpidist.collectives import Communicator  # noqa: E402
-from mpidist.collectives.tuning import tune  # noqa: E402
 from mpidist.core.context import (  # noqa: E402
     experimental_set_strategy,
     get_loss_reduction,
@@ -41,7 +42,6 @@ from mpidist.cross_device_ops import (  # noqa: E402
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate  # noqa: E402
 from mpidist.input import (  # noqa: E402
     SHARD_HINT,
     ArraySpec,
@@ -53,8 +53,6 @@ from mpidist.input import (  # noqa: E402
     InputOptions,
     InputReplicationMode,
 )
-from mpidist.parameter_server.server import Server  # noqa: E402
-from mpidist.parameter_server.strategy import ParameterServerStrategy  # noqa: E402
 from mpidist.strategies import (  # noqa: E402
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -72,6 +70,29 @@ from mpidist.training import (  # noqa: E402
     set_seed,
 )
 from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
+
+if TYPE_CHECKING:
+    from mpidist import coordinator, elastic, v1
+    from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+    from mpidist.collectives.tuning import tune
+    from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
+    from mpidist.parameter_server.server import Server
+    from mpidist.parameter_server.strategy import ParameterServerStrategy
+else:
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "coordinator": "mpidist.coordinator",
+            "elastic": "mpidist.elastic",
+            "v1": "mpidist.v1",
+            **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
+            **dict.fromkeys(("EvalResult", "EvalSpec", "TrainContext", "TrainSpec"), "mpidist.estimator"),
+            **dict.fromkeys(("launch", "train_and_evaluate"), "mpidist.estimator"),
+            "ParameterServerStrategy": "mpidist.parameter_server.strategy",
+            "Server": "mpidist.parameter_server.server",
+            "tune": "mpidist.collectives.tuning",
+        },
+    )
 
 __all__ = [
     "SHARD_HINT",

@@ -19,7 +19,7 @@ import pytest
 from mpidist.core.settings import SETTINGS
 from mpidist.core.version import __version__
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS_WITH_LICENSE_EXPRESSIONS = 77
@@ -97,7 +97,7 @@ def test_import_starts_neither_mpi_nor_cupy() -> None:
 
 
 def test_import_needs_no_extra() -> None:
-    blocked = ["safetensors", "ml_dtypes", "sklearn", "matplotlib", "tqdm", "cupy", "torch"]
+    blocked = ["safetensors", "ml_dtypes", "matplotlib", "tqdm", "cupy", "torch"]
     source = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import mpidist; print('fine')"
     assert run_python(source) == "fine"
 

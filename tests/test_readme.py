@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.jobs
 def test_the_training_loop_runs_everywhere() -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     outputs = []

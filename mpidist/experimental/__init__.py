@@ -1,15 +1,32 @@
 """The names of ``tf.distribute.experimental``."""
 
-from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
-from mpidist.checkpoint.termination import TerminationConfig
+from typing import TYPE_CHECKING
+
 from mpidist.core.enums import CommunicationImplementation
+from mpidist.core.first_use import on_first_use
 from mpidist.core.options import CollectiveHints, CommunicationOptions
-from mpidist.experimental import partitioners
 from mpidist.input import ValueContext
-from mpidist.parameter_server.remote import cache_variable_reads
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.strategy import ParameterServerStrategy
 from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
+
+if TYPE_CHECKING:
+    from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
+    from mpidist.checkpoint.termination import TerminationConfig
+    from mpidist.experimental import partitioners
+    from mpidist.parameter_server.remote import cache_variable_reads
+    from mpidist.parameter_server.sharded_variable import ShardedVariable
+    from mpidist.parameter_server.strategy import ParameterServerStrategy
+else:
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "ParameterServerStrategy": "mpidist.parameter_server.strategy",
+            "PreemptionCheckpointHandler": "mpidist.checkpoint.preemption",
+            "ShardedVariable": "mpidist.parameter_server.sharded_variable",
+            "TerminationConfig": "mpidist.checkpoint.termination",
+            "cache_variable_reads": "mpidist.parameter_server.remote",
+            "partitioners": "mpidist.experimental.partitioners",
+        },
+    )
 
 CollectiveCommunication = CommunicationImplementation
 

@@ -180,9 +180,11 @@ class _NamingHook(_Hook):
     def __init__(self, previous: Callable[[Any], object]) -> None:
         super().__init__()
         self.previous = previous
+        # Kept: in its last moments Python has emptied this module, too.
+        self._is_finalizing = sys.is_finalizing
 
     def __call__(self, unraisable: Any) -> None:
-        world = self._world()
+        world = None if self._is_finalizing() else self._world()
         if world is not None and sys.stderr is not None:
             sys.stderr.write(self._header(world))
         self.previous(unraisable)

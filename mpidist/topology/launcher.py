@@ -56,12 +56,23 @@ def _needed_environment() -> dict[str, str]:
     return needed
 
 
+def _quick_start(info: LauncherInfo | None) -> dict[str, str]:
+    """Return what only makes MPI start sooner.
+
+    Where there is no fabric, Open MPI's "ofi" component sleeps for a second on its way out. It carries one-sided
+    messages between nodes, so a job on one node loses nothing without it.
+    """
+    one_node = info is None or info.local_size == info.size
+    return {"OMPI_MCA_btl": "^ofi"} if one_node else {}
+
+
 def prepare_environment() -> None:
     """Set what MPI reads from the environment at its start, unless the user has set it; does not start MPI.
 
     ``OMPI_MCA_osc=^ucx`` always, ``OMPI_MCA_mpi_yield_when_idle=1`` where the launcher put more ranks on this
-    node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``. Other MPI libraries
-    ignore these variables. ``import mpidist`` calls this.
+    node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``, and
+    ``OMPI_MCA_btl=^ofi`` where all ranks are on one node, which then start a second sooner. Other MPI libraries ignore
+    these variables. ``import mpidist`` calls this.
 
     Raises:
         LauncherVariableError: A launcher's variable is malformed, and MPI runs already; before that
@@ -82,7 +93,7 @@ def prepare_environment() -> None:
         return
     missing = {name: value for name, value in needed.items() if name not in os.environ}
     if mpi is None or not mpi.Is_initialized():
-        os.environ.update(missing)
+        os.environ.update({**_quick_start(info), **missing, **os.environ})
         return
     if missing and info is not None and info.size != 1 and mpi.Get_library_version().startswith("Open MPI"):
         export = " ".join(f"{name}='{value}'" for name, value in missing.items())

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from tests.acceptance.checks import SUM, check_components, make_variable, replica_id, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
 
 SOME = pytest.mark.parametrize(
     "strategy", layouts("default", "one_device", "mirrored-[13]local", "multi_worker-*"), indirect=True

@@ -12,8 +12,8 @@ import pytest
 import mpidist
 from mpidist.values import PerReplica
 from tests.acceptance.checks import ON_READ, SUM, make_variable
-from tests.support import mpirun
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+from tests.support.ranks.pool import run
 
 FAILURES = (ValueError, TypeError, RuntimeError)
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-2local"), indirect=True)
@@ -206,8 +206,9 @@ def mirrored_on_two_nodes() -> str:
     return "accepted"
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_mirrored_strategy_on_several_nodes() -> None:
-    for text in mpirun.run(mirrored_on_two_nodes, 2, timeout=30, ranks_per_node=1):
+    for text in run(mirrored_on_two_nodes, 2, timeout=30, ranks_per_node=1):
         assert "MultiWorkerMirroredStrategy" in text
         assert "2" in text

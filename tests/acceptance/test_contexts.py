@@ -9,7 +9,7 @@ import pytest
 
 import mpidist
 from tests.acceptance.checks import is_default, local_ids
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
 
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*", "one_device")
 

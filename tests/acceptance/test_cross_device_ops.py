@@ -15,7 +15,9 @@ from mpidist import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, Re
 from mpidist.experimental import CommunicationOptions
 from mpidist.values import PerReplica
 from tests.acceptance.checks import check_each, replica_id, same
-from tests.support.layouts import per_replica
+from tests.support.ranks.layouts import per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 REFUSED = (ValueError, TypeError)
 MAKERS = {
@@ -99,7 +101,7 @@ def test_under_a_mirrored_strategy(maker: str, local: int) -> None:
     """The same program and numbers whichever class reduces; on all ranks of the node."""
     from mpi4py import MPI
 
-    from tests.support.layouts import _node_communicator
+    from tests.support.ranks.layouts import _node_communicator
 
     node = _node_communicator(MPI.COMM_WORLD)
     devices = [f"cpu:{k}" for k in range(local)]

@@ -10,7 +10,9 @@ import pytest
 import mpidist
 from mpidist.experimental import CommunicationOptions
 from tests.acceptance.checks import check_each, replica_id, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "float32", "float64")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import mpirun
+from tests.support.ranks.jobs import ROOT, child_environment, run_alone, run_script
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 CALLS = (
     "reduce along a bad axis",
@@ -58,12 +59,13 @@ def fail_on_rank_0_then_go_on(which: str, local: int) -> tuple[str, str, str]:
         after = str(strategy.reduce("SUM", strategy.run(lambda: 1), axis=None))
     except Exception as error:
         after = f"{type(error).__name__}: {error}"
+    strategy.close()
     return name, text, after
 
 
 @pytest.mark.parametrize("which", CALLS)
 def test_an_error_in_the_data_of_one_rank_reaches_all_and_the_strategy_goes_on(which: str) -> None:
-    own, told = mpirun.run(fail_on_rank_0_then_go_on, 2, which, 1, timeout=20.0)
+    own, told = run(fail_on_rank_0_then_go_on, 2, which, 1, timeout=20.0)
     assert own[0] in ("ValueError", "TypeError")
     assert told[0] == "PeerError"
     assert own[0] in told[1]
@@ -72,7 +74,7 @@ def test_an_error_in_the_data_of_one_rank_reaches_all_and_the_strategy_goes_on(w
 
 
 def test_an_uncaught_exception_prints_its_rank_and_ends_the_job() -> None:
-    done = mpirun.run_script(
+    done = run_script(
         """
         import mpidist
         strategy = mpidist.MultiWorkerMirroredStrategy()
@@ -112,7 +114,7 @@ def late(_: Any = None) -> str:
 
 
 def test_the_deadline_of_a_collective() -> None:
-    text, other = mpirun.run(late, 2, timeout=30)
+    text, other = run_alone(late, 2, timeout=30)
     assert other == "did not come"
     assert text.startswith("True")
     assert "all_reduce" in text
@@ -121,11 +123,11 @@ def test_the_deadline_of_a_collective() -> None:
 
 def test_ranks_that_each_believe_they_are_alone() -> None:
     """The launcher says four ranks, COMM_WORLD has one: an error that names both, before any training."""
-    environment = mpirun.child_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"})
+    environment = child_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"})
     environment.update({"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"})
     program = "import mpidist; mpidist.MultiWorkerMirroredStrategy()"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, cwd=mpirun.ROOT
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert done.returncode != 0, done.stdout
     assert "LaunchError" in done.stderr

@@ -7,7 +7,9 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputContext
 from tests.acceptance.checks import ON_WRITE, SUM, is_default, is_single, local_ids, make_variable, num_workers
 from tests.input.test_dealing import reference, reference_b
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
+
+pytestmark = pytest.mark.counts
 
 
 def place(strategy):

@@ -9,7 +9,9 @@ import pytest
 
 import mpidist
 from tests.acceptance.checks import check_each, local_ids, num_workers, replica_id, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-[234]local", "multi_worker-2local"), indirect=True)
 

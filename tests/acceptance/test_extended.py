@@ -23,7 +23,9 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import WITH_COPIES, layouts, per_replica
+from tests.support.ranks.layouts import WITH_COPIES, layouts, per_replica
+
+pytestmark = pytest.mark.counts
 
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*")
 REFUSED = (ValueError, TypeError, AssertionError)

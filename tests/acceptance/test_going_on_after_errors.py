@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
 
 
 def context() -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import mpirun
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 REPLICAS = 4
 # Ranks and how many local replicas each has.
@@ -75,12 +75,13 @@ def program(local: tuple[int, ...]) -> dict[str, Any]:
     out["counter"], out["average"] = counter.numpy(), average.numpy()
     batches = strategy.experimental_distribute_dataset(mpidist.Dataset.range(10).batch(4))
     out["data"] = [strategy.reduce("SUM", strategy.run(lambda x: x * x, args=(x,)), axis=0) for x in batches]
+    strategy.close()
     return out
 
 
 @pytest.fixture(scope="module")
 def in_one_process() -> dict[str, Any]:
-    return mpirun.run(program, 1, (REPLICAS,), timeout=60)[0]
+    return run(program, 1, (REPLICAS,), timeout=60)[0]
 
 
 def test_the_program_itself(in_one_process: dict[str, Any]) -> None:
@@ -117,7 +118,7 @@ def test_the_program_itself(in_one_process: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_of_every_layout_gets_the_same(layout: str, in_one_process: dict[str, Any]) -> None:
     local = LAYOUTS[layout]
-    for rank, found in enumerate(mpirun.run(program, len(local), local, timeout=60)):
+    for rank, found in enumerate(run(program, len(local), local, timeout=60)):
         assert found.keys() == in_one_process.keys()
         for key, value in in_one_process.items():
             if isinstance(value, dict):
@@ -128,6 +129,6 @@ def test_every_rank_of_every_layout_gets_the_same(layout: str, in_one_process: d
 
 
 def test_two_virtual_nodes_give_the_same(in_one_process: dict[str, Any]) -> None:
-    for found in mpirun.run(program, 4, (1, 1, 1, 1), timeout=60, ranks_per_node=2):
+    for found in run(program, 4, (1, 1, 1, 1), timeout=60, ranks_per_node=2):
         np.testing.assert_array_equal(found["weights"], in_one_process["weights"])
         np.testing.assert_array_equal(found["gather"], in_one_process["gather"])

@@ -12,9 +12,9 @@ import pytest
 import mpidist
 from mpidist.values import PerReplica
 from tests.acceptance.checks import local_ids, make_variable, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
 
-pytestmark = pytest.mark.min_ranks(2)
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
 
 Call = Callable[[Any], Any]
 WIDE, TALL, LONG = np.zeros(6), np.zeros((2, 3)), np.zeros(7)

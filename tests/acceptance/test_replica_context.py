@@ -9,7 +9,9 @@ import pytest
 
 import mpidist
 from tests.acceptance.checks import check_each, is_default, local_ids, num_workers, replica_id, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 FAILURES = (ValueError, mpidist.PeerError)
 SEVERAL_LOCAL = pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.nodes
 
 Pair = namedtuple("Pair", "left right")
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*")

@@ -12,7 +12,9 @@ import pytest
 import mpidist
 from mpidist.values import Mirrored, PerReplica, regroup, select_replica
 from tests.acceptance.checks import local_ids, make_variable, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.counts
 
 Pair = namedtuple("Pair", "left right")
 

@@ -25,7 +25,7 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import WITH_COPIES, layouts, per_replica
+from tests.support.ranks.layouts import WITH_COPIES, layouts, per_replica
 
 FAILURES = (ValueError, mpidist.PeerError)
 AGGREGATIONS = (NONE, SUM, MEAN, FIRST)

@@ -29,7 +29,9 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import WITH_COPIES, layouts
+from tests.support.ranks.layouts import WITH_COPIES, layouts
+
+pytestmark = pytest.mark.nodes
 
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*")
 REFUSED = (ValueError, TypeError, mpidist.PeerError)

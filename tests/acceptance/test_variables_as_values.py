@@ -20,7 +20,7 @@ from tests.acceptance.checks import (
     replica_id,
     same,
 )
-from tests.support.layouts import WITH_COPIES, layouts
+from tests.support.ranks.layouts import WITH_COPIES, layouts
 
 
 def counter_of(strategy: Any, aggregation: Any = SUM) -> Any:

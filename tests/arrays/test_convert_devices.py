@@ -14,6 +14,8 @@ from mpidist.arrays.cupy_module import find_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.core.errors import DeviceError
 
+pytestmark = pytest.mark.one_rank
+
 
 class _Namespace:
     """The array library of ``Foreign``."""

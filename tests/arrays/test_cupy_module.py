@@ -15,6 +15,8 @@ from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, loaded_cu
 from mpidist.arrays.device_ops import is_device_array, ops_for
 from mpidist.core.errors import DeviceError
 
+pytestmark = pytest.mark.one_rank
+
 MakeCupy = Callable[[str], None]
 
 
@@ -151,6 +153,7 @@ def test_gpus_are_present_where_a_usable_cupy_is_loaded(fake_gpus: object, monke
     assert gpus_may_be_present()
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_arrays_need_neither_mpi_nor_cupy() -> None:
     # The room alone, without the package's __init__, which brings all rooms.

@@ -13,6 +13,8 @@ from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.device_ops import ops_for
 from tests.support.fake_cupy.devices import machine
 
+pytestmark = pytest.mark.one_rank
+
 FLOAT = np.dtype("float32")
 
 

@@ -11,6 +11,8 @@ import pytest
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_for, ops_of
 
+pytestmark = pytest.mark.one_rank
+
 DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16", "int8", "int64", "uint16", "bool", "complex64")]
 DTYPES.append(np.dtype(ml_dtypes.bfloat16))
 

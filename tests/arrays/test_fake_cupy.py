@@ -18,6 +18,8 @@ import pytest
 from tests.support import fake_cupy
 from tests.support.fake_cupy.memory import FREED, bytes_at
 
+pytestmark = pytest.mark.one_rank
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -437,6 +439,7 @@ def test_the_fixture_takes_parameters(fake_gpus: Any) -> None:
         fake_cupy.install()
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_program_runs_on_pretended_gpus(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -12,6 +12,8 @@ import pytest
 from mpidist.arrays.cupy_module import find_cupy
 from tests.support.fake_cupy import devices, memory, module, ndarray, raw_kernel, streams
 
+pytestmark = pytest.mark.one_rank
+
 # What tests ask of the stand-in; the names of modules and of Python itself.
 _OF_THE_FAKE = {"host_view", "view_of", "bytes", "capture"}
 # What a real object has as an instance only, so that the class does not show it.

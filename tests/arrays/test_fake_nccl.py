@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.fake_cupy import nccl as fake_nccl
 
+pytestmark = pytest.mark.one_rank
+
 
 def crossed(fake_gpus: Any) -> tuple[list[Any], list[Any]]:
     """Launch calls of two communicators of two GPUs, in another order on each; returns them and the GPUs' events."""

@@ -100,6 +100,7 @@ def unpack_and_check(
         place.check_guards()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("source", "target"), CASTS)
 def test_casts_are_those_of_numpy(kernels: Kernels, source: str, target: str) -> None:
     sizes, offsets = [70_001, 5, 1], [0, 0, 0]

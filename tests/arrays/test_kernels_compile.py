@@ -11,7 +11,7 @@ import pytest
 
 from mpidist.arrays.kernel_source import INTRINSICS, TEMPLATES, all_kernels, entry
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(400)]
 
 ARCHITECTURES = (70, 80, 90, 100)
 # CuPy adds -ftz=true to what it compiles.
@@ -39,6 +39,7 @@ def run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills_registers(nvcc: str, source: Path, architecture: int) -> None:
     if f"sm_{architecture}" not in run(nvcc, "--list-gpu-code").split():

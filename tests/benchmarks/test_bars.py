@@ -9,6 +9,8 @@ from benchmarks.models import resnet50, size_of
 from benchmarks.rows import Figure, Row
 from tests.benchmarks.support import row
 
+pytestmark = pytest.mark.one_rank
+
 KIB, MIB = 1 << 10, 1 << 20
 
 

@@ -10,6 +10,8 @@ from benchmarks.cluster_wire import Sent, bits_per_second, floor_seconds, least_
 from benchmarks.rows import Figure, Row
 from tests.benchmarks.support import row
 
+pytestmark = pytest.mark.one_rank
+
 MIB = 1 << 20
 FLOOR_US = floor_seconds(NODES, SIZE, 1e9) * 1e6
 

@@ -12,7 +12,9 @@ from benchmarks.gpu_bars import verdicts
 from benchmarks.results import load
 from benchmarks.rows import Row
 from tests.benchmarks.support import row
-from tests.support.mpirun import ROOT, child_environment, mpirun_command
+from tests.support.ranks.jobs import ROOT, child_environment, mpirun_command
+
+pytestmark = pytest.mark.one_rank
 
 MIB = 1 << 20
 
@@ -74,6 +76,7 @@ def suite(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_the_whole_suite_on_the_stand_in(tmp_path: Path) -> None:
     sizes = ["--models", "small_cnn", "--staged", "5M", "--sizes", "64K,1M", "--seconds", "0.01"]
@@ -91,6 +94,7 @@ def test_the_whole_suite_on_the_stand_in(tmp_path: Path) -> None:
     assert "a call of NCCL: over CuPy's own" in done.stdout
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_without_a_gpu_it_says_so_and_fails(tmp_path: Path) -> None:
     done = suite("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")

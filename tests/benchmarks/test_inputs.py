@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.inputs import count_wrong, input_of, spoil, sum_of_inputs
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 250, 251, 1000])

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.models import MODELS, bert_base, resnet50, size_of
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize(
     ("model", "arrays", "numbers"),

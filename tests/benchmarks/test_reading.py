@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.reading_bars import verdicts
 from benchmarks.results import load
 from benchmarks.rows import OURS, Figure, make_row
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -67,6 +67,7 @@ sys.exit(reading_large.main(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_epoch_over_a_file_on_several_ranks(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "rows.bin"

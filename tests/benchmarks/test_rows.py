@@ -11,6 +11,8 @@ import pytest
 import benchmarks
 from benchmarks.rows import make_row
 
+pytestmark = pytest.mark.one_rank
+
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from mpi4py import MPI
 
 from benchmarks.timing import CALLS_IN_GROUP, LEAST_REPETITIONS, Case, measure
+
+pytestmark = pytest.mark.one_rank
 
 
 def test_calls_in_turn_and_their_checks() -> None:

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from tests.chaos.trial import EPOCHS, STEPS_PER_EPOCH, FailedError, Found, Trial
-from tests.support.mpirun import ROOT
+from tests.support.ranks.jobs import ROOT
 
 # A checkpoint of the example has about 160 KiB: the first may be one too many, or the fifth.
 _SMALLEST_DISK, _LARGEST_DISK, _LARGE_ENOUGH = 100, 900, 20_000

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.mpirun import JOB, ROOT, child_environment, end_all, members, mpirun_command, stacks_and_end
+from tests.support.ranks.jobs import JOB, ROOT, child_environment, end_all, members, mpirun_command, stacks_and_end
 
 WATCHED = Path(__file__).with_name("watched_train.py")
 ULFM = ("--with-ft", "ulfm")

@@ -77,6 +77,7 @@ def test_lost_steps_and_the_time_to_go_on(trial: Trial) -> None:
         went_on(trial, ended, 2.6, "rank 1")
 
 
+@pytest.mark.jobs
 def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with Job(tmp_path / "job", ["--out", out], 1) as job:
@@ -88,6 +89,7 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.jobs
 def test_a_job_that_ends_too_early(tmp_path: Path) -> None:
     with Job(tmp_path / "job", ["--no-such-option"], 1) as job, pytest.raises(NotReachedError, match="no-such-option"):
         job.until_step(0, 1)

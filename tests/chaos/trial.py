@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.chaos.job import Ended, Job, Note
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
 
 EPOCHS, STEPS_PER_EPOCH = 8, 45
 STEPS = EPOCHS * STEPS_PER_EPOCH

@@ -20,8 +20,8 @@ from mpidist.checkpoint import latest_checkpoint, safetensors_file, save_steps
 from mpidist.checkpoint.pending import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
-from tests.support.layouts import layouts
-from tests.support.mpirun import child_environment, run_script
+from tests.support.ranks.jobs import child_environment, run_script
+from tests.support.ranks.layouts import layouts
 
 
 class Brake:
@@ -167,6 +167,7 @@ SLOW_SAVE = """
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -179,6 +180,7 @@ def test_the_end_of_the_program_waits(ranks: int, how: str, tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt-1"]
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -286,6 +288,7 @@ def test_a_rank_without_memory_for_the_copy(
     checkpoint.wait()
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_without_threads_left_the_save_fails(tmp_path: Path) -> None:
     source = f"""

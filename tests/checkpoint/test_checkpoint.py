@@ -20,7 +20,9 @@ from mpidist.checkpoint import latest_checkpoint
 from mpidist.core.errors import PeerError
 from mpidist.metrics import Mean
 from mpidist.optimizers import SGD, Adam
-from tests.support.layouts import LAYOUTS, layouts, per_replica
+from tests.support.ranks.layouts import LAYOUTS, layouts, per_replica
+
+pytestmark = pytest.mark.nodes
 
 SYNC, AGGREGATION = mpidist.VariableSynchronization, mpidist.VariableAggregation
 

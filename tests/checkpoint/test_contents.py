@@ -15,7 +15,7 @@ import mpidist
 from mpidist import Checkpoint
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
 
 
 def test_lists_and_dicts_get_what_they_lack(strategy: mpidist.Strategy, tmp_path: Path) -> None:

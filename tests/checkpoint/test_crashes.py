@@ -17,9 +17,9 @@ import pytest
 
 from mpidist import Checkpoint, CheckpointManager
 from mpidist.checkpoint import storage
-from tests.support.mpirun import child_environment, mpirun_command, run_script
+from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # Lets a process kill itself before the n-th of its steps on the file system.
 DIES = """

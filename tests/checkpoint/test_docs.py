@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 TEXT = (ROOT / "docs" / "checkpoints.md").read_text()
 RESUMABLE, PREEMPTED, PER_EPOCH = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -20,8 +20,8 @@ import mpidist
 from mpidist import Checkpoint, CheckpointManager
 from mpidist.checkpoint import DamagedCheckpointError, retention, safetensors_file
 from mpidist.core.errors import PeerError
-from tests.support.layouts import layouts
-from tests.support.mpirun import child_environment
+from tests.support.ranks.jobs import child_environment
+from tests.support.ranks.layouts import layouts
 
 
 def names(paths: Any) -> list[str]:
@@ -306,6 +306,7 @@ UNPRIVILEGED = """
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another account takes root")
 @pytest.mark.parametrize("mode", [0o777, 0o755])

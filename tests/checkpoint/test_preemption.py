@@ -16,7 +16,7 @@ import mpidist
 from mpidist.checkpoint import termination
 from mpidist.checkpoint.termination import TerminationWatch
 from mpidist.experimental import PreemptionCheckpointHandler, TerminationConfig
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -200,6 +200,7 @@ print("ran", flush=True)
 """
 
 
+@pytest.mark.jobs
 def test_a_handler_that_would_act_on_one_rank_alone(tmp_path: Path) -> None:
     done = run_script(ALONE, 2, str(tmp_path), timeout=60)
     assert done.returncode == 0, done.stderr
@@ -290,6 +291,7 @@ def results(job: subprocess.CompletedProcess[str]) -> set[str]:
     return {line for line in job.stdout.splitlines() if line.startswith("w ")}
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_preempted_job_goes_on_as_if_nothing_had_been(tmp_path: Path, victim: int) -> None:
     saved = preempted(tmp_path / "a", victim)
@@ -301,6 +303,7 @@ def test_a_preempted_job_goes_on_as_if_nothing_had_been(tmp_path: Path, victim: 
     assert len(results(second)) == 1
 
 
+@pytest.mark.jobs
 def test_a_preempted_job_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     last = str(preempted(tmp_path / "a", 1) + 50)
     second = run_script(TRAIN.replace("* size", "* 3"), 2, str(tmp_path / "a"), last, "-1", "0")

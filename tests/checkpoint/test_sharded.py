@@ -18,7 +18,9 @@ from mpidist.checkpoint import DamagedCheckpointError, safetensors_file, save_st
 from mpidist.checkpoint.sharding import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 EXTENTS = st.dictionaries(
     st.text(min_size=1),

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 import mpidist
 from mpidist.checkpoint import (
     remove_temp_dir_with_filepath,
@@ -13,6 +15,8 @@ from mpidist.checkpoint import (
     write_dirpath,
     write_filepath,
 )
+
+pytestmark = pytest.mark.nodes
 
 
 def test_each_rank_writes_and_one_file_stays(strategy: mpidist.Strategy, tmp_path: Path) -> None:

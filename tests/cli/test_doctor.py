@@ -17,9 +17,9 @@ from mpidist.cli.doctor_facts.facts import Link
 from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
 from mpidist.core.version import __version__
 from tests.cli import doctor_jobs as made
-from tests.support.mpirun import ROOT, child_environment, run_script
+from tests.support.ranks.jobs import ROOT, child_environment, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.all_cores, pytest.mark.one_rank]
 
 DOCTOR = """
 import runpy
@@ -98,8 +98,9 @@ def test_more_ranks_than_cores() -> None:
     assert [link["between_nodes"] for link in document["links"]] == [False]
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to bind two ranks to one each")
 def test_the_binding_that_open_mpi_takes_by_default() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores to bind two ranks to one each")
     # Version 5 of it does not bind where it may put several ranks on a core; 4 reads a variable of its own.
     env = {"PRTE_MCA_rmaps_default_mapping_policy": "slot", "PRTE_MCA_hwloc_default_binding_policy": "core"}
     done = doctor(2, "--json", env={**env, "OMPI_MCA_hwloc_base_binding_policy": "core"})

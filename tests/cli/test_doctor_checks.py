@@ -24,6 +24,8 @@ from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts, SharedMemoryFacts
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("healthy", [job({}), job({}, {}), job({}, {}, {}, {}, hosts=TWO_HOSTS)])

@@ -16,7 +16,7 @@ from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
 from mpidist.cli.doctor_facts.rank import hosts_of_job
 from mpidist.cli.doctor_facts.reach import Heard, first_partners, merged, partners_on_nodes
 from tests.cli import doctor_jobs as made
-from tests.support.mpirun import ROOT
+from tests.support.ranks.jobs import ROOT
 
 pytestmark = pytest.mark.one_rank
 
@@ -206,16 +206,19 @@ def watched(seconds: float, then: str, document: str = "") -> subprocess.Complet
     )
 
 
+@pytest.mark.jobs
 def test_a_stage_that_takes_too_long_ends_the_process() -> None:
     done = watched(0.1, "time.sleep(50)")
     assert (done.returncode, done.stdout, done.stderr) == (-9, "", "mpidist doctor: takes too long. Type: look\n")
 
 
+@pytest.mark.jobs
 def test_a_process_that_is_ended_in_a_stage() -> None:
     done = watched(50, "os.kill(os.getpid(), signal.SIGKILL)")
     assert (done.returncode, done.stdout, done.stderr) == (-9, "", "mpidist doctor: was ended. Type: look again\n")
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("then", ["watch.idle()", "watch.stage(50, NOTHING, NOTHING); watch.idle()", "pass"])
 def test_nothing_is_said_of_what_goes_well(then: str) -> None:
     done = watched(50, then)
@@ -225,6 +228,7 @@ def test_nothing_is_said_of_what_goes_well(then: str) -> None:
 ONE_DOCUMENT = "lambda ending: ending.text"
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("seconds", "then", "status", "out"),
     [

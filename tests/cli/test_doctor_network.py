@@ -12,6 +12,8 @@ from mpidist.cli.doctor_facts.facts import Interface, JobFacts, Link
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
 
+pytestmark = pytest.mark.one_rank
+
 # network and links ----------------------------------------------------------------------------------------------------
 
 INFINIBAND = (Interface("eth0", "10.0.0.1/24"), Interface("mlx5_0", is_infiniband=True))

@@ -19,9 +19,9 @@ from mpidist.cli.launch import additions
 from mpidist.cli.launch_words import split_program
 from mpidist.topology.environments import BATCH_SYSTEMS, LAUNCHER_VARIABLES
 from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary
-from tests.support.mpirun import child_environment
+from tests.support.ranks.jobs import child_environment
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 DEADLINE_SECONDS = 60
 # What the tests' own environment asks of Open MPI, and launch is to ask by itself.

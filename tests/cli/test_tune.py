@@ -14,9 +14,9 @@ from mpidist.cli.tune import report, time_text
 from mpidist.collectives.table import SHIPPED
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning_file import Setup, read
-from tests.support.mpirun import child_environment, run_script
+from tests.support.ranks.jobs import child_environment, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 MODULE = """
 import runpy, sys

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.cluster.lab import Lab
-from tests.support.mpirun import child_environment, mpirun_command
+from tests.support.ranks.jobs import child_environment, mpirun_command
 
 PROGRAMS = Path(__file__).with_name("programs")
 

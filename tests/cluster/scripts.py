@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.cluster.lab import Lab
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
 
 SCRIPTS = ROOT / "slurm"
 _GOING_ON = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.lab import Lab
-from tests.support.mpirun import child_environment, mpirun_command
+from tests.support.ranks.jobs import child_environment, mpirun_command
 
 pytestmark = pytest.mark.cluster
 

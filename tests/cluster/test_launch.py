@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.cluster.lab import Lab
-from tests.support.mpirun import child_environment
+from tests.support.ranks.jobs import child_environment
 
 pytestmark = pytest.mark.cluster
 

@@ -8,6 +8,8 @@ from mpidist.cluster_resolver import ClusterResolver, ClusterSpec
 from mpidist.cluster_resolver.cluster_resolver import format_master_url
 from mpidist.topology.gpus import visible_devices
 
+pytestmark = pytest.mark.one_rank
+
 
 class OneHost(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:

@@ -6,6 +6,8 @@ import pytest
 
 from mpidist.cluster_resolver import ClusterSpec
 
+pytestmark = pytest.mark.one_rank
+
 DENSE = {"ps": ["a:1"], "worker": ["b:1", "c:1"]}
 
 

@@ -9,7 +9,10 @@ from mpi4py import MPI
 
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.cluster_resolver.multi_worker_util import is_chief
-from tests.support.mpirun import run, run_script
+from tests.support.ranks.jobs import run_script
+from tests.support.ranks.pool import run
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
@@ -126,6 +129,7 @@ def _roles() -> tuple[object, ...]:
     )
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_roles_on_three_ranks() -> None:
     ports = {"worker": ["0", "1"], "ps": ["2"]}
@@ -153,11 +157,13 @@ def _upside_down() -> tuple[object, ...]:
     return found
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_the_order_is_that_of_the_communicator() -> None:
     assert run(_upside_down, 2) == [(1, "0", 1), (0, "0", 0)]
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_rank_that_does_not_come_to_make_a_communicator_is_not_waited_for_for_ever() -> None:
     script = """
@@ -176,6 +182,7 @@ def test_a_rank_that_does_not_come_to_make_a_communicator_is_not_waited_for_for_
     assert f"mpidist: rank 0 of 3 is not done with {waits} after 1.5 s" in done.stderr
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_too_few_ranks_is_an_error_on_all() -> None:
     script = """

@@ -7,6 +7,8 @@ import pytest
 from mpidist.cluster_resolver import ClusterSpec
 from mpidist.cluster_resolver import multi_worker_util as util
 
+pytestmark = pytest.mark.one_rank
+
 CHIEF = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "evaluator": ["d:1"]}
 WORKERS = {"worker": ["b:1", "c:1"]}
 SERVERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["e:1", "f:1"]}

@@ -13,6 +13,8 @@ from mpidist.cluster_resolver import (
     UnionResolver,
 )
 
+pytestmark = pytest.mark.one_rank
+
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
 
 

@@ -15,6 +15,8 @@ from mpidist.collectives.algorithms import IN_NODE, NAMES, two_level, wires
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 DTYPES = ["f4", "f8", "i4", "i8", "f2", "c8"]
 
 

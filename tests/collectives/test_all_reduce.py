@@ -17,6 +17,8 @@ from mpidist.collectives.algorithms import wires
 from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
 ONE_NODE = [] if RANKS_PER_NODE.read() else ["gather_reduce"]
 READING = ["neighbours"] if READ_NEIGHBOURS.read() else []

@@ -10,7 +10,9 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 CALLS: dict[str, Callable[[Communicator], Any]] = {
     "all_reduce": lambda c: c.all_reduce("SUM", 1.0),
@@ -110,6 +112,7 @@ MPI.Finalize()
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_program_that_ends_mpi_itself_takes_leave() -> None:
     job = run_script(FINALIZES, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.collectives.crossing import Wait, Whereabouts, find_crossing
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -65,6 +65,7 @@ print("done")
 """
 
 
+@pytest.mark.jobs
 def test_waits_that_end_are_let_alone() -> None:
     job = run_script(LATE, 3)
     assert job.returncode == 0, job.stderr
@@ -86,6 +87,7 @@ MPI.COMM_WORLD.Barrier()                                # each had its error bef
 """
 
 
+@pytest.mark.jobs
 def test_a_part_and_the_whole() -> None:
     job = run_script(PART, 3, env={"MPIDIST_TIMEOUT": "10"})
     assert job.stdout.split("\n").count("crossed") == 3, job.stdout + job.stderr

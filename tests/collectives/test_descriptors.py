@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from tests.support.mpirun import run
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 def make_with_few_descriptors(left: int) -> list[str]:

@@ -15,6 +15,8 @@ from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 
+pytestmark = pytest.mark.counts
+
 LATE = {"devices": 6, "jitter": 0.001}
 GPUS = pytest.mark.parametrize("fake_gpus", [LATE], indirect=True)
 PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
@@ -66,12 +68,12 @@ def summed(size: int, round_number: int = 0) -> list[np.ndarray]:
 
 @GPUS
 @pytest.mark.parametrize("per_node", layouts())
-def test_fifty_rounds_in_every_layout(cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int | None) -> None:
+def test_many_rounds_in_every_layout(cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int | None) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
     if per_node is not None:
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", str(per_node))
     with Communicator() as comm:
-        for number in range(50):
+        for number in range(6):
             check(
                 comm.all_reduce("SUM", on_devices(cupy, values_of(comm.rank, number))), summed(comm.size, number), cupy
             )
@@ -124,7 +126,7 @@ def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator) -> None:
 @GPUS
 def test_works_are_waited_for_by_the_stream_that_waits(cupy: Any, comm: Communicator) -> None:
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    for number in range(10):
+    for number in range(4):
         with streams[0]:
             works = [comm.all_reduce_async("SUM", on_devices(cupy, values_of(comm.rank, number + k))) for k in range(3)]
         with streams[1]:

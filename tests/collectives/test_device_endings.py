@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 BEGIN = """
 import sys, time

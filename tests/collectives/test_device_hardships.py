@@ -24,7 +24,11 @@ from tests.support.fake_cupy import devices, memory
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.nccl_messages import Steps
 
-pytestmark = [pytest.mark.min_ranks(2), pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)]
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.min_ranks(2),
+    pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True),
+]
 HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
 # So long may take what has to happen, and is looked out for what must not.
 LIMIT_SECONDS, MOMENT_SECONDS = 20.0, 0.3

@@ -24,6 +24,7 @@ from mpidist.topology import world_topology
 from tests.support.fake_cupy import streams
 
 pytestmark = [
+    pytest.mark.nodes,
     pytest.mark.min_ranks(2),
     pytest.mark.parametrize("fake_gpus", [{"devices": 6, "jitter": 0.0005}], indirect=True),
     # Of wrong numbers, which are expected here.

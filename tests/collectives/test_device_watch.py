@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from mpidist.collectives.device_watch import DeviceWatch
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
+
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 PROGRAM = """
 import time

@@ -10,7 +10,7 @@ import pytest
 from mpidist.cli import flight
 from mpidist.collectives.flight_file import DONE, ENTRIES, FAILED, RUNNING, Entry, FlightFile, path_of, read_flight
 from mpidist.collectives.flight_merge import first_divergence, merged_text, read_folder
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -56,6 +56,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.jobs
 def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     job = run_script(KILLED, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode != 0
@@ -89,6 +90,7 @@ def test_the_first_difference() -> None:
     assert other.number == 7
 
 
+@pytest.mark.jobs
 def test_the_command_line(tmp_path: Path) -> None:
     job = run_script(
         """

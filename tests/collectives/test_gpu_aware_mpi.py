@@ -12,6 +12,8 @@ from mpidist.collectives import gpu_aware_mpi
 from mpidist.collectives.gpu_aware_mpi import answer_here, takes_device_memory
 from mpidist.topology import import_mpi
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 def answer(comm: Communicator) -> bool:
     return bool(comm._channel.run(takes_device_memory(comm._channel.comm), "asking"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mpidist.collectives.guard import Standing, report_text
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 LATE = """
 import os, signal, sys, time, numpy, mpidist

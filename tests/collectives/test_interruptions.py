@@ -12,7 +12,9 @@ import pytest
 
 from mpidist import Communicator, PeerError
 from mpidist.collectives.turn import Turn
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
+
+pytestmark = [pytest.mark.jobs, pytest.mark.nodes]
 
 ALARM = """
 import signal, sys, time, numpy, mpidist

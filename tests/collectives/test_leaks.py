@@ -15,9 +15,10 @@ import pytest
 import mpidist
 from mpidist.collectives import shared_memory
 from mpidist.collectives.leaving import open_channels
-from tests.support.mpirun import run, run_script
+from tests.support.ranks.jobs import run_script
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 def inventory() -> dict[str, Any]:
@@ -90,7 +91,7 @@ def over_and_over(times: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (4, 2)])
 def test_making_and_closing_over_and_over_again(ranks: int, per_node: int | None) -> None:
-    for before, after in run(over_and_over, ranks, 20, ranks_per_node=per_node):
+    for before, after in run(over_and_over, ranks, 8, ranks_per_node=per_node):
         assert after == before
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from mpidist.collectives.mapping import map_shared
 
+pytestmark = pytest.mark.one_rank
+
 NBYTES = 3 * 4096
 
 

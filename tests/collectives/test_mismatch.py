@@ -10,9 +10,9 @@ import pytest
 
 from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError, ReduceOp
 from mpidist.experimental import CommunicationOptions
-from tests.support.mpirun import run, run_script
+from tests.support.ranks.jobs import run_alone, run_script
 
-pytestmark = pytest.mark.min_ranks(2)
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
 
 Call = Callable[[Communicator], Any]
 
@@ -121,10 +121,11 @@ def late_rank() -> str:
     return str(after.value)
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_deadline_ends_the_wait_and_the_communicator() -> None:
-    gave_up, late = run(late_rank, 2)
+    gave_up, late = run_alone(late_rank, 2)
     assert "can no longer be used" in gave_up
     assert "did not finish within its deadline" in gave_up
     assert late == "late"
@@ -140,6 +141,7 @@ comm.close()
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_long_wait_says_so() -> None:
@@ -157,6 +159,7 @@ second.all_reduce("SUM", numpy.ones(5))
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_rank_that_leaves_is_noticed_by_those_that_wait() -> None:
@@ -179,6 +182,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_job_ends_although_a_rank_left_early() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.experimental import CommunicationOptions
-from tests.support.mpirun import run
-from tests.support.odd_rank import JOBS, Kind, Outcome, check, run_kinds
+from tests.support.ranks.odd_rank import JOBS, Kind, Outcome, check, run_kinds
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 ROWS, LARGE = np.ones((4, 2)), np.ones(100_000)
 _closed: dict[int, Communicator] = {}

@@ -15,6 +15,8 @@ from mpidist import Communicator
 from mpidist.collectives import mpi_types, slots
 from mpidist.collectives.leaving import open_channels
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("limit", [7, 2**31 - 1])

@@ -30,7 +30,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure
 from tests.collectives.nccl_ranks import finished, private_world
 from tests.support.fake_cupy import nccl as double
-from tests.support.mpirun import run
+from tests.support.ranks.pool import run
 
 _SOURCE = Path(__file__).parents[1] / "support" / "fake_nccl.c"
 # Not bound by what this process has imported: the jobs are others.

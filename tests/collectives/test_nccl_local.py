@@ -14,6 +14,8 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
 from tests.support.fake_cupy import nccl as fake_nccl
 
+pytestmark = pytest.mark.one_rank
+
 four_gpus = pytest.mark.parametrize("fake_gpus", [{"devices": 4, "jitter": 0.001}], indirect=True)
 DEVICES = [2, 0, 3]
 

@@ -16,6 +16,8 @@ from mpidist.collectives.nccl_library import nccl_problem
 from tests.collectives.nccl_ranks import finished, private_world
 from tests.support.fake_cupy import nccl as fake_nccl
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 four_gpus = pytest.mark.parametrize("fake_gpus", [{"devices": 4, "jitter": 0.001}], indirect=True)
 Raw = fake_nccl.NcclCommunicator
 

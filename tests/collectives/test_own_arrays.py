@@ -13,7 +13,10 @@ from mpidist.collectives import shared_memory
 from mpidist.collectives.memory import Pool
 from mpidist.core.settings import RANKS_PER_NODE
 
-pytestmark = pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only")
+pytestmark = [
+    pytest.mark.counts,
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only"),
+]
 
 COUNT = 50_000
 

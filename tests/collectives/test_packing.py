@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.mpi_types import chunks
-from mpidist.collectives.packing import MOST_PIECES, Pack, group_by_size
+from mpidist.collectives.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size
 from mpidist.collectives.plan import signature_text
+
+pytestmark = pytest.mark.one_rank
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 
@@ -94,3 +96,11 @@ def test_chunks_cover_a_count(count: int, limit: int) -> None:
 def test_a_signature_reads_like_its_arrays() -> None:
     assert signature_text(()) == "nothing"
     assert signature_text((((), F8), ((3,), F4), ((3,), F4))) == "float64(), 2 x float32(3,)"
+
+
+def test_targets_that_contain_one_another_are_looked_at_to_their_end() -> None:
+    whole = np.zeros(10)
+    behind_the_inner, apart = whole[5:6], np.zeros(1)
+    # The inner one begins later and ends earlier than the outer one.
+    taken = copies_of_overlapping([behind_the_inner, apart], [whole[:8], whole[1:2]])
+    assert [one is other for one, other in zip(taken, [behind_the_inner, apart], strict=True)] == [False, True]

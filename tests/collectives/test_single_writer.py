@@ -11,7 +11,7 @@ import mpidist
 from mpidist.collectives.single_writer import SingleWriter
 from mpidist.topology import world_topology
 
-pytestmark = pytest.mark.min_ranks(2)
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import pytest
 from mpidist.collectives import Communicator
 from mpidist.collectives.step_agreement import StepAgreement
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 @pytest.mark.one_rank
 def test_a_lone_process_agrees_with_itself() -> None:

@@ -17,9 +17,9 @@ from mpidist.__main__ import main
 from mpidist.collectives.report import Tally, report_text
 from mpidist.collectives.trace_file import MERGED, Span, TraceFile, path_of
 from mpidist.collectives.trace_merge import merge
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # Times are rounded to a nanosecond.
 ROUNDING = 0.002

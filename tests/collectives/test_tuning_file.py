@@ -17,6 +17,8 @@ from mpidist.collectives.table import SHIPPED, Table
 from mpidist.collectives.tuning_file import Setup, merge, read, setup_of
 from mpidist.experimental import CommunicationOptions
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 HERE = Setup("some CPU, 4 cores", "some MPI 1.0", "1 node x 4 ranks")
 SETTING = "MPIDIST_TUNING_FILE"
 # Works at every place, and is in no shipped row of one node.

@@ -9,6 +9,8 @@ import pytest
 
 from mpidist.collectives import waiting
 
+pytestmark = pytest.mark.one_rank
+
 
 class _Request:
     """Is complete at the third look."""

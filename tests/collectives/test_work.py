@@ -10,6 +10,8 @@ import pytest
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.progress import progress
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 def test_works_are_done_in_order_and_waited_for_in_any(comm: Communicator) -> None:
     works = [comm.all_reduce_async("SUM", np.full(100 * k, k + 1.0)) for k in range(5)]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mpidist.core import nest
 
+pytestmark = pytest.mark.one_rank
+
 Point = namedtuple("Point", "x y")
 NESTS: Any = st.recursive(
     st.integers(),

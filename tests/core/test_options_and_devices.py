@@ -16,6 +16,8 @@ from mpidist.experimental import (
     CommunicationOptions,
 )
 
+pytestmark = pytest.mark.one_rank
+
 
 def test_reduce_op_from_aggregation() -> None:
     assert ReduceOp.from_variable_aggregation(VariableAggregation.SUM) is ReduceOp.SUM

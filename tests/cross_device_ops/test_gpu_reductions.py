@@ -21,9 +21,11 @@ CLASSES = [
     lambda: NcclAllReduce(num_packs=3),
     HierarchicalCopyAllReduce,
 ]
-pytestmark = pytest.mark.parametrize(
-    "fake_gpus", [{"devices": 3}, {"devices": 3, "jitter": 0.002}], indirect=True, ids=["", "late"]
-)
+KINDS_OF_GPUS = [{"devices": 3}, {"devices": 3, "jitter": 0.002}]
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.parametrize("fake_gpus", KINDS_OF_GPUS, indirect=True, ids=["", "late"]),
+]
 
 
 def on_devices(cupy: Any, values: list[np.ndarray]) -> PerReplica:

@@ -12,7 +12,10 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.cross_device_ops import select_cross_device_ops
 from tests.cross_device_ops.test_gpu_reductions import on_devices
 
-pytestmark = pytest.mark.parametrize("fake_gpus", [{"devices": 2, "nccl": False}], indirect=True)
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.parametrize("fake_gpus", [{"devices": 2, "nccl": False}], indirect=True),
+]
 
 
 def test_copies_take_its_place_and_the_log_says_so_once(fake_gpus: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from mpidist import NcclAllReduce
 from tests.cross_device_ops.test_gpu_reductions import on_devices
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
+
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 PROGRAM = """
 import atexit

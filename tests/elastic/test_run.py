@@ -13,9 +13,9 @@ import pytest
 import mpidist
 from mpidist import elastic
 from mpidist.topology import import_mpi
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
 STEPS = 60
 TRAIN = """
@@ -101,8 +101,20 @@ def expected(replicas: int) -> list[float]:
 
 
 @needs_ulfm
-@pytest.mark.parametrize(("where", "ranks_per_node"), [("step", None), ("commit", 2)])
-@pytest.mark.parametrize("deaths", [{1: 20}, {0: 20}, {3: 20, 0: 40}, {1: 20, 2: 20}], ids=str)
+@pytest.mark.parametrize(
+    ("deaths", "where", "ranks_per_node"),
+    [
+        ({1: 20}, "step", None),
+        ({0: 20}, "commit", 2),
+        ({3: 20, 0: 40}, "step", None),
+        ({1: 20, 2: 20}, "commit", 2),
+        pytest.param({1: 20}, "commit", 2, marks=pytest.mark.long),
+        pytest.param({0: 20}, "step", None, marks=pytest.mark.long),
+        pytest.param({3: 20, 0: 40}, "commit", 2, marks=pytest.mark.long),
+        pytest.param({1: 20, 2: 20}, "step", None, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_the_training_ends_as_if_no_rank_had_been_lost(
     deaths: dict[int, int], where: str, ranks_per_node: int | None
 ) -> None:

@@ -12,9 +12,9 @@ import pytest
 import mpidist
 from mpidist import elastic
 from tests.elastic.test_run import needs_ulfm
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
 BEGINNING = """
 import json, os, signal, time

@@ -6,6 +6,8 @@ import pytest
 
 from mpidist.estimator.cast import Told, cast_of
 
+pytestmark = pytest.mark.one_rank
+
 
 def told(*tasks: str) -> list[Told]:
     split = [task.split(":") for task in tasks]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 @pytest.mark.parametrize("jobs", ["", "chief:1,evaluator:1"])

@@ -10,9 +10,9 @@ import pytest
 
 from tests.elastic.test_run import needs_ulfm
 from tests.estimator import programs
-from tests.support.mpirun import ROOT, run, run_script
+from tests.support.ranks.jobs import ROOT, run_alone, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 FOUR = "chief:1,worker:2,evaluator:1"
 # Who waits hears of it within this time.
@@ -30,7 +30,7 @@ def job(what: str, directory: Path, jobs: str, flags: Sequence[str] = ()) -> sub
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, programs.Ended]]:
     """How each failure ended on each of four ranks: chief, two workers, evaluator."""
-    return run(programs.all_failures, 4, str(tmp_path_factory.mktemp("failures")))
+    return run_alone(programs.all_failures, 4, str(tmp_path_factory.mktemp("failures")))
 
 
 def check_told(others: Sequence[programs.Ended], failed: programs.Ended, said: str) -> None:

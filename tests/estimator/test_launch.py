@@ -8,6 +8,8 @@ from mpi4py import MPI
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 
+pytestmark = pytest.mark.one_rank
+
 
 def alone(job: str) -> MPIClusterResolver:
     return MPIClusterResolver(MPI.COMM_SELF, jobs={job: 1})

@@ -12,6 +12,8 @@ import pytest
 import mpidist
 from mpidist.estimator.results import FILE, EvalResult, append, plain_metrics
 
+pytestmark = pytest.mark.one_rank
+
 
 def test_metrics_become_what_json_has() -> None:
     found = plain_metrics(

@@ -8,6 +8,8 @@ import pytest
 
 from mpidist.estimator import EvalSpec, TrainSpec
 
+pytestmark = pytest.mark.one_rank
+
 
 def nothing(_: Any) -> None:
     return None

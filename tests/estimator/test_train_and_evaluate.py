@@ -11,9 +11,9 @@ import mpidist
 from mpidist.estimator.results import FILE
 from tests.estimator import programs
 from tests.estimator.programs import STEPS
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 JOBS = {"MPIDIST_JOBS": "chief:1,worker:2,evaluator:1"}
 LAST = {"step": STEPS, "weight": 1 - 0.5**STEPS, "replicas": 1}
@@ -24,7 +24,7 @@ def lines_of(directory: Path) -> list[object]:
 
 
 def test_the_evaluator_evaluates_while_the_others_train(tmp_path: Path) -> None:
-    *trained, evaluator = run(programs.side_by_side, 4, str(tmp_path), env=JOBS)
+    *trained, evaluator = run_alone(programs.side_by_side, 4, str(tmp_path), env=JOBS)
     # Three ranks make the strategy, and the evaluator is in none of its collectives.
     assert trained == [[[3, LAST["weight"]]] * 2] * 3
     for is_async, evaluated in zip((False, True), evaluator, strict=True):
@@ -36,20 +36,20 @@ def test_the_evaluator_evaluates_while_the_others_train(tmp_path: Path) -> None:
 
 
 def test_without_an_evaluator_the_chief_evaluates_in_between_and_at_last(tmp_path: Path) -> None:
-    chief, worker = run(programs.in_between, 2, str(tmp_path))
+    chief, worker = run_alone(programs.in_between, 2, str(tmp_path))
     assert chief == (2, LAST["weight"], [(1, True), (3, True)])
     assert worker == (2, LAST["weight"], [])
     assert [metrics["step"] for metrics in lines_of(tmp_path)] == [1, 3, STEPS]  # type: ignore[index]
 
 
 def test_a_parameter_server_serves_the_workers(tmp_path: Path) -> None:
-    found = run(programs.serving, 4, str(tmp_path / "out"))
+    found = run_alone(programs.serving, 4, str(tmp_path / "out"))
     assert found == [(None, None), (2.0, 2.0), (2.0, 2.0), (None, [{"total": 2.0}])]
 
 
 def test_with_a_coordinator_the_workers_serve(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle", reason="the coordinator needs cloudpickle")
-    assert run(programs.coordinated, 4, str(tmp_path)) == [STEPS, None, None, [{"total": STEPS}]]
+    assert run_alone(programs.coordinated, 4, str(tmp_path)) == [STEPS, None, None, [{"total": STEPS}]]
 
 
 def test_one_process(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("sklearn", "matplotlib", "tqdm"):
+for _module in ("matplotlib", "tqdm"):
     pytest.importorskip(_module, reason=f"the examples need {_module}")
 
 ASYNCHRONOUS = ROOT / "examples" / "parameter_server.py"

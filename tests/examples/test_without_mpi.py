@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("sklearn", "matplotlib", "tqdm"):
+for _module in ("matplotlib", "tqdm"):
     pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
 
 

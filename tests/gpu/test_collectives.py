@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.gpu import machine
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(300)]
 
 LIMIT_SECONDS = 150.0
 # Ranks, and ranks per virtual node.
@@ -126,7 +126,8 @@ def test_all_reduces_of_every_dtype(ranks: int, per_node: int | None) -> None:
     names = NAMES if ranks == 2 else ["float32", "bfloat16", "int64"]
     if machine.nccl_problem() is not None and per_node != 1:
         pytest.skip(f"NCCL: {machine.nccl_problem()}")
-    taken = run(_all_reduces, ranks, names, SIZES, [None, "staged"], ranks_per_node=per_node, timeout=LIMIT_SECONDS)
+    ways = [None, "staged"]
+    taken = run_alone(_all_reduces, ranks, names, SIZES, ways, ranks_per_node=per_node, timeout=LIMIT_SECONDS)
     assert len({tuple(names) for names in taken}) == 1
     assert taken[0][1] == "staged"
 
@@ -135,21 +136,21 @@ def test_nccl_over_virtual_nodes() -> None:
     if machine.nccl_problem() is not None:
         pytest.skip(f"NCCL: {machine.nccl_problem()}")
     algorithms = ["nccl", "hierarchical"]
-    taken = run(_all_reduces, 4, ["float32"], SIZES, algorithms, ranks_per_node=2, timeout=LIMIT_SECONDS)
+    taken = run_alone(_all_reduces, 4, ["float32"], SIZES, algorithms, ranks_per_node=2, timeout=LIMIT_SECONDS)
     assert taken == [algorithms] * 4
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 def test_many_rounds_of_large_arrays(ranks: int, per_node: int | None) -> None:
-    assert run(_rounds, ranks, 10, 3_000_001, ranks_per_node=per_node, timeout=LIMIT_SECONDS) == [True] * ranks
+    assert run_alone(_rounds, ranks, 10, 3_000_001, ranks_per_node=per_node, timeout=LIMIT_SECONDS) == [True] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2)])
 def test_movements(ranks: int, per_node: int | None) -> None:
-    assert run(_movements, ranks, ranks_per_node=per_node, timeout=LIMIT_SECONDS) == [True] * ranks
+    assert run_alone(_movements, ranks, ranks_per_node=per_node, timeout=LIMIT_SECONDS) == [True] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [pytest.param(1, None, id="1x1"), *LAYOUTS])
 def test_a_strategy_trains_as_numpy_does(ranks: int, per_node: int | None) -> None:
-    for losses in run(_strategy, ranks, ranks_per_node=per_node, timeout=LIMIT_SECONDS):
+    for losses in run_alone(_strategy, ranks, ranks_per_node=per_node, timeout=LIMIT_SECONDS):
         np.testing.assert_allclose(losses, _line_in_numpy(), rtol=1e-9)

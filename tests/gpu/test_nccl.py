@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.gpu import machine
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(300)]
 
 LIMIT_SECONDS = 120.0
 REDUCED = ["int8", "uint8", "int32", "uint32", "int64", "uint64"]
@@ -124,15 +124,15 @@ def _abort() -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_reductions(ranks: int) -> None:
     names = REDUCED if ranks < 4 else ["float32", "bfloat16"]
-    checked = run(_reductions, ranks, names, timeout=LIMIT_SECONDS)
+    checked = run_alone(_reductions, ranks, names, timeout=LIMIT_SECONDS)
     assert len(set(checked)) == 1
     assert checked[0] >= len(names) * len(SIZES)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_movements(ranks: int) -> None:
-    assert run(_movements, ranks, timeout=LIMIT_SECONDS) == [4 * len(SIZES)] * ranks
+    assert run_alone(_movements, ranks, timeout=LIMIT_SECONDS) == [4 * len(SIZES)] * ranks
 
 
 def test_abort_ends_a_communicator() -> None:
-    assert run(_abort, 2, timeout=LIMIT_SECONDS) == [True, True]
+    assert run_alone(_abort, 2, timeout=LIMIT_SECONDS) == [True, True]

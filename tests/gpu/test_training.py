@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.mpirun import ROOT, child_environment, run_script
+from tests.support.ranks.jobs import ROOT, child_environment, run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(300)]
 
-for _module in ("sklearn", "matplotlib", "tqdm"):
+for _module in ("matplotlib", "tqdm"):
     pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
 
 SCRIPT = str(ROOT / "examples" / "train.py")

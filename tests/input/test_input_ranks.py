@@ -13,6 +13,8 @@ from tests.input.policy_helpers import read
 from tests.input.test_dealing import reference
 from tests.input.worker_threads import lists, steps_of
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 @pytest.fixture
 def communicator():

@@ -13,6 +13,8 @@ from mpidist.input.file_dealing import FileNames
 from tests.input.test_dealing import reference, reference_b
 from tests.input.worker_threads import steps_of
 
+pytestmark = pytest.mark.counts
+
 POLICIES = ("DATA", "block", "FILE", "OFF", "HINT")
 
 

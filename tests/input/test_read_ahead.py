@@ -204,6 +204,7 @@ def test_threads_that_are_over_are_forgotten():
     assert len(readers._threads) == 1
 
 
+@pytest.mark.jobs
 def test_a_program_that_ends_in_the_middle_of_a_pass():
     code = (
         "import itertools\n"

@@ -13,6 +13,8 @@ from mpidist.input.distribute import distribute_dataset
 from mpidist.input.input_workers import InputWorkers
 from tests.input.worker_threads import steps_of
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 ROWS = 103
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import mpidist
 
-pytestmark = pytest.mark.min_ranks(2)
+pytestmark = [pytest.mark.counts, pytest.mark.min_ranks(2)]
 
 
 @pytest.mark.parametrize("own", [False, True])

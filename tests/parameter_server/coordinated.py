@@ -13,8 +13,8 @@ from typing import Any
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.coordinator import ClusterCoordinator
-from tests.support.leaks import Inventory
-from tests.support.mpirun import run
+from tests.support.ranks.leaks import Inventory
+from tests.support.ranks.pool import run
 
 # How long what the tests wait for may take before they fail.
 PATIENCE_SECONDS = 20.0

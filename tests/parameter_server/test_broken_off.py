@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
 BEGINNING = """
 import contextlib, os, signal, sys

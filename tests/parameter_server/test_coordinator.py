@@ -17,7 +17,7 @@ from mpidist.parameter_server import connection
 from tests.parameter_server.coordinated import OnChief, error_of, run_on_chief
 from tests.parameter_server.test_per_worker import on_each_worker
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 JOBS = {"chief": 1, "ps": 2, "worker": 2}
 chief = OnChief(__name__, "chief", JOBS)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.test_run import needs_ulfm
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # Who is left ends within this time of what went wrong.
 SOON_SECONDS = 5.0

@@ -11,9 +11,9 @@ from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.coordinator import ClusterCoordinator
 from mpidist.parameter_server import link
 from tests.parameter_server.coordinated import error_of
-from tests.support.mpirun import run
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 def _error_of_cluster(jobs: dict[str, int]) -> str:
@@ -25,9 +25,10 @@ def _error_of_cluster(jobs: dict[str, int]) -> str:
 
 def _wrong_clusters() -> list[str]:
     found = [_error_of_cluster({"chief": 1, "worker": 3}), _error_of_cluster({"chief": 1, "ps": 3})]
-    if MPIClusterResolver().rank == 2:
-        link.agreed_devices = lambda *_: (("cpu:0", "cpu:1"), (2,))
-    return [*found, _error_of_cluster({"chief": 1, "ps": 1, "worker": 2})]
+    with pytest.MonkeyPatch.context() as patch:
+        if MPIClusterResolver().rank == 2:
+            patch.setattr(link, "agreed_devices", lambda *_: (("cpu:0", "cpu:1"), (2,)))
+        return [*found, _error_of_cluster({"chief": 1, "ps": 1, "worker": 2})]
 
 
 def test_wrong_clusters_are_an_error_on_all_ranks() -> None:

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tests.support.mpirun import ROOT, run_script
+from tests.support.ranks.jobs import ROOT, run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
 TEXT = (ROOT / "docs" / "parameter_servers.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.test_run import needs_ulfm
-from tests.support.mpirun import ROOT, child_environment, mpirun_command, run_script
+from tests.support.ranks.jobs import ROOT, child_environment, mpirun_command, run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(240)]
 
 ULFM = ("--with-ft", "ulfm")
 

@@ -13,9 +13,9 @@ import mpidist
 from mpidist.coordinator import RemoteValueStatus
 from mpidist.parameter_server import dispatcher
 from tests.parameter_server.coordinated import Call, Gate, OnChief, error_of
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 chief = OnChief(__name__, "chief", {"chief": 1, "ps": 1, "worker": 2})
 WORKERS = 2

@@ -14,7 +14,7 @@ from mpidist.coordinator import RemoteValueStatus
 from tests.parameter_server.coordinated import Gate, OnChief, error_of, wait_until
 from tests.parameter_server.test_schedule import fail, return_args
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 WORKERS = 2
 chief = OnChief(__name__, "chief", {"chief": 1, "ps": 1, "worker": WORKERS})

@@ -13,9 +13,9 @@ from mpidist import ClusterSpec
 from mpidist.cluster_resolver import MPIClusterResolver, SimpleClusterResolver
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, resolver_of
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(240)]
 
 SPEC = {"ps": ["a:1"], "worker": ["b:1", "c:1"]}
 
@@ -85,7 +85,7 @@ def roles() -> list[tuple[str, str]]:
 
 
 def test_ranks_whose_roles_do_not_fit_together() -> None:
-    found = list(zip(*run(roles, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"}), strict=True))
+    found = list(zip(*run_alone(roles, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"}), strict=True))
     texts = [
         "one worker: type MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...; MPIDIST_JOBS is not set, and without it",
         "the cluster is ps:3; expected at least one ps and one worker: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun",
@@ -118,7 +118,7 @@ def beside_an_evaluator() -> Any:
 
 
 def test_a_chief_among_the_workers_and_an_evaluator_beside_them() -> None:
-    served, chief, (kind, text), worker = run(beside_an_evaluator, 4, timeout=60)
+    served, chief, (kind, text), worker = run_alone(beside_an_evaluator, 4, timeout=60)
     assert served == "served"
     assert chief == (1.0, True)
     assert worker == (1.0, False)
@@ -143,7 +143,7 @@ def served_and_went_on(coordinated: bool) -> Any:
 
 @pytest.mark.parametrize("coordinated", [False, True])
 def test_who_has_served_makes_no_strategy(coordinated: bool) -> None:
-    found = run(served_and_went_on, 3, coordinated, timeout=60, env={"MPIDIST_TIMEOUT": "30"})
+    found = run_alone(served_and_went_on, 3, coordinated, timeout=60, env={"MPIDIST_TIMEOUT": "30"})
     told = [error for error in found if error is not None]
     assert len(told) == (2 if coordinated else 1)
     for kind, text in told:
@@ -167,7 +167,7 @@ def worker_of_both_kinds() -> Any:
 
 
 def test_a_worker_that_served_a_coordinator_runs_a_program_of_its_own_afterwards() -> None:
-    assert run(worker_of_both_kinds, 3, timeout=60, env={"MPIDIST_TIMEOUT": "30"}) == [2.0, None, 2.0]
+    assert run_alone(worker_of_both_kinds, 3, timeout=60, env={"MPIDIST_TIMEOUT": "30"}) == [2.0, None, 2.0]
 
 
 # One strategy after the other ---------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def one_after_the_other() -> Any:
 
 
 def test_one_strategy_after_the_other() -> None:
-    _, *found = run(one_after_the_other, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
+    _, *found = run_alone(one_after_the_other, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
     for value, *errors in found:
         same(value, np.full(3, -6.0))
         assert len(errors) == 6
@@ -239,5 +239,5 @@ def two_at_a_time() -> Any:
 
 
 def test_two_strategies_at_a_time() -> None:
-    _, *found = run(two_at_a_time, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
+    _, *found = run_alone(two_at_a_time, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
     assert found == [(-5.0, -6.0)] * 2

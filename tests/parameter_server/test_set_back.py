@@ -14,9 +14,9 @@ from mpidist.optimizers import SGD, Adam
 from mpidist.values import IndexedSlices
 from tests.parameter_server.coordinated import run_on_chief
 from tests.parameter_server.workers import error_of, on_workers, worker_of
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
 
 def rate(step: int) -> float:

@@ -17,7 +17,7 @@ from mpidist.parameter_server import ShardedVariable
 from mpidist.values import Mirrored
 from tests.acceptance.checks import FIRST, MEAN, NONE, ON_READ, SUM, make_variable
 from tests.parameter_server.shards import Touched, sharded
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
 
 MAKERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: SGD(0.1),

@@ -14,9 +14,9 @@ from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.optimizers import SGD, Adam
 from mpidist.parameter_server import connection
 from tests.parameter_server.shards import sharded
-from tests.support import mpirun
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 WHOLE = np.arange(28.0).reshape(14, 2)
 
@@ -73,7 +73,7 @@ def noted_requests() -> list[list[str]]:
 
 
 def test_shards_on_servers(tmp_path: Path) -> None:
-    (seen,) = [result for result in mpirun.run(on_a_rank, 3, str(tmp_path)) if result is not None]
+    (seen,) = [result for result in run(on_a_rank, 3, str(tmp_path)) if result is not None]
     expected = {"whole": WHOLE, "row": WHOLE[4], "rows": WHOLE[[13, 0, 13]], "slice": WHOLE[4:10]}
     for name, array in expected.items():
         np.testing.assert_array_equal(seen[name][0], array)

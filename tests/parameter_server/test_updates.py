@@ -19,9 +19,9 @@ from mpidist.values import IndexedSlices
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, on_workers, resolver_of, worker_of
 from tests.support import fake_cupy
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(300)]
 
 STEPS = 10_000
 
@@ -320,7 +320,7 @@ def on_gpus(ps: int) -> list[str]:
 
 
 def test_arrays_of_gpus() -> None:
-    assert run(on_gpus, 2, 1, timeout=60) == [[], ["gpu:0", "gpu:1"]]
+    assert run_alone(on_gpus, 2, 1, timeout=60) == [[], ["gpu:0", "gpu:1"]]
 
 
 def everything_of_one_worker(strategy: Any) -> Any:

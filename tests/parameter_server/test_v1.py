@@ -16,10 +16,10 @@ from mpidist.experimental import cache_variable_reads
 from tests.acceptance.checks import AUTO, MEAN, ON_READ, SUM, make_variable, replica_id, same
 from tests.parameter_server.acceptance import acceptance_tests
 from tests.parameter_server.workers import Strategy, error_of, on_workers, resolver_of, worker_of
-from tests.support.layouts import per_replica
-from tests.support.mpirun import run
+from tests.support.ranks.layouts import per_replica
+from tests.support.ranks.pool import run
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(300)]
 
 
 # What every strategy does -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
-from tests.support.mpirun import run
+from tests.support.ranks.pool import run
 
 Strategy = mpidist.v1.experimental.ParameterServerStrategy
 

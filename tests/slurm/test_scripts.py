@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import run_script
+from tests.support.ranks.jobs import run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 FOLDER = Path(__file__).resolve().parents[2] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))

@@ -14,7 +14,9 @@ from mpidist.collectives import shared_memory
 from mpidist.core.errors import DeviceError
 from mpidist.experimental import CentralStorageStrategy
 from tests.acceptance.checks import FIRST, MEAN, NONE, ON_READ, ON_WRITE, SUM, fill, make_variable, replica_id, same
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 CENTRAL = pytest.mark.parametrize("strategy", layouts("central*"), indirect=True)
 ON_RANKS = pytest.mark.parametrize("strategy", layouts("central_node*"), indirect=True)
@@ -288,6 +290,7 @@ def test_an_error_of_the_rank_that_writes_reaches_all(strategy: Any) -> None:
 
 @ON_RANKS
 @pytest.mark.min_ranks(2)
+@pytest.mark.own_strategy  # ranks that made different numbers of variables cannot make any more
 def test_ranks_that_do_different_things(strategy: Any) -> None:
     needs_several_ranks(strategy)
     first = rank_of(strategy) == 0
@@ -310,6 +313,7 @@ def test_ranks_that_do_different_things(strategy: Any) -> None:
 
 @ON_RANKS
 @pytest.mark.min_ranks(2)
+@pytest.mark.own_strategy
 def test_no_room(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_several_ranks(strategy)
     with monkeypatch.context() as patch:
@@ -320,6 +324,7 @@ def test_no_room(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ON_RANKS
+@pytest.mark.own_strategy
 def test_after_close(strategy: Any) -> None:
     variable = make_variable(strategy, np.arange(3.0))
     strategy.close()

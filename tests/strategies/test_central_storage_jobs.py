@@ -12,9 +12,10 @@ import pytest
 
 import mpidist
 from mpidist.experimental import CentralStorageStrategy
-from tests.support.mpirun import run, run_script
+from tests.support.ranks.jobs import run_alone, run_script
+from tests.support.ranks.pool import run
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 REPLICAS = 4
 LAYOUTS = {"1 x 4": (4,), "4 x 1": (1, 1, 1, 1), "2 x 2": (2, 2), "1 + 3": (1, 3)}
@@ -156,7 +157,7 @@ def copies_held(kind: str) -> float:
 def test_memory_of_four_ranks() -> None:
     # The allocator gives freed arrays back at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    central, mirrored = (run(copies_held, 4, kind, env=env, timeout=120)[0] for kind in ("central", "mirrored"))
+    central, mirrored = (run_alone(copies_held, 4, kind, env=env, timeout=120)[0] for kind in ("central", "mirrored"))
     assert 0.99 < central <= 1.1
     assert mirrored > 3.99
 
@@ -189,7 +190,7 @@ def held_after(times: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_dropped_variables_give_their_memory_back() -> None:
-    for before, after in run(held_after, 2, 5):
+    for before, after in run_alone(held_after, 2, 5):
         assert before == after
 
 

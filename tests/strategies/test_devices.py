@@ -13,7 +13,9 @@ import mpidist
 from mpidist.collectives.leaving import open_channels
 from mpidist.core.errors import DeviceError
 from mpidist.strategies.devices import agreed_devices
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 
 def test_device_strings(fake_gpus: Any) -> None:
@@ -27,6 +29,7 @@ def test_device_strings(fake_gpus: Any) -> None:
         mpidist.MirroredStrategy(["gpu:0", "/gpu:0"])
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_without_cupy_a_gpu_is_refused_with_what_to_type() -> None:
     program = "import sys; sys.modules['cupy'] = None; import mpidist; mpidist.OneDeviceStrategy('gpu:0')"
@@ -36,6 +39,7 @@ def test_without_cupy_a_gpu_is_refused_with_what_to_type() -> None:
     assert "pip install" in done.stderr
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_job_on_cpus_does_not_import_cupy() -> None:
     program = (

@@ -10,7 +10,7 @@ import pytest
 import mpidist
 from mpidist import IndexedSlices
 from mpidist.arrays.device_ops import is_device_array
-from tests.support.layouts import per_replica
+from tests.support.ranks.layouts import per_replica
 
 
 def devices_of(value: Any) -> list[int]:

@@ -12,9 +12,9 @@ import pytest
 
 import mpidist
 from mpidist import ReduceOp
-from tests.support.odd_rank import JOBS, Kind, Outcome, check, run_kinds
+from tests.support.ranks.odd_rank import JOBS, Kind, Outcome, check, run_kinds
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 ROWS = np.ones((4, 2))
 SLICES = mpidist.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (4, 2))

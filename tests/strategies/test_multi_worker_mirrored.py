@@ -10,6 +10,8 @@ import mpidist
 from mpidist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from mpidist.topology import world_topology
 
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
 
 def test_as_many_ranks_as_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_topology().world

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.machine import STAND_IN
-from tests.support.mpirun import ROOT, child_environment
+from tests.support.ranks.jobs import ROOT, child_environment
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(400)]
 
 
 def run(*command: str, stand_in: bool) -> subprocess.CompletedProcess[str]:
@@ -65,9 +65,9 @@ def test_a_part_that_takes_too_long(tmp_path: Path) -> None:
     ("file", "chosen"),
     [
         ("kernels", "numpy or alignment"),
-        ("nccl", "not 4"),
-        ("collectives", "2x1 or 1x2"),
-        ("training", "multi_worker-2"),
+        ("nccl", "abort or movements and 2"),
+        pytest.param("collectives", "2x1 or 1x2", marks=pytest.mark.long),
+        pytest.param("training", "multi_worker-2", marks=pytest.mark.long),
     ],
 )
 def test_on_stand_in(file: str, chosen: str) -> None:

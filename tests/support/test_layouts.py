@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import LAYOUTS, Layout, _node_communicator, layouts, per_replica
+from tests.support.ranks.layouts import LAYOUTS, Layout, _node_communicator, layouts, per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 
 def test_the_names_tell_kind_and_local_replicas() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import mpirun
+from tests.support.ranks import jobs
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 PYTEST = """
 import sys, pytest
@@ -30,10 +30,10 @@ def session(
     """Run ``tests`` as a session of its own, with the conftest and the settings of this one."""
     path = folder / "test_toy.py"
     path.write_text(HEAD + textwrap.dedent(tests))
-    arguments = ["-p", "tests.conftest", "-c", str(mpirun.ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    arguments = ["-p", "tests.conftest", "-c", str(jobs.ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     under_mpi = ["--with-mpi"] if ranks > 1 else []
     arguments += [*under_mpi, "--color=no", "--ranks", str(ranks), *options, str(path)]
-    return mpirun.run_script(PYTEST, ranks, *arguments, timeout=timeout)
+    return jobs.run_script(PYTEST, ranks, *arguments, timeout=timeout)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -257,3 +257,60 @@ def test_hypothesis_draws_alike_on_all_ranks(tmp_path: Path) -> None:
         3,
     )
     assert done.returncode == 0, done.stdout
+
+
+SHARING = """
+seen = []
+which = pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+"""
+
+
+def test_tests_share_strategies_until_one_fails_or_breaks_its_own(tmp_path: Path) -> None:
+    done = session(
+        tmp_path,
+        "from tests.support.ranks.layouts import layouts\n"
+        + SHARING
+        + textwrap.dedent(
+            """
+            @which
+            def test_first(strategy):
+                seen.append(strategy)
+            @which
+            def test_same(strategy):
+                assert strategy is seen[-1]
+            @which
+            @pytest.mark.own_strategy
+            def test_closes_its_own(strategy):
+                assert strategy is not seen[-1]
+                strategy.close()
+            @which
+            def test_same_still(strategy):
+                assert strategy is seen[-1]
+                assert world.rank == 0, "fails on rank 1 alone"
+            @which
+            def test_another_after_a_failure(strategy):
+                assert strategy is not seen[-1]
+                seen.append(strategy)
+                strategy.close()
+            @which
+            def test_another_after_one_that_was_closed(strategy):
+                assert strategy is not seen[-1]
+                assert strategy.reduce("SUM", 1, axis=None) == world.size
+            """
+        ),
+    )
+    assert "1 failed, 5 passed, 1 error in" in done.stdout, done.stdout
+    assert "multi_worker-1local, which others share, unusable; mark it own_strategy" in done.stdout
+    assert "fails on rank 1 alone" in done.stdout
+
+
+def test_layouts_of_one_process_stay_out_of_sessions_of_several_ranks(tmp_path: Path) -> None:
+    done = session(tmp_path, "def test_any(strategy): pass\n")
+    # multi_worker and central_node, with one and with two replicas on each rank.
+    assert "4 passed, 9 deselected in" in done.stdout, done.stdout
+
+
+def test_long_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
+    tests = "@pytest.mark.long\ndef test_soak(): pass\ndef test_short(): pass\n"
+    assert "1 passed, 1 deselected in" in session(tmp_path, tests, 1).stdout
+    assert "2 passed in" in session(tmp_path, tests, 1, "--long").stdout

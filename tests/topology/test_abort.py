@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from mpidist.topology import abort
-from tests.support.mpirun import child_environment, run_script
+from tests.support.ranks.jobs import child_environment, run_script
 
 # Each test starts a job of its own.
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 INSTALL = "from mpidist.topology.abort import install_excepthook; install_excepthook()\n"
 MPI = "from mpi4py import MPI; world = MPI.COMM_WORLD\n"
@@ -20,13 +20,14 @@ ONE_FAILS = "if world.Get_rank() == 1: raise ArithmeticError('one and one is thr
 
 
 def test_a_raise_on_one_rank_ends_the_job_while_the_other_waits() -> None:
-    done = run_script(INSTALL + MPI + "print('said before')\n" + ONE_FAILS + WAIT, 2)
+    # Without an end of the line, nothing but the hook flushes it.
+    done = run_script(INSTALL + MPI + "print(f'rank {world.Get_rank()} said this', end='')\n" + ONE_FAILS + WAIT, 2)
     assert done.returncode == 1
     assert "rank 1 of 2 on host " in done.stderr
     assert done.stderr.count("ArithmeticError: one and one is three") == 1
     assert "in <module>" in done.stderr
     assert "rank 0 of 2" not in done.stderr
-    assert "said before" in done.stdout
+    assert "rank 1 said this" in done.stdout
 
 
 def test_keyboard_interrupt_too() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import child_environment, mpirun_command, run_script
+from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # From the moment when the rank fails to the end of mpirun.
 LIMIT_SECONDS = 5.0

@@ -11,7 +11,9 @@ import pytest
 from mpidist.arrays import cupy_module
 from mpidist.topology import gpus
 from mpidist.topology.gpus import devices_of_each, share_of_each, visible_devices
-from tests.support.mpirun import child_environment, run
+from tests.support.ranks.jobs import child_environment, run_alone
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,8 @@ def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch: pytest.Monke
     assert asked == []
 
 
+@pytest.mark.one_rank
+@pytest.mark.jobs
 def test_a_cpu_job_does_not_import_cupy() -> None:
     script = (
         "import sys\n"
@@ -84,6 +88,7 @@ def _assigned(devices: int, visible: dict[int, int] | None) -> tuple[tuple[int, 
     return numbers, MPIClusterResolver().num_accelerators()
 
 
+@pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("ranks", "devices", "visible", "expected"),
@@ -96,6 +101,6 @@ def _assigned(devices: int, visible: dict[int, int] | None) -> tuple[tuple[int, 
 def test_ranks_of_a_node(
     ranks: int, devices: int, visible: dict[int, int] | None, expected: list[tuple[int, ...]]
 ) -> None:
-    found = run(_assigned, ranks, devices, visible)
+    found = run_alone(_assigned, ranks, devices, visible)
     assert [mine for mine, _ in found] == expected
     assert [share for _, share in found] == [{"GPU": len(mine)} for mine in expected]

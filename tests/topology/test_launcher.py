@@ -20,7 +20,7 @@ from mpidist.topology.launcher import (
     read_launcher,
 )
 from mpidist.topology.mpi_library import library_of, loaded_library
-from tests.support.mpirun import child_environment, run_script
+from tests.support.ranks.jobs import child_environment, run_script
 
 # The environment of one process, made up or in a job of its own.
 pytestmark = pytest.mark.one_rank
@@ -65,6 +65,10 @@ DAEMON_OF_HYDRA = {
 SRUN_INFO = LauncherInfo("srun", 2, 4, 0, 2, "SLURM_STEP_NUM_TASKS")
 OPEN_MPI_INFO = LauncherInfo("Open MPI mpirun", 2, 4, 0, 2, "OMPI_COMM_WORLD_SIZE")
 HYDRA_INFO = LauncherInfo("MPICH mpiexec", 2, 4, 0, 2, "PMI_SIZE")
+
+
+# What mpidist sets for Open MPI.
+SHOWN = ("OMPI_MCA_osc", "OMPI_MCA_btl", "OMPI_MCA_mpi_yield_when_idle")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_under_fault_tolerance_mpi_does_not_wait_for_all_at_its_end(no_launcher:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Hide the launcher of this session."""
-    for name in {*OPEN_MPI, *HYDRA, *SRUN, "OMPI_MCA_osc", "OMPI_MCA_mpi_yield_when_idle"}:
+    for name in {*OPEN_MPI, *HYDRA, *SRUN, *SHOWN}:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -166,6 +170,7 @@ def test_check_world_refuses_worlds_of_one(no_launcher, environ: dict[str, str],
     assert str(library_of(MPI.Get_library_version(), None)) in str(caught.value)
 
 
+@pytest.mark.jobs
 def test_check_world_in_two_real_processes_of_a_foreign_launcher() -> None:
     """Each is a world of one of the real MPI; the variables are all that another MPI's launcher passes on."""
     script = "from mpidist.topology.launcher import check_world, import_mpi\n"
@@ -186,6 +191,7 @@ def test_check_world_in_two_real_processes_of_a_foreign_launcher() -> None:
         assert "started 2 ranks" in done.stderr
 
 
+@pytest.mark.jobs
 def test_check_world_under_the_real_mpirun() -> None:
     done = run_script(
         """
@@ -204,15 +210,22 @@ def test_check_world_under_the_real_mpirun() -> None:
 def _show_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     prepare_environment()
-    names = ("OMPI_MCA_osc", "OMPI_MCA_mpi_yield_when_idle")
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    found = {name: os.environ[name] for name in SHOWN if name in os.environ}
     for name in found:
         monkeypatch.setenv(name, "")  # so that monkeypatch takes it out again
     return found
 
 
 def test_environment_without_launcher(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx"}
+    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
+
+
+@pytest.mark.parametrize(("local_size", "found"), [("4", "^ofi"), ("2", None)])
+def test_a_component_for_fabrics_is_left_out_where_all_ranks_are_on_one_node(
+    no_launcher, monkeypatch: pytest.MonkeyPatch, local_size: str, found: str | None
+) -> None:
+    _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size})
+    assert _show_environment(monkeypatch).get("OMPI_MCA_btl") == found
 
 
 @pytest.mark.parametrize("local_size", [1, 10_000])
@@ -224,12 +237,12 @@ def test_yield_only_with_more_ranks_than_cores(no_launcher, monkeypatch, local_s
 
 def test_what_the_user_has_set_stays(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "10000"})
-    monkeypatch.setenv("OMPI_MCA_osc", "rdma")
-    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "0")
-    expected = {"OMPI_MCA_osc": "rdma", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    expected = {"OMPI_MCA_osc": "rdma", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    _set_launcher(monkeypatch, expected)
     assert _show_environment(monkeypatch) == expected
 
 
+@pytest.mark.jobs
 def test_the_value_reaches_mpi_under_the_real_mpirun() -> None:
     """Open MPI's own report of its parameters: the value, and that it came from the environment."""
     if not MPI.Get_library_version().startswith("Open MPI"):
@@ -251,6 +264,7 @@ def test_the_value_reaches_mpi_under_the_real_mpirun() -> None:
     assert "osc=^ucx" in report, report
 
 
+@pytest.mark.all_cores
 def test_mpi_that_is_up_already_is_warned_about(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     if not MPI.Get_library_version().startswith("Open MPI"):
         pytest.skip("only Open MPI reads these variables")
@@ -267,6 +281,7 @@ def test_import_mpi_returns_the_running_mpi() -> None:
     assert import_mpi() is MPI
 
 
+@pytest.mark.jobs
 def test_no_mpi_library() -> None:
     """mpi4py itself is told to load a library that is not there."""
     script = "from mpidist.topology.launcher import import_mpi; import_mpi()"
@@ -284,6 +299,7 @@ def test_no_mpi_library() -> None:
     assert "module load openmpi" in done.stderr
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

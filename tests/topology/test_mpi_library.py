@@ -21,7 +21,7 @@ from mpidist.topology.mpi_library import (
     mpirun_beside,
 )
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # What the libraries say, word for word where they were at hand.
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, Sep 16, 2026\0"

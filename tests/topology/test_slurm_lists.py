@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from mpidist.topology.slurm_lists import expand_hostlist, expand_tasks_per_node
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize(
     ("text", "hosts"),

@@ -9,7 +9,9 @@ import pytest
 
 import mpidist
 from mpidist.optimizers import SGD, GradientAccumulator, aggregate_gradients, clip_by_global_norm
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.counts
 
 
 def test_clipping() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 import mpidist
 from mpidist.training import compute_average_loss, global_count, scale_regularization_loss
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.counts
 
 
 def test_example_22() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 import mpidist
 from mpidist.metrics import Accuracy, Mean, Sum
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.counts
 
 
 def test_results_are_over_all_replicas(strategy: mpidist.Strategy) -> None:

@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist.optimizers import SGD, Adam, Optimizer
 from mpidist.values import Mirrored
-from tests.support.layouts import layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda **more: SGD(0.1, **more),

@@ -9,7 +9,9 @@ import pytest
 import mpidist
 from mpidist.core import seed as process_seed
 from mpidist.training import common_rng, replica_rng, set_seed
-from tests.support.layouts import layouts
+from tests.support.ranks.layouts import layouts
+
+pytestmark = pytest.mark.counts
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import mpidist
 from mpidist.core.errors import MismatchError
 from mpidist.optimizers import SGD, Adam
 
-pytestmark = pytest.mark.min_ranks(2)
+pytestmark = [pytest.mark.counts, pytest.mark.min_ranks(2)]
 
 
 @pytest.fixture

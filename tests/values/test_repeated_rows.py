@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mpidist.values.repeated_rows import combined, last_of_each
 
+pytestmark = pytest.mark.one_rank
+
 _POSITIONS = st.lists(st.integers(0, 5), max_size=40)
 
 

@@ -140,6 +140,17 @@ WITH_COPIES = ("default", "one_device", "mirrored*", "multi_worker*")
 """Patterns of the layouts in which a variable has a copy for each replica, which ON_READ lets differ."""
 
 
+def is_of_one_process(layout: Layout) -> bool:
+    """Whether all replicas of ``layout`` are in this process, or those of other ranks are no news.
+
+    On a job of one node, ``mirrored_node`` is ``multi_worker`` under another name.
+    """
+    one_node = RANKS_PER_NODE.read() is None
+    return layout.kind not in ("multi_worker", "central_node", "mirrored_node") or (
+        layout.kind == "mirrored_node" and one_node
+    )
+
+
 def layouts(*patterns: str) -> list[Any]:
     """Return the layouts whose ids match one of ``patterns`` (all without any), as pytest parameters.
 

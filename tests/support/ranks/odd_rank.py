@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mpidist
-from tests.support.mpirun import run
+from tests.support.ranks.jobs import run_alone
 
 # Within this time after the odd rank has begun with its call every rank has its error.
 LIMIT_SECONDS = 2.0
@@ -113,7 +113,7 @@ def run_kinds(
 ) -> dict[str, list[Outcome]]:
     """Go through all ``KINDS`` of a test module in one job; returns how each ended, by rank."""
     env = {"MPIDIST_TIMEOUT": str(_DEADLINE_SECONDS)}
-    told = run(try_kinds, ranks, module, odd_rank, env=env, timeout=110, ranks_per_node=ranks_per_node)
+    told = run_alone(try_kinds, ranks, module, odd_rank, env=env, timeout=110, ranks_per_node=ranks_per_node)
     return {name: [outcomes[name] for outcomes in told] for name in told[0]}
 
 

@@ -1,4 +1,4 @@
-"""Runs a function or a script under the real mpirun and hands back what every rank returned."""
+"""Jobs of their own: runs a function or a script under the real mpirun and hands back what every rank returned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -20,8 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-_RANK_MAIN = Path(__file__).with_name("rank_main.py")
+from tests.support.ranks.outcomes import Outcome, RankError, Reference, results_of
+
+ROOT = Path(__file__).resolve().parents[3]
+_RANK_MAIN = Path(__file__).with_name("job_rank.py")
 
 # What a launcher tells its ranks.  A child mpirun that inherits it believes it is a rank itself, which
 # also happens where pytest runs under mpirun or has started MPI on its own.
@@ -31,10 +34,12 @@ _STACKS_SECONDS = 5.0
 # Marks all processes of a job.  Open MPI gives every rank a process group of its own, MPICH a session of its
 # own; what they inherit still tells whose they are.  A job inside a job carries both names.
 JOB = "TESTS_SUPPORT_JOB"
-
-
-class RankError(RuntimeError):
-    """A rank ended without a result, or its exception could not be carried over."""
+# Open MPI's launcher crashes by itself in about one of some thousand jobs on a machine that others use, too: in a lock
+# of its C library, or where a launcher of the same number was killed before. Such jobs are started once more.
+_LAUNCHER_CRASH = re.compile(r".*(tpp_change_priority.*[Aa]ssertion|PMIx server.s listener thread failed to start).*")
+second_chances: list[str] = []
+# The test that is on, where it is not marked as one that starts jobs.
+unmarked_test: list[str] = []
 
 
 class MpirunTimeoutError(TimeoutError):
@@ -48,14 +53,7 @@ class MpirunTimeoutError(TimeoutError):
         )
 
 
-class _RemoteTracebacks(Exception):
-    """What the failing ranks printed; the cause of the exception that is raised again here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-def run(
+def run_alone(
     fn: Callable[..., Any],
     ranks: int,
     *args: Any,
@@ -65,27 +63,21 @@ def run(
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank of a new job and return the results by rank.
 
-    Args:
-        fn: A module-level function, which the ranks import, or a local one without closure, whose source
-            they get.
-        ranks: How many.
-        args: Anything that pickles; the same on all ranks.
-        env: Environment variables to add.
-        timeout: Seconds until the job is killed.
-        ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
-
-    Raises:
-        Exception: What ``fn`` raised, of the lowest rank that failed by itself; the tracebacks of all failing
-            ranks are its cause.
-        RankError: A rank died without a result.
-        MpirunTimeoutError: The job hung.
+    For what is about starting, dying, the environment that MPI starts in, or the end of a program. Arguments, results
+    and errors are those of :func:`tests.support.ranks.pool.run`, but ``fn`` may leave behind what it likes.
     """
     with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
-        Path(folder, "call.pickle").write_bytes(pickle.dumps((_reference(fn), args)))
-        done = _launch([str(_RANK_MAIN), folder], ranks, env, timeout, ranks_per_node)
+        Path(folder, "call.pickle").write_bytes(pickle.dumps((reference_to(fn), args)))
+        done = launch([str(_RANK_MAIN), folder], ranks, env, timeout, ranks_per_node)
         found = {rank: Path(folder, f"{rank}.pickle") for rank in range(ranks)}
-        results = {rank: pickle.loads(path.read_bytes()) for rank, path in found.items() if path.exists()}
-    return _unpack(results, ranks, done)
+        outcomes: dict[int, Outcome] = {
+            r: pickle.loads(path.read_bytes()) for r, path in found.items() if path.exists()
+        }
+    printed = f"--- stdout ---\n{done.stdout}\n--- stderr ---\n{done.stderr}"
+    results = results_of(outcomes, ranks, printed)
+    if done.returncode != 0:
+        raise RankError(f"mpirun ended with status {done.returncode}\n{printed}")
+    return results
 
 
 def run_script(
@@ -112,11 +104,11 @@ def run_script(
         MpirunTimeoutError: The job hung.
     """
     if isinstance(script, Path) or ("\n" not in script and Path(script).is_file()):
-        return _launch([str(script), *args], ranks, env, timeout, ranks_per_node, flags)
+        return launch([str(script), *args], ranks, env, timeout, ranks_per_node, flags)
     with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
         path = Path(folder, "script.py")
         path.write_text(textwrap.dedent(script))
-        return _launch([str(path), *args], ranks, env, timeout, ranks_per_node, flags)
+        return launch([str(path), *args], ranks, env, timeout, ranks_per_node, flags)
 
 
 def mpirun_command() -> list[str]:
@@ -157,13 +149,16 @@ def child_environment(env: Mapping[str, str] | None = None, ranks_per_node: int 
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     )
     kept.setdefault("OMP_NUM_THREADS", "1")
+    # Of a developer's shell: output that nobody flushed would not be missing, and each rank would compile mpidist.
+    for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+        kept.pop(name, None)
     if ranks_per_node is not None:
         kept["MPIDIST_RANKS_PER_NODE"] = str(ranks_per_node)
     kept.update(env or {})
     return kept
 
 
-def _reference(fn: Callable[..., Any]) -> tuple[str, str, str]:
+def reference_to(fn: Callable[..., Any]) -> Reference:
     """Say how a rank gets ``fn``: ("import", module, name) or ("source", text, name)."""
     name = fn.__qualname__
     if "<lambda>" in name:
@@ -178,14 +173,50 @@ def _reference(fn: Callable[..., Any]) -> tuple[str, str, str]:
     return "source", textwrap.dedent(inspect.getsource(fn)), fn.__name__
 
 
-def _launch(
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    ranks_per_node: int | None = None,
+    flags: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with the arguments ``command`` on ``ranks`` ranks; see :func:`run_script`."""
+    done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
+    if gets_second_chance(done.stderr, f"{ranks} ranks of {os.environ.get('PYTEST_CURRENT_TEST', command)}"):
+        done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
+    return done
+
+
+def check_mark() -> None:
+    """Raise RuntimeError in a test that is not marked as one that starts jobs: ``make quick`` would run it."""
+    if unmarked_test:
+        raise RuntimeError(f"{unmarked_test[0]} starts a job; mark it with @pytest.mark.jobs")
+
+
+def gets_second_chance(stderr: str, what: str) -> bool:
+    """Whether a launcher crashed by itself, which is no fault of its ranks, and is to be started once more.
+
+    Args:
+        stderr: What the job printed there.
+        what: What the job was for, for the summary.
+    """
+    crash = _LAUNCHER_CRASH.search(stderr)
+    if crash is None:
+        return False
+    second_chances.append(f"{what}: {crash[0]}")
+    return True
+
+
+def _launch_once(
     command: Sequence[str],
     ranks: int,
     env: Mapping[str, str] | None,
     timeout: float,
     ranks_per_node: int | None,
-    flags: Sequence[str] = (),
+    flags: Sequence[str],
 ) -> subprocess.CompletedProcess[str]:
+    check_mark()
     full = [*mpirun_command(), *flags, "-n", str(ranks), sys.executable, *command]
     job = uuid.uuid4().hex
     process = subprocess.Popen(
@@ -232,11 +263,16 @@ def stacks_and_end(process: subprocess.Popen[str], job: str) -> tuple[str, str]:
 def end_all(process: subprocess.Popen[str], job: str) -> None:
     """End what is left of a job; looks again until nothing is."""
     deadline = time.monotonic() + _STACKS_SECONDS
+    ended = {process.pid}
     while (alive := members(job)) and time.monotonic() < deadline:
         for pid in alive:
             _signal(pid, signal.SIGKILL)
+        ended |= alive.keys()
         process.poll()
         time.sleep(0.01)
+    for pid in ended:
+        # A launcher of Open MPI that was killed leaves it behind, and the next one of this number would not start.
+        shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
 
 
 def members(job: str) -> dict[int, bytes]:
@@ -255,23 +291,3 @@ def members(job: str) -> dict[int, bytes]:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _unpack(results: dict[int, Any], ranks: int, done: subprocess.CompletedProcess[str]) -> list[Any]:
-    """Return the values by rank, or raise what went wrong."""
-    failed = {rank: result for rank, (kind, result) in results.items() if kind == "error"}
-    missing = [rank for rank in range(ranks) if rank not in results]
-    output = f"--- stdout ---\n{done.stdout}\n--- stderr ---\n{done.stderr}"
-    if failed:
-        text = "\n".join(f"rank {rank} of {ranks}:\n{trace}" for rank, (_, trace) in sorted(failed.items()))
-        if missing:
-            text += f"\nranks without a result, ended with the job: {missing}"
-        # A PeerError only says that another rank failed; that rank's own error is the one to show.
-        own = [rank for rank, (error, _) in failed.items() if type(error).__name__ != "PeerError"]
-        error, _ = failed[min(own or failed)]
-        if error is None:
-            raise RankError(text)
-        raise error from _RemoteTracebacks(text)
-    if missing or done.returncode != 0:
-        raise RankError(f"mpirun ended with status {done.returncode}; ranks without a result: {missing}\n{output}")
-    return [results[rank][1] for rank in range(ranks)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.support.agreement import Agreement
+from tests.support.ranks.agreement import Agreement
 
 if TYPE_CHECKING:
     from mpi4py import MPI

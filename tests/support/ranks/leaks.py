@@ -11,6 +11,8 @@ from mpidist.collectives.leaving import open_channels
 _STOPPING_SECONDS = 1.0
 # tqdm keeps one monitor thread for the life of the process.
 _KEPT = ("TMonitor",)
+# They serve all communicators that are open, those that tests share, too.
+_OF_COMMUNICATORS = ("mpidist-progress", "mpidist-side")
 
 
 class Inventory:
@@ -41,5 +43,8 @@ class Inventory:
         return [
             thread
             for thread in threading.enumerate()
-            if thread not in self._threads and type(thread).__name__ not in _KEPT and thread.is_alive()
+            if thread not in self._threads
+            and type(thread).__name__ not in _KEPT
+            and not (open_channels and thread.name in _OF_COMMUNICATORS)
+            and thread.is_alive()
         ]

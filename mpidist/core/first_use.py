@@ -1,0 +1,39 @@
+"""Names of a facade that are imported on first use (PEP 562), so that a program pays only for what it needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+Hooks = tuple[Callable[[str], Any], Callable[[], list[str]]]
+
+
+def on_first_use(module: str, homes: Mapping[str, str]) -> Hooks:
+    """Return ``__getattr__`` and ``__dir__`` for a module that imports some of its names on first use.
+
+    The module names the same objects under ``if TYPE_CHECKING``, where type checkers and editors find them.
+
+    Args:
+        module: Its ``__name__``; its ``__all__`` lists all names, those that are imported at once too.
+        homes: The module that each late name comes from; a submodule is its own home.
+
+    Raises:
+        AttributeError: From ``__getattr__``, for a name that the module does not have.
+    """
+
+    def getattr_of_module(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = import_module(home)
+        value = found if home == f"{module}.{name}" else getattr(found, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    def dir_of_module() -> list[str]:
+        names: list[str] = sys.modules[module].__all__
+        return sorted(names)
+
+    return getattr_of_module, dir_of_module

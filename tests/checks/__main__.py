@@ -1,0 +1,53 @@
+"""The checks of the project: ``python -m tests.checks quick``, ``test``, ``test-all`` or ``test-share``.
+
+Parts run beside each other, one on each core. Each ends with a line; what a part printed that failed follows at once,
+and everything is in ``out/checks``. The status is 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.checks import long, parts
+from tests.checks.runner import Done, run_parts
+from tests.checks.summary import end_of_log, line_of, summary
+
+SETS = {
+    "quick": parts.quick,
+    "test": parts.ordinary,
+    "test-all": lambda: [*parts.ordinary(), *long.everything()],
+    "test-share": lambda: [*long.always(), *long.share()],
+}
+
+
+def tell(done: Done) -> None:
+    """Print how a part ended, and what it printed if it failed."""
+    print(line_of(done), flush=True)
+    if done.has_failed:
+        print(end_of_log(done), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a set of parts and print the summary."""
+    parser = argparse.ArgumentParser(prog="python -m tests.checks", description=__doc__)
+    parser.add_argument("set", choices=SETS, nargs="?", default="test")
+    parser.add_argument("--out", type=Path, default=Path("out/checks"), help="folder of logs (out/checks)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="some of its parts")
+    given = parser.parse_args(arguments)
+    # A time limit around all of it must not leave ranks behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    chosen = [part for part in SETS[given.set]() if given.only is None or part.name in given.only]
+    began = time.monotonic()
+    done = run_parts(chosen, given.out.resolve(), tell)
+    print(summary(done, time.monotonic() - began))
+    failed = [each.part.name for each in done if each.has_failed]
+    print(f"failed: {', '.join(failed)}" if failed else f"make {given.set}: everything passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""The parts of the checks: what each runs, on how many ranks, and for how long at most."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.ranks.jobs import ROOT, mpirun_command
+
+# No part takes a third of that on two quiet cores; it is there for hangs.
+LIMIT_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that has to succeed.
+
+    Attributes:
+        name: By which people call it; also that of its files.
+        command: What to run, in the project's root.
+        takes_all_cores: Runs alone; other parts run beside each other, each on a core of its own.
+        environment: Variables to add.
+        is_pytest: Takes ``--results FILE``.
+        seconds: After so long it is ended.
+    """
+
+    name: str
+    command: Sequence[str]
+    takes_all_cores: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    is_pytest: bool = True
+    seconds: float = LIMIT_SECONDS
+
+
+def lint() -> list[Part]:
+    """Return the checks of the code as it stands."""
+    scripts = Path(sys.executable).parent
+    return [
+        Part("ruff", [str(scripts / "ruff"), "check", "--output-format=concise", "."], is_pytest=False),
+        Part("mypy", [str(scripts / "mypy")], is_pytest=False),
+        Part("imports", [str(scripts / "lint-imports"), "--no-cache"], is_pytest=False),
+    ]
+
+
+def one_rank(name: str, paths: Iterable[str], *options: str) -> Part:
+    """Return a session of one process."""
+    return Part(name, [sys.executable, "-m", "pytest", "-q", *options, *paths])
+
+
+def session(
+    name: str,
+    ranks: int,
+    mark: str | None = None,
+    folder: str = "tests",
+    ranks_per_node: int | None = None,
+    **more: bool,
+) -> Part:
+    """Return a session of several ranks.
+
+    Args:
+        name: Of the part.
+        ranks: How many.
+        mark: Only tests with this mark; all by default, but those of one process.
+        folder: Where the tests are.
+        ranks_per_node: Lets them count as several virtual nodes of this many ranks.
+        more: Of the part.
+    """
+    # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
+    command = [*mpirun_command(), "-n", str(ranks), sys.executable, "-m", "pytest", "-q", "--color=no", "--with-mpi"]
+    command += ["-p", "no:cacheprovider", "--ranks", str(ranks)]
+    command += [folder] if mark is None else ["-m", mark, *files_with(mark, folder)]
+    environment = {} if ranks_per_node is None else {"MPIDIST_RANKS_PER_NODE": str(ranks_per_node)}
+    return Part(name, command, environment=environment, **more)
+
+
+def files_with(mark: str, folder: str) -> list[str]:
+    """Return the test files in ``folder`` that use a mark: the ranks need not import the others."""
+    found = sorted((ROOT / folder).rglob("test_*.py"))
+    pattern = re.compile(rf"\bmark\.{mark}\b")
+    return [str(path.relative_to(ROOT)) for path in found if pattern.search(path.read_text())]
+
+
+# Rooms whose tests one process runs, those that take longest first. What is in none of them is in a last one.
+GROUPS = {
+    "parameter_server": ["tests/parameter_server"],
+    "collectives": ["tests/collectives"],
+    "launching": ["tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm"],
+    "programs": ["tests/examples", "tests/benchmarks", "tests/estimator", "tests/test_readme.py", "tests/elastic"],
+    "checkpoint": ["tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops"],
+    "support": ["tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py"],
+}
+
+
+def groups() -> list[Part]:
+    """Return the sessions of one process, over all of the tests and over the examples of the docstrings."""
+    grouped = [path for paths in GROUPS.values() for path in paths]
+    rest = one_rank("rest", ["tests", "mpidist"], *(f"--ignore={path}" for path in grouped))
+    return [*(one_rank(name, paths) for name, paths in GROUPS.items()), rest]
+
+
+def ordinary() -> list[Part]:
+    """Return the parts of ``make test``."""
+    return [
+        session("3 ranks", 3, "counts", takes_all_cores=True),
+        # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
+        session("4 ranks", 4, "counts", "tests/collectives", takes_all_cores=True),
+        session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2, takes_all_cores=True),
+        *groups(),
+        session("2 ranks", 2),
+        *lint(),
+    ]
+
+
+def quick() -> list[Part]:
+    """Return the parts of ``make quick``: what starts no jobs, and on two ranks what depends on their number."""
+    first = [f"tests/{room}" for room in _FIRST_HALF]
+    return [
+        one_rank("one rank, first", first, "-m", "not jobs"),
+        one_rank("one rank, second", ["tests", "mpidist"], "-m", "not jobs", *(f"--ignore={path}" for path in first)),
+        session("2 ranks", 2, "counts", "tests/collectives"),
+        *lint(),
+    ]
+
+
+# Rooms whose tests take as long as those of all others do, without those that start jobs.
+_FIRST_HALF = ("acceptance", "checkpoint", "cross_device_ops", "parameter_server", "strategies", "training", "values")

@@ -1,0 +1,131 @@
+"""Runs parts beside each other, most on a core of their own: waiting ranks of one do not disturb those of another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.checks.parts import Part
+from tests.support.ranks.jobs import JOB, ROOT, end_all
+
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Done:
+    """A part that has ended.
+
+    Attributes:
+        part: Which.
+        status: Of its command; None where it was ended for its time limit.
+        wall_seconds: From its start to its end.
+        cpu_seconds: User and system time of all its processes.
+        log: What it printed.
+        results: What its tests wrote, where it has tests.
+    """
+
+    part: Part
+    status: int | None
+    wall_seconds: float
+    cpu_seconds: float
+    log: Path
+    results: Path
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it did not succeed."""
+        return self.status != 0
+
+
+class _Running:
+    """A part on its way.
+
+    Args:
+        part: Which.
+        lanes: What it takes; it may run on all their cores.
+        folder: Where its files go.
+    """
+
+    def __init__(self, part: Part, lanes: list[tuple[int, ...]], folder: Path) -> None:
+        self.part, self.lanes = part, lanes
+        cores = set().union(*lanes)
+        self._log, self._results = (folder / f"{part.name.replace(' ', '-')}.{kind}" for kind in ("log", "json"))
+        self._results.unlink(missing_ok=True)
+        self._job = uuid.uuid4().hex
+        command = [*part.command, *(["--results", str(self._results)] if part.is_pytest else [])]
+        environment = {**os.environ, **part.environment, JOB: f"{os.environ.get(JOB, '')}{self._job}."}
+        self._began = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+
+    def ended(self) -> Done | None:
+        """Return what it came to, None while it runs."""
+        pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+        seconds = time.monotonic() - self._began
+        late = pid == 0 and seconds > self.part.seconds
+        if late:
+            self._process.kill()
+            _, status, usage = os.wait4(self._process.pid, 0)
+        elif pid == 0:
+            return None
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        end_all(self._process, self._job)
+        code = None if late else self._process.returncode
+        return Done(self.part, code, seconds, usage.ru_utime + usage.ru_stime, self._log, self._results)
+
+    def end(self) -> None:
+        """End it."""
+        end_all(self._process, self._job)
+
+
+def _lanes() -> list[tuple[int, ...]]:
+    """Return the cores of each part that runs beside others: one core each, and all for one that uses idle ones.
+
+    Programs that are about hangs and deadlines leave a core idle for a third of their time.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return sorted({*((core,) for core in cores), tuple(cores)})
+
+
+def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None]) -> list[Done]:
+    """Run all parts, in their order as far as there are cores, and return what they came to.
+
+    Args:
+        parts: What to run.
+        folder: Where their files go.
+        tell: Called as each one ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, done = list(parts), list[_Running](), list[Done]()
+    free = all_lanes = _lanes()
+    try:
+        while waiting or running:
+            while waiting and (free == all_lanes if waiting[0].takes_all_cores else free):
+                taken = free if waiting[0].takes_all_cores else free[:1]
+                free = free[len(taken) :]
+                running.append(_Running(waiting.pop(0), taken, folder))
+            time.sleep(_LOOK_SECONDS)
+            for each in list(running):
+                if (ended := each.ended()) is not None:
+                    running.remove(each)
+                    free = sorted([*free, *each.lanes])
+                    done.append(ended)
+                    tell(ended)
+    finally:
+        for each in running:
+            each.end()
+    return done

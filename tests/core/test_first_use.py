@@ -1,0 +1,73 @@
+"""Names that are imported on first use: all are there, and a program does not pay for those that it does not use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks.jobs import ROOT, child_environment
+
+pytestmark = pytest.mark.one_rank
+
+FACADES = ["mpidist", "mpidist.experimental"]
+# What a synchronous program does not need.
+LATE = ("checkpoint", "cli", "coordinator", "elastic", "estimator", "parameter_server", "v1")
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.jobs
+def test_rooms_that_a_synchronous_program_does_not_need_are_not_loaded() -> None:
+    program = "import sys, numpy, mpidist; mpidist.MirroredStrategy; mpidist.optimizers.Adam; mpidist.Dataset"
+    loaded = run_python(f"{program}; print(*sys.modules)").split()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("mpidist.")}
+    assert rooms.isdisjoint(LATE)
+    assert "mpi4py.MPI" not in loaded
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("facade", FACADES)
+def test_every_name_is_there_by_attribute_and_by_import(facade: str) -> None:
+    names = importlib.import_module(facade).__all__
+    run_python(f"import mpidist, sys; module = sys.modules[{facade!r}]; [getattr(module, name) for name in {names}]")
+    run_python(f"from {facade} import {', '.join(names)}")
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_completion_shows_the_names_and_nothing_else(facade: str) -> None:
+    module = importlib.import_module(facade)
+    assert dir(module) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_type_checkers_see_the_same_object_that_a_program_gets(facade: str) -> None:
+    tree = ast.parse(Path(ROOT, *facade.split("."), "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {
+        alias.name: statement.module
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    for name, home in seen.items():
+        got = getattr(importlib.import_module(facade), name)
+        expected = importlib.import_module(f"{home}.{name}") if home == facade else None
+        assert got is (expected or getattr(importlib.import_module(home), name))
+
+
+def test_a_name_that_is_not_there() -> None:
+    import mpidist
+
+    with pytest.raises(AttributeError, match="module 'mpidist' has no attribute 'Varable'"):
+        mpidist.Varable

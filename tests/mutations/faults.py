@@ -1,0 +1,415 @@
+"""The faults: what is wrong, which text of the library becomes which, and the tests that are to see it.
+
+Each is small, keeps the library importable, and is of a kind that happens: a wrong border, a lost wait, a dropped
+error, a stale view, a forgotten copy. The text is found exactly once in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+# What counts as one room of its own: modules with nothing but public names.
+FACADES = "facades"
+_FACADES = ("v1", "experimental", "coordinator", "optimizers", "metrics")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Args:
+        name: What is wrong, as a sentence.
+        file: The file of the library.
+        old: The text that is replaced.
+        new: What takes its place.
+        tests: The test files that are to see it.
+        ranks: Of the session that runs them; 1 for pytest alone.
+        ranks_per_node: Of virtual nodes; None for real ones.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    ranks: int = 1
+    ranks_per_node: int | None = None
+
+    @property
+    def room(self) -> str:
+        """The room of the library that it is in."""
+        room = PurePosixPath(self.file).parts[1].removesuffix(".py")
+        return FACADES if room in _FACADES else room
+
+    def put_into(self, text: str) -> str:
+        """Return the text of the file with the fault in it.
+
+        Raises:
+            ValueError: ``old`` is not there exactly once.
+        """
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.file} has this text {count} times, expected once: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+_CORE = (
+    Fault(
+        "the leaves of a dict come in the order in which it was built",
+        "mpidist/core/nest.py",
+        "        return sorted(mapping)\n",
+        "        return list(mapping)\n",
+        ("tests/core/test_nest.py",),
+    ),
+    Fault(
+        "options of a call that are defaults replace those of the strategy",
+        "mpidist/core/options.py",
+        "if getattr(other, f.name) != getattr(_DEFAULTS, f.name)",
+        "if getattr(other, f.name) != getattr(self, f.name)",
+        ("tests/core/test_options_and_devices.py",),
+    ),
+)
+
+_ARRAYS = (
+    Fault(
+        "sums of float16 and bfloat16 are rounded after every addend",
+        "mpidist/arrays/dtypes.py",
+        "        return np.dtype(np.float32), dtype\n",
+        "        return dtype, dtype\n",
+        ("tests/acceptance/test_reduce_and_gather.py",),
+    ),
+    Fault(
+        "page-locked memory is given to others while a GPU still reads it",
+        "mpidist/arrays/cupy_ops.py",
+        "            self._items.append((event, memory))",
+        "            del event, memory",
+        ("tests/arrays/test_cupy_ops.py",),
+    ),
+)
+
+_TOPOLOGY = (
+    Fault(
+        "GPUs that do not divide are dealt to two processes at once",
+        "mpidist/topology/gpus.py",
+        "start = place * each + min(place, rest)",
+        "start = place * each",
+        ("tests/topology/test_gpus.py",),
+    ),
+    Fault(
+        "the first of several worlds of one rank takes itself for the whole job",
+        "mpidist/topology/launcher.py",
+        "if info is None or (size > info.rank and size >= (info.size or 0)):",
+        "if info is None or size > info.rank:",
+        ("tests/topology/test_launcher.py",),
+    ),
+)
+
+_CLUSTER_RESOLVER = (
+    Fault(
+        "workers are numbered as if there were no chief",
+        "mpidist/cluster_resolver/multi_worker_util.py",
+        'return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)',
+        "return task_id",
+        ("tests/cluster_resolver/test_multi_worker_util.py",),
+    ),
+    Fault(
+        "every Slurm task of a node takes the GPUs of the first",
+        "mpidist/cluster_resolver/slurm_gpus.py",
+        "return visible[place * each : (place + 1) * each]",
+        "return visible[:each]",
+        ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
+    ),
+)
+
+_COLLECTIVES = (
+    Fault(
+        "the last element of every slice is not copied into the result",
+        "mpidist/collectives/algorithms/pipeline.py",
+        "self._results.collect(rail, chunk, start, stop)",
+        "self._results.collect(rail, chunk, start, stop - 1)",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=2,
+    ),
+    Fault(
+        "the later parts of a message are read from the slots of the part before",
+        "mpidist/collectives/algorithms/gather_reduce.py",
+        "                yield from self._node.board.meet()\n                self._slots.turn()\n",
+        "                yield from self._node.board.meet()\n",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=2,
+    ),
+    Fault(
+        "the rank that comes last does not compare its call with the others'",
+        "mpidist/collectives/handshake.py",
+        "return self._is_over and self._exchange.all_agree(identity)",
+        "return self._is_over",
+        ("tests/collectives/test_mismatch.py",),
+        ranks=2,
+    ),
+    Fault(
+        "two calls of other structures are taken for the same",
+        "mpidist/collectives/plan.py",
+        "{signature_text(signature, on_device)}{structure}{_options_text(options)}",
+        "{signature_text(signature, on_device)}{_options_text(options)}",
+        ("tests/acceptance/test_rank_mismatch.py",),
+        ranks=2,
+    ),
+    Fault(
+        "a deadline that is earlier than the report of a long wait never comes",
+        "mpidist/collectives/waiting.py",
+        "        if waited > self._limit:\n",
+        "        if waited > max(self._limit, self._warn):\n",
+        ("tests/collectives/test_mismatch.py",),
+    ),
+    Fault(
+        "the error of a work that nobody waited for yet is dropped",
+        "mpidist/collectives/work.py",
+        "            self._error = error\n        else:",
+        "            del error\n        else:",
+        ("tests/collectives/test_work.py",),
+        ranks=2,
+    ),
+    Fault(
+        "an input that is also the result of another array is overwritten before it is read",
+        "mpidist/collectives/packing.py",
+        "if before and ends[before - 1] > low else array)",
+        "if before and ends[before - 1] > high else array)",
+        ("tests/collectives/test_interruptions.py",),
+        ranks=2,
+    ),
+    Fault(
+        "a mean over several nodes is divided inside the node, too",
+        "mpidist/collectives/algorithms/pipeline.py",
+        "if self._wire is None and job.divisor is not None:",
+        "if job.divisor is not None:",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=4,
+        ranks_per_node=2,
+    ),
+    Fault(
+        "the host reduces before the GPU has copied to it",
+        "mpidist/collectives/algorithms/staged.py",
+        "        yield from until_event(copied)\n",
+        "        del copied\n",
+        ("tests/collectives/test_device_order.py",),
+        ranks=2,
+    ),
+)
+
+_VALUES = (
+    Fault(
+        "assigning to a sum gives each copy the whole",
+        "mpidist/values/synchronization.py",
+        "value = (total / variable.distribute_strategy.num_replicas_in_sync).astype(variable.dtype)",
+        "value = total.astype(variable.dtype)",
+        ("tests/acceptance/test_variable_tables.py",),
+    ),
+    Fault(
+        "each rank keeps its own value where that of the first replica counts",
+        "mpidist/values/synchronization.py",
+        "return strategy.extended._broadcast_from_first(mine, doing)",
+        "return mine",
+        ("tests/acceptance/test_variable_tables.py",),
+        ranks=2,
+    ),
+)
+
+_CROSS_DEVICE_OPS = (
+    Fault(
+        "the results of several replicas share their memory",
+        "mpidist/cross_device_ops/destinations.py",
+        "put(value, device, copies=True) for device in devices[1:]",
+        "put(value, device) for device in devices[1:]",
+        ("tests/acceptance/test_replica_context.py",),
+    ),
+    Fault(
+        "the mean of sparse values is their sum",
+        "mpidist/cross_device_ops/cross_device_ops.py",
+        "casts(divided(slices.values, divisor), result)",
+        "casts(slices.values, result)",
+        ("tests/acceptance/test_values.py",),
+    ),
+)
+
+_INPUT = (
+    Fault(
+        "every worker begins with the larger sub-batches",
+        "mpidist/input/dealing.py",
+        "least + ((first + replica + step * shift) % count < larger)",
+        "least + ((replica + step * shift) % count < larger)",
+        ("tests/input/test_dealing.py",),
+    ),
+    Fault(
+        "a pass that goes on from a state takes the last step again",
+        "mpidist/input/distributed_iterator.py",
+        "return self._remainder.after(self._taken).to_json()",
+        "return self._remainder.after(max(0, self._taken - 1)).to_json()",
+        ("tests/input/test_resume.py",),
+    ),
+)
+
+_STRATEGIES = (
+    Fault(
+        "an error in the function of one rank is not told to the others",
+        "mpidist/strategies/replicated.py",
+        '            self._announce(error, "the function given to run()")\n',
+        "",
+        ("tests/acceptance/test_going_on_after_errors.py",),
+        ranks=2,
+    ),
+    Fault(
+        "the mean of plain values is divided by the replicas instead of the ranks",
+        "mpidist/strategies/replicated.py",
+        "divisor = len(self._replica_counts) if is_plain else self._total",
+        "divisor = self._total",
+        ("tests/acceptance/test_examples_reductions.py",),
+        ranks=2,
+    ),
+)
+
+_TRAINING = (
+    Fault(
+        "an accumulator adds to the caller's own gradients",
+        "mpidist/training/gradient_accumulator.py",
+        "            return copy_of(array)\n",
+        "            return array\n",
+        ("tests/training/test_gradients.py",),
+    ),
+    Fault(
+        "a regularization loss counts once on each replica",
+        "mpidist/training/losses.py",
+        "total / get_strategy().num_replicas_in_sync",
+        "total",
+        ("tests/training/test_losses.py",),
+    ),
+)
+
+_PARAMETER_SERVER = (
+    Fault(
+        "a server carries out a request that the worker has given up half sent",
+        "mpidist/parameter_server/service.py",
+        "if GIVE_UP.unpack(number) == (client.requests,):",
+        "if GIVE_UP.unpack(number) == (client.requests - 1,):",
+        ("tests/parameter_server/test_broken_off.py",),
+    ),
+    Fault(
+        "functions that were queued when another failed are carried out",
+        "mpidist/parameter_server/dispatcher.py",
+        "            self._error = self._error or error\n            self._cancel_queue()\n",
+        "            self._error = self._error or error\n",
+        ("tests/parameter_server/test_scheduled_errors.py",),
+    ),
+)
+
+_CHECKPOINT = (
+    Fault(
+        "a manifest is read without a look at its checksum",
+        "mpidist/checkpoint/manifest.py",
+        "            if found != expected:",
+        "            if not expected:",
+        ("tests/checkpoint/test_damage.py",),
+    ),
+    Fault(
+        "a thread writes arrays that the program changes meanwhile",
+        "mpidist/checkpoint/save_steps.py",
+        "needs_copy = self._options.is_async and copied is array",
+        "needs_copy = False",
+        ("tests/checkpoint/test_async.py",),
+    ),
+    Fault(
+        "one checkpoint too few is kept",
+        "mpidist/checkpoint/retention.py",
+        "max(0, len(saved_at) - self._max_to_keep)",
+        "max(0, len(saved_at) - max(1, self._max_to_keep - 1))",
+        ("tests/checkpoint/test_manager.py",),
+    ),
+)
+
+_ELASTIC = (
+    Fault(
+        "the ranks go on from the first rank's commit where another has a newer one",
+        "mpidist/elastic/state.py",
+        "holder = numbers.index(newest)",
+        "holder = 0",
+        ("tests/elastic/test_state.py",),
+    ),
+    Fault(
+        "variables made anew do not get the values of the last commit",
+        "mpidist/elastic/state.py",
+        "        restore_snapshot(tracked, self._last.snapshot)\n",
+        "",
+        ("tests/elastic/test_run.py",),
+    ),
+)
+
+_ESTIMATOR = (
+    Fault(
+        "evaluations follow one another without a pause",
+        "mpidist/estimator/evaluations.py",
+        "self._next_evaluation = begin + self._spec.throttle_secs",
+        "self._next_evaluation = begin",
+        ("tests/estimator/test_evaluations.py",),
+    ),
+    Fault(
+        "the first rank that trains is taken for the chief",
+        "mpidist/estimator/cast.py",
+        "return min(self.trainers, key=lambda rank: self.tasks[rank])",
+        "return self.trainers[0]",
+        ("tests/estimator/test_cast.py",),
+    ),
+)
+
+_CLI = (
+    Fault(
+        "launch replaces what the user has set",
+        "mpidist/cli/launch.py",
+        "for name, value in wanted.items() if name not in os.environ}",
+        "for name, value in wanted.items()}",
+        ("tests/cli/test_launch.py",),
+    ),
+    Fault(
+        "doctor ends with status 0 although it has found something",
+        "mpidist/cli/doctor.py",
+        "    return _FOUND_SOMETHING if found else 0",
+        "    return 0",
+        ("tests/cli/test_doctor.py",),
+    ),
+)
+
+_FACADES_FAULTS = (
+    Fault(
+        "the v1 name of a strategy is that of v2",
+        "mpidist/v1/experimental.py",
+        "from mpidist.strategies.v1 import CentralStorageStrategyV1 as CentralStorageStrategy",
+        "from mpidist.strategies import CentralStorageStrategy",
+        ("tests/strategies/test_central_storage.py",),
+    ),
+    Fault(
+        "a public name of the v1 module is missing",
+        "mpidist/v1/__init__.py",
+        "    get_loss_reduction,\n",
+        "",
+        ("tests/acceptance/test_enums_and_options.py",),
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *_CORE,
+    *_ARRAYS,
+    *_TOPOLOGY,
+    *_CLUSTER_RESOLVER,
+    *_COLLECTIVES,
+    *_VALUES,
+    *_CROSS_DEVICE_OPS,
+    *_INPUT,
+    *_STRATEGIES,
+    *_TRAINING,
+    *_PARAMETER_SERVER,
+    *_CHECKPOINT,
+    *_ELASTIC,
+    *_ESTIMATOR,
+    *_CLI,
+    *_FACADES_FAULTS,
+)
+"""By room, from the lowest to the highest."""
