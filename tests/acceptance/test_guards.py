@@ -12,8 +12,6 @@ import mpidist
 from tests.acceptance.checks import scope_or_nothing
 from tests.support.ranks.layouts import layouts
 
-pytestmark = pytest.mark.nodes
-
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*", "one_device")
 
 

@@ -31,8 +31,6 @@ from tests.acceptance.checks import (
 )
 from tests.support.ranks.layouts import WITH_COPIES, layouts
 
-pytestmark = pytest.mark.nodes
-
 REPLICATED = ("mirrored-*", "mirrored_node-*", "multi_worker-*", "central*")
 REFUSED = (ValueError, TypeError, mpidist.PeerError)
 

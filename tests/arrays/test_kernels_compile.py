@@ -52,6 +52,7 @@ def test_no_kernel_spills_registers(nvcc: str, source: Path, architecture: int) 
     assert set(frames) == {("0", "0", "0")}
 
 
+@pytest.mark.long
 def test_accesses_are_wide_and_denormal_numbers_are_kept(nvcc: str, source: Path) -> None:
     ptx = source.with_suffix(".ptx")
     run(nvcc, *OPTIONS, "-arch=compute_80", "-ptx", "-o", str(ptx), str(source))

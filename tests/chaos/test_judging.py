@@ -89,6 +89,7 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 def test_a_job_that_ends_too_early(tmp_path: Path) -> None:
     with Job(tmp_path / "job", ["--no-such-option"], 1) as job, pytest.raises(NotReachedError, match="no-such-option"):

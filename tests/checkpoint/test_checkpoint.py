@@ -22,8 +22,6 @@ from mpidist.metrics import Mean
 from mpidist.optimizers import SGD, Adam
 from tests.support.ranks.layouts import LAYOUTS, layouts, per_replica
 
-pytestmark = pytest.mark.nodes
-
 SYNC, AGGREGATION = mpidist.VariableSynchronization, mpidist.VariableAggregation
 
 

@@ -170,8 +170,15 @@ RANK_DIES = """
 """
 
 
-@pytest.mark.parametrize("mode", ["at once", "async"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "victim"),
+    [
+        ("at once", 0),
+        ("async", 1),
+        pytest.param("at once", 1, marks=pytest.mark.long),
+        pytest.param("async", 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_is_killed_while_all_write(victim: int, mode: str, tmp_path: Path) -> None:
     for steps_left in (3, 8):
         folder = tmp_path / str(steps_left)

@@ -85,13 +85,18 @@ def files_with(mark: str, folder: str) -> list[str]:
 
 # Rooms whose tests one process runs, those that take longest first. What is in none of them is in a last one.
 GROUPS = {
-    "parameter_server": ["tests/parameter_server"],
-    "collectives": ["tests/collectives"],
-    "launching": ["tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm"],
-    "programs": ["tests/examples", "tests/benchmarks", "tests/estimator", "tests/test_readme.py", "tests/elastic"],
-    "checkpoint": ["tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops"],
-    "support": ["tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py"],
-}
+    "servers and programs": [
+        "tests/parameter_server", "tests/examples", "tests/estimator", "tests/elastic", "tests/benchmarks",
+        "tests/test_readme.py",
+    ],
+    "collectives and launching": [
+        "tests/collectives", "tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm",
+    ],
+    "strategies and support": [
+        "tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops",
+        "tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py",
+    ],
+}  # fmt: skip
 
 
 def groups() -> list[Part]:
@@ -109,8 +114,8 @@ def ordinary() -> list[Part]:
         session("4 ranks", 4, "counts", "tests/collectives", takes_all_cores=True),
         session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2, takes_all_cores=True),
         *groups(),
-        session("2 ranks", 2),
         *lint(),
+        session("2 ranks", 2),
     ]
 
 

@@ -30,7 +30,7 @@ pytestmark = [
     # Of wrong numbers, which are expected here.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-ROUNDS = 10
+ROUNDS = 6
 # So late is what a mutation fails to wait for.
 LATE_SECONDS = 0.01
 # One chunk, and many.

@@ -102,7 +102,7 @@ comm.close()
 """
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 1])
+@pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int | None) -> None:
     job = run_script(FIRST_IS_GONE, 3, "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
     assert job.returncode == 0, job.stderr
@@ -110,6 +110,7 @@ def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int |
     assert "rank 0: gave no answer" in job.stderr
 
 
+@pytest.mark.long
 def test_where_the_first_of_two_nodes_do_not_answer_a_node_speaks_for_itself() -> None:
     job = run_script(FIRST_IS_GONE, 4, "2", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=1)
     assert job.returncode == 0, job.stderr
@@ -131,6 +132,7 @@ world.close()
 """
 
 
+@pytest.mark.long
 def test_each_communicator_speaks_for_itself() -> None:
     job = run_script(SUBSET, 4, env={"MPIDIST_WARN_AFTER": "1"})
     assert job.returncode == 0, job.stderr

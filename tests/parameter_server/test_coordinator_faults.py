@@ -53,6 +53,7 @@ def test_other_workers_carry_out_what_a_killed_one_was_doing(tmp_path: Path) -> 
     assert left(done) == ["ps 0"]
 
 
+@pytest.mark.long
 @needs_ulfm
 def test_a_worker_that_dies_while_a_large_argument_is_on_its_way(tmp_path: Path) -> None:
     done = job("worker_dies_taking", tmp_path, "chief:1,ps:1,worker:2", ULFM)
@@ -60,6 +61,7 @@ def test_a_worker_that_dies_while_a_large_argument_is_on_its_way(tmp_path: Path)
     assert left(done) == ["ps 0", "worker 1"]
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_job_where_mpi_does_not_survive_it(tmp_path: Path) -> None:
     done = job("workers_die", tmp_path, "chief:1,ps:1,worker:2")
     assert done.returncode != 0
@@ -97,7 +99,7 @@ def test_when_the_chief_exits_with_functions_under_way_all_end(tmp_path: Path) -
     assert left(done) == ["ps 0", "worker 0", "worker 1"]
 
 
-@pytest.mark.parametrize("case", ["interrupted", "launcher_interrupted"])
+@pytest.mark.parametrize("case", ["interrupted", pytest.param("launcher_interrupted", marks=pytest.mark.long)])
 def test_an_interrupt_ends_the_job(tmp_path: Path, case: str) -> None:
     done = job(case, tmp_path, "chief:1,ps:1,worker:1")
     assert done.returncode != 0
@@ -122,6 +124,7 @@ def test_a_worker_that_never_joins_is_reported_and_given_up(tmp_path: Path) -> N
     assert "CollectiveTimeoutError" in done.stderr
 
 
+@pytest.mark.long
 def test_a_chief_that_is_stopped_for_a_while_goes_on(tmp_path: Path) -> None:
     done = job("chief_pauses", tmp_path, "chief:1,ps:1,worker:2")
     assert done.returncode == 0, done.stderr

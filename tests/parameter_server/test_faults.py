@@ -95,7 +95,7 @@ def test_a_server_is_killed_and_its_workers_are_told() -> None:
     assert "ps1 served 1" in job.stdout
 
 
-@pytest.mark.parametrize("who", ["worker1", "ps0"])
+@pytest.mark.parametrize("who", ["worker1", pytest.param("ps0", marks=pytest.mark.long)])
 def test_without_fault_tolerance_the_launcher_ends_the_job(who: str) -> None:
     job = losing(who, ranks=4)
     assert job.returncode != 0
@@ -110,6 +110,7 @@ def test_a_worker_that_raises_ends_the_job() -> None:
     assert "KeyError: 'a bug'" in job.stderr
 
 
+@pytest.mark.long
 def test_a_worker_that_ends_early_leaves_the_others_their_servers() -> None:
     job = losing("worker1", "exit", ranks=4)
     assert job.returncode == 3, job.stderr
@@ -176,6 +177,7 @@ assert threading.active_count() == 1, threading.enumerate()
 )
 
 
+@pytest.mark.long
 def test_stopped_workers_and_servers() -> None:
     job = run_script(STOPPING, 4, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_TIMEOUT": "4"}, timeout=120)
     assert job.returncode == 0, job.stderr
@@ -200,6 +202,7 @@ except mpidist.CollectiveTimeoutError: say("gave up")
 )
 
 
+@pytest.mark.long
 def test_a_server_that_never_comes_back_does_not_keep_the_job() -> None:
     job = run_script(NEVER_ANSWERS, 3, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_TIMEOUT": "2"}, timeout=60)
     assert job.returncode != 0

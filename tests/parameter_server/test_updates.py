@@ -60,6 +60,7 @@ def sparse_pushes(strategy: Any, pushes: int) -> Any:
     return table.numpy(), learned.numpy(), own, int(optimizer.iterations.numpy())
 
 
+@pytest.mark.long
 def test_sparse_rows_of_eight_workers() -> None:
     found = on_workers(sparse_pushes, 2, 8, 40)
     total = sum(own for *_, own, _ in found)

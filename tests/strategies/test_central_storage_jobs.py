@@ -154,6 +154,7 @@ def copies_held(kind: str) -> float:
     return held / total
 
 
+@pytest.mark.long
 def test_memory_of_four_ranks() -> None:
     # The allocator gives freed arrays back at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

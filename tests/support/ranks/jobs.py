@@ -30,7 +30,7 @@ _RANK_MAIN = Path(__file__).with_name("job_rank.py")
 # also happens where pytest runs under mpirun or has started MPI on its own.
 _LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _RANK_VARIABLES = (b"PMIX_RANK=", b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
-_STACKS_SECONDS = 5.0
+_STACKS_SECONDS, _END_SECONDS = 5.0, 20.0
 # Marks all processes of a job.  Open MPI gives every rank a process group of its own, MPICH a session of its
 # own; what they inherit still tells whose they are.  A job inside a job carries both names.
 JOB = "TESTS_SUPPORT_JOB"
@@ -262,7 +262,7 @@ def stacks_and_end(process: subprocess.Popen[str], job: str) -> tuple[str, str]:
 
 def end_all(process: subprocess.Popen[str], job: str) -> None:
     """End what is left of a job; looks again until nothing is."""
-    deadline = time.monotonic() + _STACKS_SECONDS
+    deadline = time.monotonic() + _END_SECONDS
     ended = {process.pid}
     while (alive := members(job)) and time.monotonic() < deadline:
         for pid in alive:

@@ -119,8 +119,8 @@ def run_kinds(
 
 JOBS = [
     pytest.param((2, None, 0), id="2-ranks"),
-    pytest.param((3, None, -1), id="3-ranks"),
-    pytest.param((2, 1, 1), id="2-nodes-of-1"),
+    pytest.param((3, None, -1), id="3-ranks", marks=pytest.mark.long),
+    pytest.param((2, 1, 1), id="2-nodes-of-1", marks=pytest.mark.long),
     pytest.param((4, 2, 1), id="2-nodes-of-2"),
 ]
 
