@@ -88,7 +88,7 @@ lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/mypy
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
-# The long form; the short one is among the tests that start programs.
+# The long form; the short one is among the long tests of make test-all.
 test-chaos: $(VENV)/.test
 	$(BIN)/python -m tests.chaos --out $(CHAOS_OUT) $(TEST_ARGS) < /dev/null
 
@@ -127,9 +127,9 @@ $(CUPY_VENV)/.done: pyproject.toml setup.cfg
 	$(CUPY_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
 	@touch $@
 
-# What it takes from the Open MPI of the other environment: nothing; both own bin/mpirun.
+# In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun.
 test-mpich: $(MPICH_VENV)/.done
-	cd $(CURDIR) && MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
+	MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
 	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(MPICH_TESTS) < /dev/null
 
 $(MPICH_VENV)/.done: pyproject.toml setup.cfg

@@ -82,6 +82,10 @@ else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
+            # Rooms whose other names docs tell users to take from there.
+            "checkpoint": "mpidist.checkpoint",
+            "estimator": "mpidist.estimator",
+            "parameter_server": "mpidist.parameter_server",
             "coordinator": "mpidist.coordinator",
             "elastic": "mpidist.elastic",
             "v1": "mpidist.v1",

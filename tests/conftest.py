@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("ranks")
 _failed = pytest.StashKey[bool]()
 _shared = pytest.StashKey[Shared]()
 # All tests of such a file are for one process.
-_ALONE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.one_rank\b", re.MULTILINE)
+_ALONE = re.compile(r"^pytestmark = (\[[^\]]*?)?pytest\.mark\.one_rank\b", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

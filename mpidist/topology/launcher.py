@@ -59,11 +59,13 @@ def _needed_environment() -> dict[str, str]:
 def _quick_start(info: LauncherInfo | None) -> dict[str, str]:
     """Return what only makes MPI start sooner.
 
-    Where there is no fabric, Open MPI's "ofi" component sleeps for a second on its way out. It carries one-sided
-    messages between nodes, so a job on one node loses nothing without it.
+    Where there is no fabric, Open MPI's "ofi" component sleeps for a second as it is closed again. It carries one-sided
+    messages between nodes, so a job on one node loses nothing without it. Only where a launcher has started that job:
+    a process without one may be about to start others that have several nodes, and hands its environment on.
     """
-    one_node = info is None or info.local_size == info.size
-    return {"OMPI_MCA_btl": "^ofi"} if one_node else {}
+    if info is None or info.size is None or info.local_size != info.size or "SLURM_HET_SIZE" in os.environ:
+        return {}
+    return {"OMPI_MCA_btl": "^ofi"}
 
 
 def prepare_environment() -> None:
@@ -71,8 +73,8 @@ def prepare_environment() -> None:
 
     ``OMPI_MCA_osc=^ucx`` always, ``OMPI_MCA_mpi_yield_when_idle=1`` where the launcher put more ranks on this
     node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``, and
-    ``OMPI_MCA_btl=^ofi`` where all ranks are on one node, which then start a second sooner. Other MPI libraries ignore
-    these variables. ``import mpidist`` calls this.
+    ``OMPI_MCA_btl=^ofi`` where the launcher put all ranks on one node, which may save a second. Other MPI libraries
+    ignore these variables. ``import mpidist`` calls this.
 
     Raises:
         LauncherVariableError: A launcher's variable is malformed, and MPI runs already; before that

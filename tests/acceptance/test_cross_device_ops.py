@@ -17,7 +17,7 @@ from mpidist.values import PerReplica
 from tests.acceptance.checks import check_each, replica_id, same
 from tests.support.ranks.layouts import per_replica
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = pytest.mark.counts
 
 REFUSED = (ValueError, TypeError)
 MAKERS = {

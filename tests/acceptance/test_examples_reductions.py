@@ -11,7 +11,7 @@ import mpidist
 from tests.acceptance.checks import check_each, local_ids, num_workers, replica_id, same
 from tests.support.ranks.layouts import layouts, per_replica
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = pytest.mark.counts
 
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-[234]local", "multi_worker-2local"), indirect=True)
 

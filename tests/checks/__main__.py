@@ -1,6 +1,6 @@
 """The checks of the project: ``python -m tests.checks quick``, ``test``, ``test-all`` or ``test-share``.
 
-Parts run beside each other, one on each core. Each ends with a line; what a part printed that failed follows at once,
+Parts run beside each other. Each ends with a line; what a part printed that failed follows at once,
 and everything is in ``out/checks``. The status is 1 if a part failed.
 """
 
@@ -24,11 +24,21 @@ SETS = {
 }
 
 
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def tell(done: Done) -> None:
     """Print how a part ended, and what it printed if it failed."""
     print(line_of(done), flush=True)
     if done.has_failed:
         print(end_of_log(done), flush=True)
+
+
+def _end(*_: object) -> None:
+    # A second signal, such as the one of the process group and the one of make, would break the cleanup off.
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit("ended by a signal")
 
 
 def main(arguments: list[str]) -> int:
@@ -38,14 +48,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/checks"), help="folder of logs (out/checks)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="some of its parts")
     given = parser.parse_args(arguments)
-    # A time limit around all of it must not leave ranks behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    chosen = [part for part in SETS[given.set]() if given.only is None or part.name in given.only]
+    # A time limit around all of it, or a terminal that is closed, must not leave ranks behind.
+    for number in _ENDING:
+        signal.signal(number, _end)
+    everything = SETS[given.set]()
+    names = [part.name for part in everything]
+    unknown = set(given.only or []) - set(names)
+    if unknown:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; expected some of {', '.join(names)}")
+    chosen = [part for part in everything if given.only is None or part.name in given.only]
     began = time.monotonic()
     done = run_parts(chosen, given.out.resolve(), tell)
     print(summary(done, time.monotonic() - began))
     failed = [each.part.name for each in done if each.has_failed]
-    print(f"failed: {', '.join(failed)}" if failed else f"make {given.set}: everything passed")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    else:
+        print(f"make {given.set}: everything passed" if given.only is None else f"passed: {', '.join(given.only)}")
     return 1 if failed else 0
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
+from tests.chaos.faults import FAULTS
 from tests.checks.parts import Part, one_rank
 from tests.support.ranks.jobs import ROOT
 
-_SECONDS = 1500.0
+_SECONDS = 1800.0
 # Which share a commit gets is decided by its hash. None takes more than some three minutes.
 SHARES = [
-    ["chaos"],
+    ["chaos 1"],
+    ["chaos 2"],
+    ["chaos 3"],
     ["long", "binding"],
     ["MPICH"],
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
@@ -24,10 +26,10 @@ def everything() -> list[Part]:
     """Return all long parts."""
     hosts = [_on_hosts(f"hosts: {name}", f"tests/cluster/test_{name}.py") for name in _HOSTS]
     return [
-        one_rank("chaos", ["tests/chaos"], "--long"),
-        one_rank("long", ["tests"], "--long", "-m", "long", "--ignore=tests/chaos"),
-        Part("binding", ["make", "test-binding", f"PYTHON={sys.executable}"], is_pytest=False, seconds=_SECONDS),
-        Part("MPICH", ["make", "test-mpich", f"PYTHON={sys.executable}"], is_pytest=False, seconds=_SECONDS),
+        *(one_rank(f"chaos {third + 1}", _chaos(third), "--long", seconds=_SECONDS) for third in range(3)),
+        one_rank("long", ["tests"], "--long", "-m", "long", "--ignore=tests/chaos", seconds=_SECONDS),
+        _make("binding", "test-binding"),
+        _make("MPICH", "test-mpich"),
         *hosts,
     ]
 
@@ -39,7 +41,10 @@ def always() -> list[Part]:
 
 def share() -> list[Part]:
     """Return the share of the commit that is checked out."""
-    names = share_of(subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip())
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode != 0:
+        raise SystemExit(f"the commit decides which long tests are run, and git does not tell it: {asked.stderr}")
+    names = share_of(asked.stdout.strip())
     return [part for part in everything() if part.name in names]
 
 
@@ -47,7 +52,7 @@ def share_of(commit: str) -> list[str]:
     """Return the names of the long parts that a commit gets, by its hash alone.
 
     >>> share_of("0" * 40)
-    ['chaos']
+    ['chaos 1']
     """
     return SHARES[int(commit, 16) % len(SHARES)]
 
@@ -60,6 +65,16 @@ _ALWAYS = (
 
 
 def _on_hosts(name: str, *tests: str) -> Part:
-    """Return tests on virtual hosts, which claim all cores of this machine for each."""
-    part = one_rank(name, tests, "-m", "cluster", "--long")
-    return Part(part.name, part.command, takes_all_cores=True, seconds=_SECONDS)
+    """Return tests on virtual hosts, each of which claims all cores of this machine."""
+    return one_rank(name, tests, "-m", "cluster", "--long", seconds=_SECONDS, takes_all_cores=True)
+
+
+def _chaos(third: int) -> list[str]:
+    """Return a third of the faults of tests/chaos in their short form."""
+    names = [name for name, fault in FAULTS.items() if fault.short_times][third::3]
+    return [f"tests/chaos/test_chaos.py::test_every_committed_step_is_there_in_the_end[{name}]" for name in names]
+
+
+def _make(name: str, target: str) -> Part:
+    """Return what has an environment of its own; one at a time, as each installs mpidist from the same folder."""
+    return Part(name, ["make", target], takes_all_cores=True, is_pytest=False, seconds=_SECONDS)

@@ -45,9 +45,10 @@ def lint() -> list[Part]:
     ]
 
 
-def one_rank(name: str, paths: Iterable[str], *options: str) -> Part:
+def one_rank(name: str, paths: Iterable[str], *options: str, seconds: float = LIMIT_SECONDS, **more: bool) -> Part:
     """Return a session of one process."""
-    return Part(name, [sys.executable, "-m", "pytest", "-q", *options, *paths])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths]
+    return Part(name, command, seconds=seconds, **more)
 
 
 def session(
@@ -78,9 +79,11 @@ def session(
 
 def files_with(mark: str, folder: str) -> list[str]:
     """Return the test files in ``folder`` that use a mark: the ranks need not import the others."""
-    found = sorted((ROOT / folder).rglob("test_*.py"))
     pattern = re.compile(rf"\bmark\.{mark}\b")
-    return [str(path.relative_to(ROOT)) for path in found if pattern.search(path.read_text())]
+    found = [path for path in sorted((ROOT / folder).rglob("test_*.py")) if pattern.search(path.read_text())]
+    if not found:
+        raise ValueError(f"no file in {folder} uses the mark {mark}")
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 # Rooms whose tests one process runs, those that take longest first. What is in none of them is in a last one.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import time
 import uuid
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.checks.parts import Part
-from tests.support.ranks.jobs import JOB, ROOT, end_all
+from tests.support.ranks.jobs import JOB, ROOT, child_environment, end_all, gets_second_chance
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS, _TAKING_DOWN_SECONDS = 0.05, 30.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Done:
         part: Which.
         status: Of its command; None where it was ended for its time limit.
         wall_seconds: From its start to its end.
-        cpu_seconds: User and system time of all its processes.
+        cpu_seconds: User and system time of its processes, but for those whose parent was killed.
         log: What it printed.
         results: What its tests wrote, where it has tests.
     """
@@ -58,7 +60,7 @@ class _Running:
         self._results.unlink(missing_ok=True)
         self._job = uuid.uuid4().hex
         command = [*part.command, *(["--results", str(self._results)] if part.is_pytest else [])]
-        environment = {**os.environ, **part.environment, JOB: f"{os.environ.get(JOB, '')}{self._job}."}
+        environment = child_environment({**part.environment, JOB: f"{os.environ.get(JOB, '')}{self._job}."})
         self._began = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -78,8 +80,7 @@ class _Running:
         seconds = time.monotonic() - self._began
         late = pid == 0 and seconds > self.part.seconds
         if late:
-            self._process.kill()
-            _, status, usage = os.wait4(self._process.pid, 0)
+            _, status, usage = self._stopped()
         elif pid == 0:
             return None
         self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -87,8 +88,21 @@ class _Running:
         code = None if late else self._process.returncode
         return Done(self.part, code, seconds, usage.ru_utime + usage.ru_stime, self._log, self._results)
 
+    def _stopped(self) -> tuple[int, int, resource.struct_rusage]:
+        """Ask it to end, as it may have hosts or files to take down, and see that it does."""
+        os.kill(self._process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _TAKING_DOWN_SECONDS
+        while time.monotonic() < deadline:
+            if (found := os.wait4(self._process.pid, os.WNOHANG))[0] != 0:
+                return found
+            time.sleep(_LOOK_SECONDS)
+        os.kill(self._process.pid, signal.SIGKILL)
+        return os.wait4(self._process.pid, 0)
+
     def end(self) -> None:
-        """End it."""
+        """End it, and all that it has started."""
+        _, status, _ = self._stopped()
+        self._process.returncode = os.waitstatus_to_exitcode(status)
         end_all(self._process, self._job)
 
 
@@ -122,6 +136,9 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
             for each in list(running):
                 if (ended := each.ended()) is not None:
                     running.remove(each)
+                    if gets_second_chance(ended.status, ended.log.read_text(errors="replace"), each.part.name):
+                        running.append(_Running(each.part, each.lanes, folder))
+                        continue
                     free = sorted([*free, *each.lanes])
                     done.append(ended)
                     tell(ended)

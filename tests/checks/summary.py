@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.checks.runner import Done
+from tests.support.ranks import jobs
 
 _SLOWEST = 15
 _LINES_OF_A_FAILURE = 200
@@ -15,9 +16,19 @@ _LINES_OF_A_FAILURE = 200
 
 def line_of(done: Done) -> str:
     """Return a line about a part that has ended."""
-    state = "ok" if not done.has_failed else "TOO LATE" if done.status is None else f"FAILED ({done.status})"
+    state = "TOO LATE" if done.status is None else f"FAILED ({done.status})" if done.has_failed else "ok"
+    if ran_nothing(done):
+        state = "NOT TESTED"
     took = f"{done.wall_seconds:6.1f} s {done.cpu_seconds:6.1f} CPU s"
     return f"{done.part.name:<20} {state:<12} {took}   {last_line(done)}"
+
+
+def ran_nothing(done: Done) -> bool:
+    """Whether all tests of a part were skipped."""
+    if not done.part.is_pytest or done.has_failed or not done.results.exists():
+        return False
+    tests = json.loads(done.results.read_text())["tests"].values()
+    return all(found["outcome"] == "skipped" for found in tests)
 
 
 def last_line(done: Done) -> str:
@@ -43,20 +54,19 @@ def summary(all_done: Sequence[Done], seconds: float) -> str:
         seconds: How long all of it took.
     """
     told = {done.part.name: json.loads(done.results.read_text()) for done in all_done if done.results.exists()}
-    tests = [
-        (name, test, found) for name, part in told.items() for test, found in part["tests"].items()
-    ]
+    tests = [(name, test, found) for name, part in told.items() for test, found in part["tests"].items()]
     outcomes = Counter(found["outcome"] for _, _, found in tests)
     counts = ", ".join(f"{outcomes[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
     cpu = sum(done.cpu_seconds for done in all_done)
     parts = [
         ("Parts", [line_of(done) for done in sorted(all_done, key=lambda done: -done.wall_seconds)]),
         ("Slowest tests", _slowest(tests)),
-        ("Second chances, for launchers that crashed by themselves", _second_chances(told)),
+        ("Second chances, for launchers that crashed by themselves", [*_second_chances(told), *jobs.second_chances]),
         ("Skipped", _skipped(tests)),
     ]
     text = [f"\n{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts]
-    return "\n".join([*text, "", f"{seconds:.0f} s, {cpu:.0f} CPU s", f"tests: {counts}"])
+    left_out = [f"!! NOT TESTED: {done.part.name}" for done in all_done if ran_nothing(done)]
+    return "\n".join([*text, "", f"{seconds:.0f} s, {cpu:.0f} CPU s", f"tests: {counts}", *left_out])
 
 
 def _slowest(tests: list[tuple[str, str, Any]]) -> list[str]:

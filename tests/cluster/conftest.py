@@ -1,4 +1,4 @@
-"""Tests on virtual hosts: collected by `make test-cluster` (pytest -m cluster) only, as they need root."""
+"""Tests on virtual hosts: collected with pytest -m cluster only, as they need root (make test-cluster)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from mpidist.topology import world_topology
 from tests.support.fake_cupy import streams
 
 pytestmark = [
-    pytest.mark.nodes,
     pytest.mark.min_ranks(2),
     pytest.mark.parametrize("fake_gpus", [{"devices": 6, "jitter": 0.0005}], indirect=True),
     # Of wrong numbers, which are expected here.
@@ -168,6 +167,7 @@ def test_nothing_is_wrong_as_it_is(
     assert run(fake_gpus, monkeypatch, algorithm, None, late) == 0
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [

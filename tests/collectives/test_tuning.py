@@ -23,7 +23,7 @@ from mpidist.collectives.tuning import CANDIDATES, SIZES, Timing, best_row, deci
 from mpidist.collectives.tuning_file import Setup, merge, read, setup_of
 from mpidist.core.errors import AlgorithmError, DeviceError
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = pytest.mark.counts
 
 SETTING = "MPIDIST_TUNING_FILE"
 ELSEWHERE = Setup("some CPU, 4 cores", "some MPI 1.0", "9 nodes x 9 ranks")

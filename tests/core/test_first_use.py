@@ -37,6 +37,12 @@ def test_rooms_that_a_synchronous_program_does_not_need_are_not_loaded() -> None
 
 
 @pytest.mark.jobs
+@pytest.mark.parametrize("room", ["checkpoint", "estimator", "parameter_server"])
+def test_rooms_are_there_without_an_import_of_their_own(room: str) -> None:
+    run_python(f"import mpidist; mpidist.{room}.__all__")
+
+
+@pytest.mark.jobs
 @pytest.mark.parametrize("facade", FACADES)
 def test_every_name_is_there_by_attribute_and_by_import(facade: str) -> None:
     names = importlib.import_module(facade).__all__

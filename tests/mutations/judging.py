@@ -13,7 +13,7 @@ _NO_TESTS = {
     5: "pytest found no tests",
 }
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::\w+)*(?:\[.*?\])?)(?: - (.*))?$", re.MULTILINE)
-# What tests.support.sessions and faulthandler say where a rank does not come to the end of its test.
+# What tests.support.ranks.sessions and faulthandler say where a rank does not come to the end of its test.
 _HANG = re.compile(r"never finished tests/|^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _ANY_TEST = re.compile(r"tests/\w[\w/]*\.py(?:::\w+(?:\[[^\]\s]*\])?)?")
 

@@ -66,6 +66,7 @@ def test_a_part_that_takes_too_long(tmp_path: Path) -> None:
     [
         ("kernels", "numpy or alignment"),
         ("nccl", "abort or movements and 2"),
+        pytest.param("nccl", "not 4", marks=pytest.mark.long),
         pytest.param("collectives", "2x1 or 1x2", marks=pytest.mark.long),
         pytest.param("training", "multi_worker-2", marks=pytest.mark.long),
     ],

@@ -217,7 +217,7 @@ def _show_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_environment_without_launcher(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
+    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx"}
 
 
 @pytest.mark.parametrize(("local_size", "found"), [("4", "^ofi"), ("2", None)])
@@ -226,6 +226,11 @@ def test_a_component_for_fabrics_is_left_out_where_all_ranks_are_on_one_node(
 ) -> None:
     _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size})
     assert _show_environment(monkeypatch).get("OMPI_MCA_btl") == found
+
+
+def test_a_part_of_a_heterogeneous_job_may_have_other_nodes(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "SLURM_HET_SIZE": "2"})
+    assert "OMPI_MCA_btl" not in _show_environment(monkeypatch)
 
 
 @pytest.mark.parametrize("local_size", [1, 10_000])

@@ -36,7 +36,8 @@ _STACKS_SECONDS, _END_SECONDS = 5.0, 20.0
 JOB = "TESTS_SUPPORT_JOB"
 # Open MPI's launcher crashes by itself in about one of some thousand jobs on a machine that others use, too: in a lock
 # of its C library, or where a launcher of the same number was killed before. Such jobs are started once more.
-_LAUNCHER_CRASH = re.compile(r".*(tpp_change_priority.*[Aa]ssertion|PMIx server.s listener thread failed to start).*")
+_CRASHES_WHERE_IT_ABORTS = re.compile(r".*tpp_change_priority.*[Aa]ssertion.*")
+_CRASHES = re.compile(r".*PMIx server.s listener thread failed to start.*")
 second_chances: list[str] = []
 # The test that is on, where it is not marked as one that starts jobs.
 unmarked_test: list[str] = []
@@ -144,6 +145,8 @@ def child_environment(env: Mapping[str, str] | None = None, ranks_per_node: int 
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
         PRTE_MCA_hwloc_default_binding_policy="none",
         OMPI_MCA_rmaps_base_oversubscribe="1",
+        # It sleeps for a second where there is no fabric; mpidist leaves it out by itself, but for a lone process.
+        OMPI_MCA_btl="^ofi",
         OMPI_MCA_hwloc_base_binding_policy="none",
         PYTHONFAULTHANDLER="1",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -183,7 +186,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with the arguments ``command`` on ``ranks`` ranks; see :func:`run_script`."""
     done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
-    if gets_second_chance(done.stderr, f"{ranks} ranks of {os.environ.get('PYTEST_CURRENT_TEST', command)}"):
+    what = f"{ranks} ranks of {os.environ.get('PYTEST_CURRENT_TEST', command)}"
+    if gets_second_chance(done.returncode, done.stderr, what):
         done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
     return done
 
@@ -194,17 +198,20 @@ def check_mark() -> None:
         raise RuntimeError(f"{unmarked_test[0]} starts a job; mark it with @pytest.mark.jobs")
 
 
-def gets_second_chance(stderr: str, what: str) -> bool:
+def gets_second_chance(status: int | None, printed: str, what: str) -> bool:
     """Whether a launcher crashed by itself, which is no fault of its ranks, and is to be started once more.
 
     Args:
-        stderr: What the job printed there.
+        status: Of the launcher: where a rank aborts, it returns a code of its own. None where it is not known.
+        printed: By the job, on stderr at least.
         what: What the job was for, for the summary.
     """
-    crash = _LAUNCHER_CRASH.search(stderr)
+    crash = _CRASHES.search(printed)
+    if crash is None and status == -signal.SIGABRT:
+        crash = _CRASHES_WHERE_IT_ABORTS.search(printed)
     if crash is None:
         return False
-    second_chances.append(f"{what}: {crash[0]}")
+    second_chances.append(f"{what}: {crash[0].strip()}")
     return True
 
 

@@ -77,7 +77,7 @@ class WarmJob:
             )
             try:
                 self._accept_all(listener)
-            except (TimeoutError, EOFError) as error:
+            except (TimeoutError, EOFError, ConnectionError) as error:
                 printed = self.printed()
                 self.end()
                 raise RankError(f"{ranks} ranks did not start\n{printed}") from error
@@ -103,8 +103,12 @@ class WarmJob:
             file.seek(0)
             file.truncate()
         waiting = {connection: rank for rank, connection in self._connections.items()}
-        for connection in waiting:
-            connection.send(task)
+        for connection in list(waiting):
+            try:
+                connection.send(task)
+            except ConnectionError:
+                # It died since the last call; it is among those without a result.
+                del waiting[connection]
         outcomes: dict[int, Outcome] = {}
         deadline, hangs = time.monotonic() + timeout, True
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -115,17 +119,17 @@ class WarmJob:
                 if (rank not in outcomes or outcomes[rank].error is not None) and hangs:
                     hangs, deadline = False, min(deadline, time.monotonic() + _GRACE_SECONDS)
         if waiting and hangs:
-            stdout, stderr = self._stacks(sorted(waiting.values()))
+            stdout, stderr = self._stacks(sorted(waiting.values()), outcomes)
             raise MpirunTimeoutError(timeout, stdout, stderr)
         return outcomes
 
-    def _stacks(self, late: list[int]) -> tuple[str, str]:
-        """End the job with the stacks of its ranks, and return what it printed."""
+    def _stacks(self, late: list[int], there: Mapping[int, Outcome]) -> tuple[str, str]:
+        """Have the ranks dump their stacks, which ends them, and return what the job printed."""
         test = os.environ.get("PYTEST_CURRENT_TEST", "a call")
         stacks_and_end(self._process, self._name)
         stdout, stderr = (self._read(file) for file in self._files)
-        self.end()
-        return stdout, f"{test}: rank {late} of {self._ranks} did not come back\n{stderr}"
+        others = "".join(f"rank {rank} came back with {outcome.value!r}\n" for rank, outcome in sorted(there.items()))
+        return stdout, f"{test}: rank {late} of {self._ranks} did not come back\n{others}{stderr}"
 
     def _read(self, file: Any) -> str:
         file.seek(0)
@@ -168,8 +172,8 @@ def run(
 ) -> list[Any]:
     """Call ``fn(*args)`` on warm ranks and return the results by rank.
 
-    The ranks carry out one function after the other, so ``fn`` closes what it opens and changes nothing for good; where
-    it does not, that is an error.
+    The ranks carry out one function after the other, so ``fn`` closes what it opens and changes nothing for good. What
+    it leaves open, and what it puts into modules of mpidist, is an error.
 
     Args:
         fn: A module-level function, which the ranks import, or a local one without closure, whose source
@@ -189,7 +193,12 @@ def run(
     check_mark()
     task = (pickle.dumps((reference_to(fn), args)), dict(env or {}))
     job = _jobs.pop((ranks, ranks_per_node), None) or _started(ranks, ranks_per_node)
-    outcomes = job.call(task, timeout)
+    try:
+        outcomes = job.call(task, timeout)
+    except BaseException:
+        # Such as the time limit of the test: its ranks may be anywhere.
+        job.end()
+        raise
     whole = len(outcomes) == ranks and all(outcome.error is None for outcome in outcomes.values())
     printed = "" if whole else job.printed()
     if whole and not any(outcome.left_behind for outcome in outcomes.values()):
@@ -203,7 +212,7 @@ def _started(ranks: int, ranks_per_node: int | None) -> WarmJob:
     try:
         return WarmJob(ranks, ranks_per_node)
     except RankError as error:
-        if gets_second_chance(str(error), f"{ranks} warm ranks"):
+        if gets_second_chance(None, str(error), f"{ranks} warm ranks"):
             return WarmJob(ranks, ranks_per_node)
         raise
 
