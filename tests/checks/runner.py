@@ -49,13 +49,13 @@ class _Running:
 
     Args:
         part: Which.
-        lanes: What it takes; it may run on all their cores.
+        places: What it takes; it may run on all their cores.
         folder: Where its files go.
     """
 
-    def __init__(self, part: Part, lanes: list[tuple[int, ...]], folder: Path) -> None:
-        self.part, self.lanes = part, lanes
-        cores = set().union(*lanes)
+    def __init__(self, part: Part, places: list[tuple[int, ...]], folder: Path) -> None:
+        self.part, self.places = part, places
+        cores = set().union(*places)
         self._log, self._results = (folder / f"{part.name.replace(' ', '-')}.{kind}" for kind in ("log", "json"))
         self._results.unlink(missing_ok=True)
         self._job = uuid.uuid4().hex
@@ -106,7 +106,7 @@ class _Running:
         end_all(self._process, self._job)
 
 
-def _lanes() -> list[tuple[int, ...]]:
+def _places() -> list[tuple[int, ...]]:
     """Return the cores of each part that runs beside others: one core each, and all for one that uses idle ones.
 
     Programs that are about hangs and deadlines leave a core idle for a third of their time.
@@ -124,11 +124,11 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
         tell: Called as each one ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, done = list(parts), list[_Running](), list[Done]()
-    free = all_lanes = _lanes()
+    waiting, running, done, again = list(parts), list[_Running](), list[Done](), list[Part]()
+    free = all_places = _places()
     try:
         while waiting or running:
-            while waiting and (free == all_lanes if waiting[0].takes_all_cores else free):
+            while waiting and (free == all_places if waiting[0].takes_all_cores else free):
                 taken = free if waiting[0].takes_all_cores else free[:1]
                 free = free[len(taken) :]
                 running.append(_Running(waiting.pop(0), taken, folder))
@@ -136,10 +136,12 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
             for each in list(running):
                 if (ended := each.ended()) is not None:
                     running.remove(each)
-                    if gets_second_chance(ended.status, ended.log.read_text(errors="replace"), each.part.name):
-                        running.append(_Running(each.part, each.lanes, folder))
+                    printed = ended.log.read_text(errors="replace")
+                    if each.part not in again and gets_second_chance(ended.status, printed, each.part.name):
+                        again.append(each.part)
+                        running.append(_Running(each.part, each.places, folder))
                         continue
-                    free = sorted([*free, *each.lanes])
+                    free = sorted([*free, *each.places])
                     done.append(ended)
                     tell(ended)
     finally:

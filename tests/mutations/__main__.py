@@ -1,14 +1,17 @@
 """Puts faults into the library one by one and shows that the tests see each: ``python -m tests.mutations``.
 
 The faults of ``tests.mutations.faults`` are put into a temporary worktree of a commit: none can stay in the checkout,
-and nothing that is not committed takes part. A fault is seen where its tests fail, hang or crash. Prints a line for
-each fault and a table. The status is 1 if a fault was not seen, 2 if the tests of one could not be run.
+and nothing that is not committed takes part. A fault is seen where its tests fail, hang or crash, and the one that did
+passes without it. Prints a line for each fault and a table. The status is 1 if a fault was not seen, 2 if the tests of
+one could not be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,12 +19,12 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.mutations.faults import FAULTS, Fault
-from tests.mutations.judging import RunError, Sighting, judge
+from tests.mutations.judging import PASSED, RunError, Sighting, judge
 from tests.support.ranks.jobs import JOB, ROOT, child_environment, end_all, mpirun_command
 
 LIMIT_SECONDS = 120.0
@@ -102,7 +105,7 @@ def run_tests(fault: Fault, tree: Path) -> tuple[int | None, str]:
         ranks = str(fault.ranks)
         command = [*mpirun_command(), "-n", ranks, *_PYTEST, "--with-mpi", "--ranks", ranks, *fault.tests]
     job = uuid.uuid4().hex
-    given = {"PYTHONPATH": str(tree), "COLUMNS": "250", JOB: f"{job}."}
+    given = {"PYTHONPATH": str(tree), "COLUMNS": "250", JOB: f"{os.environ.get(JOB, '')}{job}."}
     environment = child_environment(given, fault.ranks_per_node)
     # In a file: a pipe would stay open as long as anything that the tests have started.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -134,9 +137,18 @@ def try_fault(fault: Fault, tree: Path) -> Trial:
     try:
         with injected(fault, tree):
             sighting = judge(*run_tests(fault, tree))
+        if sighting.seen:
+            check_without(fault, sighting.test, tree)
     except (RunError, ValueError, OSError) as problem:
         error = str(problem)
-    return Trial(fault, sighting, time.monotonic() - start, error)
+    return Trial(fault, None if error else sighting, time.monotonic() - start, error)
+
+
+def check_without(fault: Fault, test: str, tree: Path) -> None:
+    """Raise RunError where the test that has seen a fault does not pass without it."""
+    status, output = run_tests(replace(fault, tests=(test,)), tree)
+    if status != PASSED:
+        raise RunError(f"{test} does not pass without the fault either (status {status}):\n{output[-2000:]}")
 
 
 def table(trials: Sequence[Trial]) -> str:
@@ -155,6 +167,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     commit = _git("rev-parse", "--verify", f"{given.at}^{{commit}}").strip()
     chosen = [fault for fault in FAULTS if given.only in fault.name or given.only in fault.file]
+    # A time limit around all of it must not leave ranks or a worktree behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     trials: list[Trial] = []
     with worktree(commit) as tree:
         _check_what_is_imported(tree)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,13 @@ resolver = MPIClusterResolver(jobs={"ps": 2, "worker": MPI.COMM_WORLD.size - 2})
 me = f"{resolver.task_type}{resolver.task_id}"
 pids = MPI.COMM_WORLD.allgather(os.getpid())
 def say(*what): print(me, *what, flush=True)
+def die_while_all_train():
+    while len(os.listdir(os.environ["READY"])) < MPI.COMM_WORLD.size - 2:
+        time.sleep(0.01)
+    time.sleep(0.3)  # in the middle of many a request
+    os.kill(os.getpid(), signal.SIGKILL)
 if me == "ps0" and len(sys.argv) > 1 and sys.argv[1] == "ps0":
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Thread(target=die_while_all_train).start()
 if resolver.task_type == "ps":
     mpidist.Server(resolver).join()
     say("served", threading.active_count())
@@ -51,6 +57,7 @@ def die(how):
     # In the middle of many a request.
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
+open(os.path.join(os.environ["READY"], me), "w").close()
 if me == sys.argv[1]: die(sys.argv[2])
 began = time.monotonic()
 # As many as it takes for the one that dies to be gone; the others' steps go on after it.
@@ -72,7 +79,8 @@ def losing(
     who: str, how: str = "kill", ranks: int = 5, flags: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     # Whoever waited for what was lost would be killed at this limit.
-    return run_script(LOSING, ranks, who, how, flags=flags, timeout=60)
+    with tempfile.TemporaryDirectory() as ready:
+        return run_script(LOSING, ranks, who, how, flags=flags, timeout=60, env={"READY": ready})
 
 
 @needs_ulfm
