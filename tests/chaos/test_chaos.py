@@ -11,7 +11,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.report import FAILED
 from tests.chaos.trial import Reference, train_undisturbed
 
-pytestmark = [pytest.mark.long, pytest.mark.one_rank, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.jobs, pytest.mark.long, pytest.mark.one_rank, pytest.mark.timeout(600)]
 
 for _module in ("matplotlib", "tqdm"):
     pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")

@@ -38,6 +38,7 @@ _HAS_CUPY = importlib.util.find_spec("cupy") is not None
 _COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 pytestmark = [
+    pytest.mark.jobs,
     pytest.mark.one_rank,
     pytest.mark.skipif(not _HAS_CUPY, reason="CuPy is not installed; type: pip install cupy-cuda13x"),
     pytest.mark.skipif(_COMPILER is None, reason="there is no C compiler for the stand-in for NCCL"),

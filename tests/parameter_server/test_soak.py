@@ -13,7 +13,7 @@ import mpidist
 from mpidist.coordinator import RemoteValueStatus, experimental_get_current_worker_index
 from tests.parameter_server.coordinated import OnChief, error_of
 
-pytestmark = [pytest.mark.long, pytest.mark.one_rank]
+pytestmark = [pytest.mark.jobs, pytest.mark.long, pytest.mark.one_rank]
 
 WORKERS = 2
 chief = OnChief(__name__, "chief", {"chief": 1, "ps": 1, "worker": WORKERS})
