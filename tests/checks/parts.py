@@ -134,4 +134,13 @@ def quick() -> list[Part]:
 
 
 # Rooms whose tests take as long as those of all others do, without those that start jobs.
-_FIRST_HALF = ("acceptance", "checkpoint", "cross_device_ops", "parameter_server", "strategies", "training", "values")
+_FIRST_HALF = (
+    "acceptance",
+    "arrays",
+    "checkpoint",
+    "cross_device_ops",
+    "parameter_server",
+    "strategies",
+    "training",
+    "values",
+)
