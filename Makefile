@@ -1,11 +1,11 @@
 # Two commands for a machine that has Python and nothing else: `make train` and `make test`.
 #
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
-#   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; ten minutes
+#   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 13 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH
 #   make test-share  of the long ones those that CI runs for this commit
-#   make mutants put faults into the library, one by one, and see that the tests see them; an hour at most
+#   make mutants put faults into the library, one by one, and see that the tests see them; five minutes
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
@@ -127,7 +127,11 @@ $(CUPY_VENV)/.done: pyproject.toml setup.cfg
 	$(CUPY_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
 	@touch $@
 
-# In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun.
+# In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
+# may leave messages behind on the world of its tests.
+MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
+  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2
+
 test-mpich: $(MPICH_VENV)/.done
 	$(MPICH_PYTEST) tests/collectives < /dev/null
 	$(MPICH_PYTEST) tests/acceptance tests/strategies tests/topology < /dev/null
@@ -139,9 +143,6 @@ $(MPICH_VENV)/.done: pyproject.toml setup.cfg
 
 # An interpreter that has CuPy, mpi4py and pytest is taken as it is, so that this works without a network, too.
 GPU_PYTHON = $(or $(firstword $(wildcard $(BIN)/python $(BIN)/python3)),$(BIN)/python)
-# Two sessions: the stand-in for NCCL may leave messages behind on the world of its tests.
-MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
-  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2
 WITH_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 
 gpu-env:

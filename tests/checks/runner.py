@@ -89,8 +89,8 @@ class _Running:
         return Done(self.part, code, seconds, usage.ru_utime + usage.ru_stime, self._log, self._results)
 
     def _stopped(self) -> tuple[int, int, resource.struct_rusage]:
-        """Ask it to end, as it may have hosts or files to take down, and see that it does."""
-        os.kill(self._process.pid, signal.SIGTERM)
+        """Ask it to end, and see that it does."""
+        self.ask_to_end()
         deadline = time.monotonic() + _TAKING_DOWN_SECONDS
         while time.monotonic() < deadline:
             if (found := os.wait4(self._process.pid, os.WNOHANG))[0] != 0:
@@ -98,6 +98,10 @@ class _Running:
             time.sleep(_LOOK_SECONDS)
         os.kill(self._process.pid, signal.SIGKILL)
         return os.wait4(self._process.pid, 0)
+
+    def ask_to_end(self) -> None:
+        """Ask it to end by itself, as it may have hosts or files to take down."""
+        os.kill(self._process.pid, signal.SIGTERM)
 
     def end(self) -> None:
         """End it, and all that it has started."""
@@ -145,6 +149,8 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
                     done.append(ended)
                     tell(ended)
     finally:
+        for each in running:
+            each.ask_to_end()
         for each in running:
             each.end()
     return done

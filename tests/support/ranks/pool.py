@@ -91,6 +91,8 @@ class WarmJob:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     raise
             else:
+                if not connection.poll(max(deadline - time.monotonic(), 0.0)):
+                    raise TimeoutError("a rank has come and does not say which it is")
                 self._connections[connection.recv()] = connection
 
     def call(self, task: tuple[Any, ...], timeout: float) -> dict[int, Outcome]:
