@@ -12,6 +12,7 @@ from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError
 from mpidist.core.settings import SETTINGS, TUNING_FILE
 from mpidist.topology import world_topology
+from mpidist.topology.abort import status_of_failure
 
 HELP = "measure which algorithm is fastest at which size on this cluster; start it under mpirun or srun"
 _USAGE_ERROR = 2
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (LaunchError, ValueError) as error:
         # Each rank for itself: what is wrong with its environment need not be wrong with that of rank 0.
         print(f"python -m mpidist tune: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        return status_of_failure(_USAGE_ERROR)
     is_first = world.rank == 0
     if world.size == 1:
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import sys
 import threading
@@ -13,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.core import settings
-from mpidist.core.errors import PeerError
+from mpidist.core.errors import LaunchError, PeerError
+from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.5, 2.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def end_job() -> NoReturn:
-    """End the job with code 1 (MPI_Abort); this process also where nobody can be told of it.
+def end_job(code: int = EXIT_CODE) -> NoReturn:
+    """End the job with ``code`` (MPI_Abort); this process also where nobody can be told of it.
 
     On a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
     Python's lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line
@@ -42,10 +44,31 @@ def end_job() -> NoReturn:
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     if can_go_on() and len(lost_ranks(world)) == world.Get_size() - 1:
         # mpirun --with-ft of Open MPI 5 returns 0 where the last rank aborts.
-        os._exit(EXIT_CODE)
+        os._exit(code)
     faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
-    world.Abort(EXIT_CODE)
+    world.Abort(code)
     raise AssertionError("MPI_Abort came back")
+
+
+def status_of_failure(code: int) -> int:
+    """Return ``code``, with which a command ends that failed on this rank; with other ranks, end the job instead.
+
+    They may have started MPI, and wait for this one. It starts MPI where it has not: the launcher of Open MPI 5.0.11
+    hangs where a rank exits with an error while another one starts MPI.
+    """
+    try:
+        launcher = read_launcher()
+        if launcher is None or launcher.size == 1:
+            return code
+        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except (LaunchError, ImportError, RuntimeError):
+        # There is no world that this rank could end.
+        return code
+    if world.Get_size() == 1:
+        return code
+    sys.stderr.flush()
+    time.sleep(_LAUNCHER_READS_SECONDS)
+    end_job(code)
 
 
 def install_excepthook() -> None:

@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.reading_bars import verdicts
 from benchmarks.results import load
 from benchmarks.rows import OURS, Figure, make_row
-from tests.support.ranks.jobs import run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = pytest.mark.one_rank
 
@@ -73,7 +73,7 @@ def test_an_epoch_over_a_file_on_several_ranks(ranks: int, tmp_path: Path) -> No
     path = tmp_path / "rows.bin"
     reading_large.write(path, 10_000 * 4096)
     assert path.stat().st_size == 10_000 * 4096
-    job = run_script(LARGE, ranks, str(path), str(tmp_path), timeout=110)
+    job = run_program(LARGE, ranks, str(path), str(tmp_path), timeout=110)
     assert job.returncode == 0, job.stdout + job.stderr
     figures = {figure.name: figure.value for figure in load(tmp_path / f"{reading_large.NAME}.json").figures}
     assert figures["file"] == pytest.approx(0.041, abs=0.001)

@@ -18,6 +18,7 @@ import pytest
 from mpidist import Checkpoint, CheckpointManager
 from mpidist.checkpoint import storage
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -225,10 +226,10 @@ SAVES = """
 def test_restored_on_other_numbers_of_ranks_and_replicas(
     how: str, layouts: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    done = run_script(SAVES, 3, str(tmp_path), "save", "1", how)
+    done = run_program(SAVES, 3, str(tmp_path), "save", "1", how)
     assert done.returncode == 0, done.stderr
     for ranks, replicas in layouts:
-        done = run_script(SAVES, ranks, str(tmp_path), "restore", str(replicas), how)
+        done = run_program(SAVES, ranks, str(tmp_path), "restore", str(replicas), how)
         assert done.returncode == 0, done.stderr
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks.jobs import ROOT, run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -16,7 +17,7 @@ RESUMABLE, PREEMPTED, PER_EPOCH = re.findall(r"```python\n(.*?)```", TEXT, re.DO
 
 
 def run(program: str, ranks: int, *arguments: str) -> str:
-    job = run_script(program, ranks, *arguments)
+    job = run_program(program, ranks, *arguments)
     assert (job.returncode, job.stderr) == (0, "")
     return job.stdout
 

@@ -114,7 +114,7 @@ def ordinary() -> list[Part]:
     return [
         session("3 ranks", 3, "counts", takes_all_cores=True),
         # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
-        session("4 ranks", 4, "counts", "tests/collectives", takes_all_cores=True),
+        session("4 ranks", 4, "powers", takes_all_cores=True),
         session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2, takes_all_cores=True),
         *groups(),
         *lint(),

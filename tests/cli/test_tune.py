@@ -15,20 +15,21 @@ from mpidist.collectives.table import SHIPPED
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning_file import Setup, read
 from tests.support.ranks.jobs import child_environment, run_script
+from tests.support.ranks.programs import Ended, run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 MODULE = """
 import runpy, sys
-import mpidist.collectives.tuning
-mpidist.collectives.tuning.SIZES = (1 << 10, 1 << 16)
-runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
+from unittest.mock import patch
+with patch("mpidist.collectives.tuning.SIZES", (1 << 10, 1 << 16)):
+    runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
 """
 SETTING = "MPIDIST_TUNING_FILE"
 
 
-def tune(ranks: int, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return run_script(MODULE, ranks, "tune", *args, **options)  # type: ignore[arg-type]
+def tune(ranks: int, *args: str, **options: object) -> Ended:
+    return run_program(MODULE, ranks, "tune", *args, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])

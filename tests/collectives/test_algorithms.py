@@ -15,7 +15,7 @@ from mpidist.collectives.algorithms import IN_NODE, NAMES, two_level, wires
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
 DTYPES = ["f4", "f8", "i4", "i8", "f2", "c8"]
 

@@ -17,7 +17,7 @@ from mpidist.collectives.algorithms import wires
 from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
 ONE_NODE = [] if RANKS_PER_NODE.read() else ["gather_reduce"]

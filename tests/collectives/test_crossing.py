@@ -6,6 +6,7 @@ import pytest
 
 from mpidist.collectives.crossing import Wait, Whereabouts, find_crossing
 from tests.support.ranks.jobs import run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = pytest.mark.one_rank
 
@@ -67,7 +68,7 @@ print("done")
 
 @pytest.mark.jobs
 def test_waits_that_end_are_let_alone() -> None:
-    job = run_script(LATE, 3)
+    job = run_program(LATE, 3)
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == ["done"] * 3
 

@@ -6,6 +6,7 @@ import pytest
 
 from mpidist.collectives.guard import Standing, report_text
 from tests.support.ranks.jobs import run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -16,18 +17,18 @@ comm = mpidist.Communicator()
 comm.all_reduce("SUM", numpy.ones(2))
 
 def load():
-    time.sleep(4)                                   # line 8
+    time.sleep(3.5)                                 # line 8
 
 if comm.rank == 1:
     load()
 if comm.rank == 2:
-    end = time.monotonic() + 4
+    end = time.monotonic() + 3.5
     while time.monotonic() < end:
         pass
 if comm.rank == 3:
     child = os.fork()
     if child == 0:
-        time.sleep(4)
+        time.sleep(3.5)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -38,7 +39,7 @@ print("done")
 
 
 def test_one_report_names_all_that_are_waited_for() -> None:
-    job = run_script(LATE, 5, env={"MPIDIST_WARN_AFTER": "1"})
+    job = run_program(LATE, 5, env={"MPIDIST_WARN_AFTER": "0.5"})
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == ["done"] * 5
     assert job.stderr.count("for the other ranks") == 1
@@ -64,7 +65,7 @@ def test_the_error_of_a_deadline_has_the_report() -> None:
 
 
 def test_without_the_guard_each_rank_speaks_for_itself() -> None:
-    job = run_script(LATE, 3, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_GUARD": "0"})
+    job = run_program(LATE, 3, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_GUARD": "0"})
     assert job.returncode == 0, job.stderr
     assert "rank 0 of 3 has waited 1 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
     assert "its collective number 3, at " in job.stderr
@@ -82,7 +83,7 @@ comm.close()
 
 
 def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> None:
-    job = run_script(UNMOVED, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
+    job = run_program(UNMOVED, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
     assert job.returncode == 0, job.stderr
     assert "rank 1: has issued it, and does not move it on: its program is at" in job.stderr
 
@@ -104,7 +105,7 @@ comm.close()
 
 @pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int | None) -> None:
-    job = run_script(FIRST_IS_GONE, 3, "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
+    job = run_program(FIRST_IS_GONE, 3, "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
     assert job.returncode == 0, job.stderr
     assert "ranks 1-2 of 3 have waited" in job.stderr
     assert "rank 0: gave no answer" in job.stderr

@@ -11,6 +11,7 @@ import pytest
 from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError, ReduceOp
 from mpidist.experimental import CommunicationOptions
 from tests.support.ranks.jobs import run_alone, run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
 
@@ -145,7 +146,7 @@ comm.close()
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_long_wait_says_so() -> None:
-    job = run_script(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.3"})
+    job = run_program(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.3"})
     assert "rank 0 of 2 has waited 0 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
     assert job.returncode == 0
 

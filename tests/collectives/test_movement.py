@@ -15,7 +15,7 @@ from mpidist import Communicator
 from mpidist.collectives import mpi_types, slots
 from mpidist.collectives.leaving import open_channels
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

@@ -15,6 +15,7 @@ from mpidist.core.settings import RANKS_PER_NODE
 
 pytestmark = [
     pytest.mark.counts,
+    pytest.mark.powers,
     pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only"),
 ]
 

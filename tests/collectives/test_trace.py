@@ -18,6 +18,7 @@ from mpidist.collectives.report import Tally, report_text
 from mpidist.collectives.trace_file import MERGED, Span, TraceFile, path_of
 from mpidist.collectives.trace_merge import merge
 from tests.support.ranks.jobs import run_script
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -95,7 +96,7 @@ def meetings_of(events: list[Event]) -> Iterator[list[Event]]:
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int | None]:
     """The folder of a program of two ranks, and how many of them are on a node."""
     folder = tmp_path_factory.mktemp("traced") / "made by the program"
-    job = run_script(PROGRAM, 2, env={"MPIDIST_TRACE": str(folder)}, ranks_per_node=request.param)
+    job = run_program(PROGRAM, 2, env={"MPIDIST_TRACE": str(folder)}, ranks_per_node=request.param)
     assert (job.returncode, job.stderr) == (0, "")
     return folder, request.param
 

@@ -104,10 +104,10 @@ def expected(replicas: int) -> list[float]:
 @pytest.mark.parametrize(
     ("deaths", "where", "ranks_per_node"),
     [
-        ({1: 20}, "step", None),
+        pytest.param({1: 20}, "step", None, marks=pytest.mark.long),
         ({0: 20}, "commit", 2),
         ({3: 20, 0: 40}, "step", None),
-        ({1: 20, 2: 20}, "commit", 2),
+        pytest.param({1: 20, 2: 20}, "commit", 2, marks=pytest.mark.long),
         pytest.param({1: 20}, "commit", 2, marks=pytest.mark.long),
         pytest.param({0: 20}, "step", None, marks=pytest.mark.long),
         pytest.param({3: 20, 0: 40}, "commit", 2, marks=pytest.mark.long),
@@ -126,7 +126,7 @@ def test_the_training_ends_as_if_no_rank_had_been_lost(
 
 
 @needs_ulfm
-@pytest.mark.parametrize("where", ["start", "begin", "end"])
+@pytest.mark.parametrize("where", ["start", pytest.param("begin", marks=pytest.mark.long), "end"])
 def test_a_rank_is_lost_before_the_first_step_or_after_the_last(where: str) -> None:
     found = job(3, {1: STEPS if where == "end" else 0}, where)
     assert found.returncode == 0, found.stderr
@@ -157,7 +157,7 @@ room.State._take_over = dies
 
 
 @needs_ulfm
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_too_few_ranks_are_an_error(ranks: int) -> None:
     found = job(ranks, {1: 20}, min_ranks=ranks)
     assert found.returncode != 0

@@ -92,7 +92,12 @@ def test_all_layouts_agree_after_20_steps(
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "replicas"),
-    [("one_device", None, 1), ("mirrored", None, 2), ("multi_worker", None, 2), ("multi_worker", 2, 2)],
+    [
+        pytest.param("one_device", None, 1, marks=pytest.mark.long),
+        pytest.param("mirrored", None, 2, marks=pytest.mark.long),
+        ("multi_worker", None, 2),
+        ("multi_worker", 2, 2),
+    ],
 )
 def test_gpus_agree_with_the_cpu(
     strategy: str, ranks: int | None, replicas: int, reference: dict[str, np.ndarray], tmp_path: Path

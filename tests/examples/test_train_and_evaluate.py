@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.jobs import ROOT, run_script
+from tests.support.ranks.jobs import ROOT
+from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -20,7 +21,7 @@ SCRIPT = ROOT / "examples" / "train_and_evaluate.py"
 
 def train(out: Path, ranks: int, *arguments: str, jobs: str | None = None) -> str:
     env = {} if jobs is None else {"MPIDIST_JOBS": jobs}
-    done = run_script(SCRIPT, ranks, "--out", str(out), *arguments, env=env, timeout=100)
+    done = run_program(SCRIPT, ranks, "--out", str(out), *arguments, env=env, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import textwrap
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,9 @@ from mpi4py import MPI
 world = MPI.COMM_WORLD
 """
 
+# Of a number of ranks: outcomes by test, and what was printed.
+Seen = Callable[[int], tuple[dict[str, list[str]], str]]
+
 
 def session(
     folder: Path, tests: str, ranks: int = 2, *options: str, timeout: float = 60.0
@@ -36,63 +42,107 @@ def session(
     return jobs.run_script(PYTEST, ranks, *arguments, timeout=timeout)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_session_that_passes(tmp_path: Path, ranks: int) -> None:
-    done = session(
-        tmp_path,
-        """
-        def test_world():
-            assert world.allreduce(1) == world.size
-        @pytest.mark.min_ranks(3)
-        def test_three():
-            assert world.size >= 3
-        @pytest.mark.one_rank
-        def test_alone():
-            assert world.size == 1
-        """,
-        ranks,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    expected = {
-        1: "2 passed, 1 skipped in",
-        2: "1 passed, 1 skipped, 1 deselected in",
-        3: "2 passed, 1 deselected in",
-    }
-    # Once: the other ranks are quiet.
-    assert done.stdout.count(expected[ranks]) == 1, done.stdout
-    if ranks < 3:
-        assert f"needs 3 ranks, this session has {ranks}" in done.stdout
+MANY = """
+from hypothesis import given, strategies as st
+from mpidist.collectives import Communicator
+
+def test_world():
+    assert world.allreduce(1) == world.size
+@pytest.mark.min_ranks(3)
+def test_three():
+    assert world.size >= 3
+@pytest.mark.one_rank
+def test_alone():
+    assert world.size == 1
+@pytest.mark.long
+def test_long():
+    pass
+def test_layouts(strategy):
+    pass
+@given(st.lists(st.floats(allow_nan=False)), st.integers())
+def test_drawn(values, number):
+    assert len({repr(drawn) for drawn in world.allgather((values, number))}) == 1
+def test_fails_on_1():
+    print("seen on", world.rank)
+    assert world.rank != 1, "reason of rank 1"
+@pytest.fixture
+def broken():
+    if world.rank == 2:
+        raise OSError("setup of rank 2")
+def test_setup(broken):
+    pass
+@pytest.mark.xfail(reason="known on rank 0", strict=True)
+def test_expected_failure():
+    assert world.rank != 0, "expected"
+@pytest.fixture
+def untidy():
+    yield
+    assert world.rank != 1, "teardown of rank 1"
+def test_teardown(untidy):
+    pass
+def test_a_thread_is_left():
+    if world.rank == world.size - 1:
+        threading.Thread(target=time.sleep, args=(5,), name="forgotten", daemon=True).start()
+def test_a_communicator_is_left():
+    test_a_communicator_is_left.it = Communicator()
+def test_goes_on():
+    Communicator().close()
+"""
 
 
-def test_one_failing_rank_fails_the_test_on_all(tmp_path: Path) -> None:
-    done = session(
-        tmp_path,
-        """
-        def test_fails_on_1():
-            print("seen on", world.rank)
-            assert world.rank != 1, "reason of rank 1"
-        @pytest.fixture
-        def broken():
-            if world.rank == 2:
-                raise OSError("setup of rank 2")
-        def test_setup(broken):
-            pass
-        @pytest.mark.xfail(reason="known on rank 0", strict=True)
-        def test_expected_failure():
-            assert world.rank != 0, "expected"
-        @pytest.fixture
-        def untidy():
-            yield
-            assert world.rank != 1, "teardown of rank 1"
-        def test_teardown(untidy):
-            pass
-        def test_goes_on():
-            assert world.allreduce(1) == world.size
-        """,
-        3,
-    )
-    assert done.returncode == 1
-    assert "4 failed, 1 passed in" in done.stdout
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What became of the tests of ``MANY`` by name, each in all its variants, and what a session of it printed."""
+
+    @cache
+    def run(ranks: int) -> tuple[dict[str, list[str]], str]:
+        folder = tmp_path_factory.mktemp("many")
+        done = session(
+            folder, MANY, ranks, "--results", str(folder / "results.json"), *(["--long"] if ranks > 1 else [])
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        outcomes: dict[str, list[str]] = {}
+        for name, found in json.loads((folder / "results.json").read_text())["tests"].items():
+            outcomes.setdefault(name.split("::")[-1].split("[")[0], []).append(found["outcome"])
+        return outcomes, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("test", "on_one", "on_three"),
+    [
+        ("test_world", "passed", "passed"),
+        ("test_three", "skipped", "passed"),
+        ("test_alone", "passed", None),
+        # --long is given to the session of three.
+        ("test_long", None, "passed"),
+        # All ranks draw the same.
+        ("test_drawn", "passed", "passed"),
+        ("test_fails_on_1", "passed", "failed"),
+        ("test_setup", "passed", "failed"),
+        ("test_expected_failure", "skipped", "failed"),
+        ("test_teardown", "passed", "failed"),
+        ("test_a_thread_is_left", "failed", "failed"),
+        ("test_a_communicator_is_left", "failed", "failed"),
+        ("test_goes_on", "passed", "passed"),
+    ],
+)
+def test_one_outcome(test: str, on_one: str | None, on_three: str | None, seen: Seen) -> None:
+    for ranks, expected in ((1, on_one), (3, on_three)):
+        assert seen(ranks)[0].get(test) == (None if expected is None else [expected]), ranks
+
+
+def test_layouts_of_one_process_stay_out_of_sessions_of_several_ranks(
+    seen: Seen,
+) -> None:
+    # multi_worker and central_node, with one and with two replicas on each rank.
+    assert seen(3)[0]["test_layouts"] == ["passed"] * 4
+    assert len(seen(1)[0]["test_layouts"]) > 4
+
+
+def test_what_rank_0_tells_of_the_others(seen: Seen) -> None:
+    printed = seen(3)[1]
     for told in (
         "test_fails_on_1 - passed on rank 0, failed on rank [1] of 3",
         "seen on 1",
@@ -101,8 +151,13 @@ def test_one_failing_rank_fails_the_test_on_all(tmp_path: Path) -> None:
         "the same test on rank 2",
         "XPASS(strict)",
         "teardown: ",
+        "thread 'forgotten' is still alive",
+        "is still open; close() the strategy or communicator",
     ):
-        assert told in done.stdout
+        assert told in printed
+    # Once: the other ranks are quiet.
+    assert printed.count("5 failed, 10 passed, ") == 1
+    assert "needs 3 ranks, this session has 1" in seen(1)[1]
 
 
 def test_stopping_at_the_first_failure_stops_all(tmp_path: Path) -> None:
@@ -206,57 +261,10 @@ def test_a_collection_error_stops_all(tmp_path: Path, bad: list[int]) -> None:
     assert "import fails" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_thread_left_behind_fails_the_test(tmp_path: Path, ranks: int) -> None:
-    done = session(
-        tmp_path,
-        """
-        def test_leaks():
-            if world.rank == world.size - 1:
-                threading.Thread(target=time.sleep, args=(5,), name="forgotten", daemon=True).start()
-        """,
-        ranks,
-    )
-    assert done.returncode == 1
-    assert "thread 'forgotten' is still alive" in done.stdout
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_open_communicator_fails_the_test(tmp_path: Path, ranks: int) -> None:
-    done = session(
-        tmp_path,
-        """
-        from mpidist.collectives import Communicator
-        def test_leaks():
-            test_leaks.communicator = Communicator()
-        def test_closes():
-            Communicator().close()
-        """,
-        ranks,
-    )
-    assert done.returncode == 1
-    assert "is still open; close() the strategy or communicator" in done.stdout
-    assert "test_closes" not in done.stdout.partition("short test summary")[2]
-
-
 def test_a_session_of_other_size_is_refused(tmp_path: Path) -> None:
     done = session(tmp_path, "def test_ok(): pass\n", 2, "--ranks", "3")
     assert done.returncode != 0
     assert "--ranks 3 was given and MPI.COMM_WORLD has 2" in done.stdout + done.stderr
-
-
-def test_hypothesis_draws_alike_on_all_ranks(tmp_path: Path) -> None:
-    done = session(
-        tmp_path,
-        """
-        from hypothesis import given, strategies as st
-        @given(st.lists(st.floats(allow_nan=False)), st.integers())
-        def test_draw(values, number):
-            assert len({repr(drawn) for drawn in world.allgather((values, number))}) == 1
-        """,
-        3,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 SHARING = """
@@ -302,15 +310,3 @@ def test_tests_share_strategies_until_one_fails_or_breaks_its_own(tmp_path: Path
     assert "1 failed, 5 passed, 1 error in" in done.stdout, done.stdout
     assert "multi_worker-1local, which others share, unusable; mark it own_strategy" in done.stdout
     assert "fails on rank 1 alone" in done.stdout
-
-
-def test_layouts_of_one_process_stay_out_of_sessions_of_several_ranks(tmp_path: Path) -> None:
-    done = session(tmp_path, "def test_any(strategy): pass\n")
-    # multi_worker and central_node, with one and with two replicas on each rank.
-    assert "4 passed, 9 deselected in" in done.stdout, done.stdout
-
-
-def test_long_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
-    tests = "@pytest.mark.long\ndef test_soak(): pass\ndef test_short(): pass\n"
-    assert "1 passed, 1 deselected in" in session(tmp_path, tests, 1).stdout
-    assert "2 passed in" in session(tmp_path, tests, 1, "--long").stdout

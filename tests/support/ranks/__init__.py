@@ -4,8 +4,8 @@
    ``pytestmark = pytest.mark.one_rank`` in its file) if ranks have no part in what it is about.
 2. **A test that all ranks carry out in step** is a plain function, too: without that mark it runs in one process and in
    the session of two ranks (``mpirun -n 2 python -m pytest --with-mpi``). It passes where it passes on all ranks, and a
-   rank that hangs is named with its stacks (``sessions``, ``agreement``). Two more marks, each one line:
-   ``counts`` where the number of ranks matters (also on 3 and 4), ``nodes`` where nodes do (on 2 nodes of 2 ranks).
+   rank that hangs is named with its stacks (``sessions``, ``agreement``). More marks, each one line:
+   ``counts`` where the number of ranks matters (also on 3; ``powers``: on 4), ``nodes`` where nodes do (2 of 2 ranks).
    The fixture ``strategy`` runs the test in every layout of replicas (``layouts``). Tests share strategies
    (``shared``); one that closes or breaks its own is marked ``own_strategy``.
 3. **A test that hands a function to ranks**, ``results = pool.run(function, 3, *args)``, when ranks are to do different

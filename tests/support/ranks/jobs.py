@@ -38,6 +38,9 @@ JOB = "TESTS_SUPPORT_JOB"
 # of its C library, or where a launcher of the same number was killed before. Such jobs are started once more.
 _CRASHES_WHERE_IT_ABORTS = re.compile(r".*tpp_change_priority.*[Aa]ssertion.*")
 _CRASHES = re.compile(r".*PMIx server.s listener thread failed to start.*")
+# Where one rank exits before MPI has started while another one is just calling, it may wait for ever, without ranks.
+_HANGS = re.compile(r".*PMIX_ERR_UNREACH in file \S*ptl_base_connection_hdlr.*")
+_STACKS = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
 second_chances: list[str] = []
 # The test that is on, where it is not marked as one that starts jobs.
 unmarked_test: list[str] = []
@@ -185,11 +188,16 @@ def launch(
     flags: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with the arguments ``command`` on ``ranks`` ranks; see :func:`run_script`."""
-    done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
     what = f"{ranks} ranks of {os.environ.get('PYTEST_CURRENT_TEST', command)}"
-    if gets_second_chance(done.returncode, done.stderr, what):
+    try:
         done = _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
-    return done
+    except MpirunTimeoutError as error:
+        if not gets_second_chance(None, error.stderr, what):
+            raise
+    else:
+        if not gets_second_chance(done.returncode, done.stderr, what):
+            return done
+    return _launch_once(command, ranks, env, timeout, ranks_per_node, flags)
 
 
 def check_mark() -> None:
@@ -202,11 +210,14 @@ def gets_second_chance(status: int | None, printed: str, what: str) -> bool:
     """Whether a launcher crashed by itself, which is no fault of its ranks, and is to be started once more.
 
     Args:
-        status: Of the launcher: where a rank aborts, it returns a code of its own. None where it is not known.
+        status: Of the launcher: where a rank aborts, it returns a code of its own. None where it had to be ended;
+            ``printed`` then has the stacks of the ranks that were there.
         printed: By the job, on stderr at least.
         what: What the job was for, for the summary.
     """
     crash = _CRASHES.search(printed)
+    if crash is None and status is None and not _STACKS.search(printed):
+        crash = _HANGS.search(printed)
     if crash is None and status == -signal.SIGABRT:
         crash = _CRASHES_WHERE_IT_ABORTS.search(printed)
     if crash is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import runpy
 import sys
+import tempfile
+import textwrap
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpidist.collectives.leaving import leave_all
 from tests.support.ranks.pool import run
 
 
@@ -40,13 +43,18 @@ def run_program(
     """Run a Python program on warm ranks.
 
     Args:
-        program: Path of a script, or name of a module that ``python -m`` would run.
+        program: Path of a script, source text of more than one line, or name of a module that ``python -m`` would run.
         ranks: How many.
         arguments: Those of its command line.
         env: Environment variables to add.
         timeout: Seconds until the ranks are killed.
         ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
     """
+    if isinstance(program, str) and "\n" in program:
+        with tempfile.TemporaryDirectory(prefix="mpidist-program-") as folder:
+            path = Path(folder, "script.py")
+            path.write_text(textwrap.dedent(program))
+            return run_program(path, ranks, *arguments, env=env, timeout=timeout, ranks_per_node=ranks_per_node)
     is_file = isinstance(program, Path)
     told = run(
         carry_out, ranks, str(program), is_file, arguments, env=env, timeout=timeout, ranks_per_node=ranks_per_node
@@ -62,6 +70,8 @@ def carry_out(program: str, is_file: bool, arguments: tuple[str, ...]) -> tuple[
     try:
         with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
             code = _exit_code(program, is_file, arguments)
+            # What the end of its process would do; programs need not close what they open.
+            leave_all()
     finally:
         sys.argv, sys.path[:] = argv, path
         # Modules beside the script keep what the program put into them.
