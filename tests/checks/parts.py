@@ -112,13 +112,13 @@ def groups() -> list[Part]:
 def ordinary() -> list[Part]:
     """Return the parts of ``make test``."""
     return [
-        session("3 ranks", 3, "counts", takes_all_cores=True),
-        # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
-        session("4 ranks", 4, "powers", takes_all_cores=True),
-        session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2, takes_all_cores=True),
         *groups(),
-        *lint(),
         session("2 ranks", 2),
+        session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2),
+        session("3 ranks", 3, "counts"),
+        # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
+        session("4 ranks", 4, "powers"),
+        *lint(),
     ]
 
 
