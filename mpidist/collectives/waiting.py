@@ -27,14 +27,16 @@ _POLLS_BETWEEN_CLOCK_READS = 256
 LOOKS_BEFORE_YIELD = 500
 # Between nodes little is lost by yielding early: other ranks, or the system's network stack, may need the core.
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
-_NAP_SECONDS = 2e-5
+# A nap grows with the wait, to less than a hundredth of it: who waits for seconds shall not use a core up.
+_NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
 
 
 def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
     """Let others have the core, after having looked in vain ``looks`` times and more than ``patience``."""
     if looks > patience:
-        if looks > 10 * max(patience, LOOKS_BEFORE_YIELD_ON_WIRE):
-            time.sleep(_NAP_SECONDS)
+        naps = looks - 10 * max(patience, LOOKS_BEFORE_YIELD_ON_WIRE)
+        if naps > 0:
+            time.sleep(min(_NAP_SECONDS * (1 + naps // _LOOKS_TO_GROW), _LONGEST_NAP_SECONDS))
         else:
             os.sched_yield()
 

@@ -26,7 +26,7 @@ def run_suite(ranks: int, folder: Path, *arguments: str) -> str:
     return job.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_every_operation(ranks: int, tmp_path: Path) -> None:
     text = run_suite(ranks, tmp_path, "--no-gloo")
     results = load(tmp_path / f"{ranks}-ranks.json")

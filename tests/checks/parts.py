@@ -21,7 +21,9 @@ class Part:
     Attributes:
         name: By which people call it; also that of its files.
         command: What to run, in the project's root.
-        takes_all_cores: Runs alone; other parts run beside each other, each on a core of its own.
+        takes_all_cores: Runs alone, not beside others.
+        keeps_to_one_core: Has ranks that work in step: those that wait leave the core to the others, and would use
+            another one up.
         environment: Variables to add.
         is_pytest: Takes ``--results FILE``.
         seconds: After so long it is ended.
@@ -30,6 +32,7 @@ class Part:
     name: str
     command: Sequence[str]
     takes_all_cores: bool = False
+    keeps_to_one_core: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     is_pytest: bool = True
     seconds: float = LIMIT_SECONDS
@@ -57,7 +60,6 @@ def session(
     mark: str | None = None,
     folder: str = "tests",
     ranks_per_node: int | None = None,
-    **more: bool,
 ) -> Part:
     """Return a session of several ranks.
 
@@ -67,14 +69,13 @@ def session(
         mark: Only tests with this mark; all by default, but those of one process.
         folder: Where the tests are.
         ranks_per_node: Lets them count as several virtual nodes of this many ranks.
-        more: Of the part.
     """
     # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, "-m", "pytest", "-q", "--color=no", "--with-mpi"]
     command += ["-p", "no:cacheprovider", "--ranks", str(ranks)]
     command += [folder] if mark is None else ["-m", mark, *files_with(mark, folder)]
     environment = {} if ranks_per_node is None else {"MPIDIST_RANKS_PER_NODE": str(ranks_per_node)}
-    return Part(name, command, environment=environment, **more)
+    return Part(name, command, environment=environment, keeps_to_one_core=True)
 
 
 def files_with(mark: str, folder: str) -> list[str]:
@@ -88,12 +89,12 @@ def files_with(mark: str, folder: str) -> list[str]:
 
 # Rooms whose tests one process runs, those that take longest first. What is in none of them is in a last one.
 GROUPS = {
+    "collectives and launching": [
+        "tests/collectives", "tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm",
+    ],
     "servers and programs": [
         "tests/parameter_server", "tests/examples", "tests/estimator", "tests/elastic", "tests/benchmarks",
         "tests/test_readme.py",
-    ],
-    "collectives and launching": [
-        "tests/collectives", "tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm",
     ],
     "strategies and support": [
         "tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops",
@@ -112,12 +113,12 @@ def groups() -> list[Part]:
 def ordinary() -> list[Part]:
     """Return the parts of ``make test``."""
     return [
-        *groups(),
         session("2 ranks", 2),
         session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2),
         session("3 ranks", 3, "counts"),
         # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
         session("4 ranks", 4, "powers"),
+        *groups(),
         *lint(),
     ]
 

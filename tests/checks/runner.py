@@ -119,6 +119,13 @@ def _places() -> list[tuple[int, ...]]:
     return sorted({*((core,) for core in cores), tuple(cores)})
 
 
+def _places_for(part: Part, free: list[tuple[int, ...]], everything: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return which of the free places a part takes; none where it has to wait."""
+    if part.takes_all_cores:
+        return free if free == everything else []
+    return [place for place in free if len(place) == 1 or not part.keeps_to_one_core][:1]
+
+
 def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None]) -> list[Done]:
     """Run all parts, in their order as far as there are cores, and return what they came to.
 
@@ -132,10 +139,15 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
     free = all_places = _places()
     try:
         while waiting or running:
-            while waiting and (free == all_places if waiting[0].takes_all_cores else free):
-                taken = free if waiting[0].takes_all_cores else free[:1]
-                free = free[len(taken) :]
-                running.append(_Running(waiting.pop(0), taken, folder))
+            for part in list(waiting):
+                taken = _places_for(part, free, all_places)
+                if taken:
+                    waiting.remove(part)
+                    free = [place for place in free if place not in taken]
+                    running.append(_Running(part, taken, folder))
+                elif part.takes_all_cores:
+                    # Those behind it would keep it waiting.
+                    break
             time.sleep(_LOOK_SECONDS)
             for each in list(running):
                 if (ended := each.ended()) is not None:

@@ -89,7 +89,9 @@ def over_and_over(times: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return before, inventory()
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node"), [(4, 2), *(pytest.param(2, nodes, marks=pytest.mark.long) for nodes in (None, 1))]
+)
 def test_making_and_closing_over_and_over_again(ranks: int, per_node: int | None) -> None:
     for before, after in run(over_and_over, ranks, 8, ranks_per_node=per_node):
         assert after == before

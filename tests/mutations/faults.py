@@ -24,7 +24,7 @@ class Fault:
         old: The text that is replaced.
         new: What takes its place.
         tests: The test files that are to see it.
-        ranks: Of the session that runs them; 1 for pytest alone.
+        ranks: Of the session that runs them, which takes the tests that ``make test`` does; 1 for pytest alone.
         ranks_per_node: Of virtual nodes; None for real ones.
     """
 
@@ -35,6 +35,11 @@ class Fault:
     tests: tuple[str, ...]
     ranks: int = 1
     ranks_per_node: int | None = None
+
+    @property
+    def mark(self) -> str | None:
+        """Which tests a session of so many ranks takes; None for all."""
+        return "nodes" if self.ranks_per_node else {3: "counts", 4: "powers"}.get(self.ranks)
 
     @property
     def room(self) -> str:
@@ -186,6 +191,56 @@ _COLLECTIVES = (
         ("tests/collectives/test_algorithms.py",),
         ranks=4,
         ranks_per_node=2,
+    ),
+    Fault(
+        "a rank takes the node of the rank that has its number there for its own",
+        "mpidist/topology/topology.py",
+        "self.node_index = self.node_of_rank[self.rank]",
+        "self.node_index = self.node_of_rank[self.local_rank]",
+        ("tests/collectives/test_all_reduce.py",),
+        ranks=4,
+        ranks_per_node=2,
+    ),
+    Fault(
+        "small arrays are moved as if all ranks were on one node",
+        "mpidist/collectives/movement.py",
+        "return self._node.is_alone and numbers <= WORDS",
+        "return numbers <= WORDS",
+        ("tests/collectives/test_movement.py",),
+        ranks=4,
+        ranks_per_node=2,
+    ),
+    Fault(
+        "what the rank beyond the power of two sends is not added",
+        "mpidist/collectives/algorithms/halving_doubling.py",
+        "            numpy_op(op)(flat, received, out=flat)\n",
+        "",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=3,
+    ),
+    Fault(
+        "in a ring each rank passes on the sum of another segment",
+        "mpidist/collectives/algorithms/ring.py",
+        "(self._position + 1 - step) % n",
+        "(self._position - 1 - step) % n",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=3,
+    ),
+    Fault(
+        "parts are doubled in the order in which they were halved",
+        "mpidist/collectives/algorithms/halving_doubling.py",
+        "in reversed(steps):",
+        "in steps:",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=4,
+    ),
+    Fault(
+        "the second halving cuts where the first one did",
+        "mpidist/collectives/algorithms/halving_doubling.py",
+        "            middle = (start + stop) // 2\n",
+        "            middle = flat.size // 2\n",
+        ("tests/collectives/test_algorithms.py",),
+        ranks=4,
     ),
     Fault(
         "the host reduces before the GPU has copied to it",

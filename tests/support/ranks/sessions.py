@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # When a test has used up its time T (pytest-timeout), which interrupts Python code but no blocked MPI call:
 # at T + REPORT the ranks that wait name those that do not come, at T + EXIT a rank that is still in its test
 # dumps its stacks and exits, which ends the job, at T + ABORT a rank that still waits ends it.
-REPORT, EXIT, ABORT = 2.0, 5.0, 10.0
+REPORT, EXIT, ABORT = 1.0, 2.5, 5.0
 
 
 def test_seconds(item: pytest.Item) -> float:
