@@ -170,7 +170,7 @@ SLOW_SAVE = """
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["whole", "sharded"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_end_of_the_program_waits(ranks: int, how: str, tmp_path: Path) -> None:
     done = run_script(SLOW_SAVE, ranks, str(tmp_path), "succeed", how, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
@@ -183,7 +183,7 @@ def test_the_end_of_the_program_waits(ranks: int, how: str, tmp_path: Path) -> N
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["whole", "sharded"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_error_that_nobody_waited_for_is_told_at_the_end(ranks: int, how: str, tmp_path: Path) -> None:
     start = time.monotonic()
     done = run_script(SLOW_SAVE, ranks, str(tmp_path), "fail", how, timeout=30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from tests.chaos.faults import FAULTS
-from tests.checks.parts import Part, one_rank
+from tests.checks.parts import GROUPS, Part, one_rank
 from tests.support.ranks.jobs import ROOT
 
 _SECONDS = 1800.0
@@ -14,7 +14,8 @@ SHARES = [
     ["chaos 1"],
     ["chaos 2"],
     ["chaos 3"],
-    ["long", "binding"],
+    ["long 1"],
+    ["long 2", "binding"],
     ["MPICH"],
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
@@ -27,7 +28,8 @@ def everything() -> list[Part]:
     hosts = [_on_hosts(f"hosts: {name}", f"tests/cluster/test_{name}.py") for name in _HOSTS]
     return [
         *(one_rank(f"chaos {third + 1}", _chaos(third), "--long", seconds=_SECONDS) for third in range(3)),
-        one_rank("long", ["tests"], "--long", "-m", "long", "--ignore=tests/chaos", seconds=_SECONDS),
+        one_rank("long 1", _LONG_1, "--long", "-m", "long", seconds=_SECONDS),
+        one_rank("long 2", ["tests"], "--long", "-m", "long", *_others_than_long_1(), seconds=_SECONDS),
         _make("binding", "test-binding"),
         _make("MPICH", "test-mpich"),
         *hosts,
@@ -55,6 +57,14 @@ def share_of(commit: str) -> list[str]:
     ['chaos 1']
     """
     return SHARES[int(commit, 16) % len(SHARES)]
+
+
+# Half of the long variants, by the time that they take.
+_LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
+
+
+def _others_than_long_1() -> list[str]:
+    return [f"--ignore={path}" for path in (*_LONG_1, "tests/chaos")]
 
 
 _HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "slurm_scripts")

@@ -15,8 +15,6 @@ from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 
-pytestmark = pytest.mark.counts
-
 LATE = {"devices": 6, "jitter": 0.001}
 GPUS = pytest.mark.parametrize("fake_gpus", [LATE], indirect=True)
 PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
@@ -67,6 +65,7 @@ def summed(size: int, round_number: int = 0) -> list[np.ndarray]:
 
 
 @GPUS
+@pytest.mark.counts
 @pytest.mark.parametrize("per_node", layouts())
 def test_many_rounds_in_every_layout(cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int | None) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
@@ -82,6 +81,7 @@ def test_many_rounds_in_every_layout(cupy: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 @GPUS
+@pytest.mark.counts
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical", "staged"])
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
 def test_every_operation(cupy: Any, comm: Communicator, op: str, algorithm: str) -> None:
@@ -228,6 +228,7 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
 
 
 @GPUS
+@pytest.mark.counts
 def test_movement_and_the_other_reductions(cupy: Any, comm: Communicator) -> None:
     mine = cupy.full((comm.rank + 1, 2), comm.rank)
     gathered = comm.all_gather(mine)

@@ -74,7 +74,7 @@ print("rank", comm.rank, "ends", flush=True)
 """
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "staged", "hierarchical"])
+@pytest.mark.parametrize("algorithm", ["nccl", pytest.param("staged", marks=pytest.mark.long), "hierarchical"])
 def test_a_kernel_that_fails_ends_the_job(algorithm: str) -> None:
     per_node = 1 if algorithm == "hierarchical" else None
     done = run_script(BEGIN + FAILING_KERNEL, 2, algorithm, env={"MPIDIST_TIMEOUT": "6"}, ranks_per_node=per_node)
@@ -83,7 +83,11 @@ def test_a_kernel_that_fails_ends_the_job(algorithm: str) -> None:
     assert "has a result" not in done.stdout
 
 
-@pytest.mark.parametrize("hardship", ["", BLOCKING_ABORT, FAILING_ABORT], ids=["", "abort blocks", "abort fails"])
+@pytest.mark.parametrize(
+    "hardship",
+    ["", BLOCKING_ABORT, pytest.param(FAILING_ABORT, marks=pytest.mark.long)],
+    ids=["", "abort blocks", "abort fails"],
+)
 def test_the_deadline_of_a_call_ends_the_job_whatever_nccl_does(hardship: str) -> None:
     done = run_script(BEGIN + hardship + ABSENT, 2)
     assert done.returncode != 0

@@ -157,7 +157,8 @@ def some_layout(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("late", [late_caller, late_lane, TO_HOST, TO_DEVICE])
 @pytest.mark.parametrize(
-    ("algorithm", "aware"), [("hierarchical", "0"), ("hierarchical", "1"), ("staged", "0"), ("nccl", "0")]
+    ("algorithm", "aware"),
+    [("hierarchical", "0"), pytest.param("hierarchical", "1", marks=pytest.mark.long), ("staged", "0"), ("nccl", "0")],
 )
 def test_nothing_is_wrong_as_it_is(
     fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, aware: str, late: Late

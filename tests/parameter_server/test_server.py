@@ -141,7 +141,7 @@ def served_and_went_on(coordinated: bool) -> Any:
     return None
 
 
-@pytest.mark.parametrize("coordinated", [False, True])
+@pytest.mark.parametrize("coordinated", [pytest.param(False, marks=pytest.mark.long), True])
 def test_who_has_served_makes_no_strategy(coordinated: bool) -> None:
     found = run_alone(served_and_went_on, 3, coordinated, timeout=60, env={"MPIDIST_TIMEOUT": "30"})
     told = [error for error in found if error is not None]
