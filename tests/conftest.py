@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import tempfile
@@ -9,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 import mpidist  # it sets what the MPI of this machine needs, before MPI starts
@@ -21,20 +21,6 @@ from tests.support.ranks.leaks import Inventory
 from tests.support.ranks.sessions import LastResort, OneOutcome
 from tests.support.ranks.shared import Shared
 from tests.support.results import Results
-
-# All ranks must draw the same examples: nothing random, stored, shrunk (each shrinking step depends on one
-# rank's outcome) or decided by the clock.
-hypothesis.settings.register_profile(
-    "ranks",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
-    report_multiple_bugs=False,
-    max_examples=50,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.load_profile("ranks")
 
 _failed = pytest.StashKey[bool]()
 _shared = pytest.StashKey[Shared]()
@@ -91,6 +77,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if MPI.COMM_WORLD.size > 1 and collection_path.suffix == ".py" and _ALONE.search(collection_path.read_text()):
         return True
     return None
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    # It takes as long to import as NumPy, and many sessions do without.
+    if "hypothesis" in module_path.read_text():
+        importlib.import_module("tests.support.drawing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

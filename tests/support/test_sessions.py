@@ -160,6 +160,7 @@ def test_what_rank_0_tells_of_the_others(seen: Seen) -> None:
     assert "needs 3 ranks, this session has 1" in seen(1)[1]
 
 
+@pytest.mark.long
 def test_stopping_at_the_first_failure_stops_all(tmp_path: Path) -> None:
     done = session(
         tmp_path,
@@ -211,7 +212,7 @@ def test_a_rank_blocked_inside_mpi_is_named_and_ends_the_job(tmp_path: Path) -> 
     assert "in test_blocked" in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_all_ranks_blocked_inside_mpi(tmp_path: Path, ranks: int) -> None:
     done = session(
         tmp_path,
@@ -254,13 +255,14 @@ def test_ranks_that_collect_different_tests_are_stopped(tmp_path: Path) -> None:
         assert f"rank {rank}: ::test_other_names[{rank}]" in done.stdout
 
 
-@pytest.mark.parametrize("bad", [[1], [0, 1]])
+@pytest.mark.parametrize("bad", [[1], pytest.param([0, 1], marks=pytest.mark.long)])
 def test_a_collection_error_stops_all(tmp_path: Path, bad: list[int]) -> None:
     done = session(tmp_path, f"assert world.rank not in {bad}, 'import fails'\ndef test_ok(): pass\n")
     assert done.returncode == 2
     assert "import fails" in done.stdout
 
 
+@pytest.mark.long
 def test_a_session_of_other_size_is_refused(tmp_path: Path) -> None:
     done = session(tmp_path, "def test_ok(): pass\n", 2, "--ranks", "3")
     assert done.returncode != 0
