@@ -13,6 +13,7 @@
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
 #   make test-binding    tests of CuPy's own NCCL binding on a stand-in library; CuPy in .venv-cupy, no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
+#   make test-torch      tests with PyTorch and JAX, in .venv-torch
 #   make test-gpu        tests on an NVIDIA GPU, one is enough; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
@@ -41,6 +42,9 @@ CUDA ?= 13
 GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
 MPICH_VENV ?= .venv-mpich
+TORCH_VENV ?= .venv-torch
+# What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
+TORCH ?= torch jax
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -70,7 +74,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding env clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -125,6 +129,20 @@ test-binding: $(CUPY_VENV)/.done
 $(CUPY_VENV)/.done: pyproject.toml setup.cfg
 	$(PYTHON) -m venv $(CUPY_VENV)
 	$(CUPY_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
+	@touch $@
+
+# In an environment of its own, as both are large.
+TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/acceptance/test_arrays_of_others.py \
+  tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py
+
+test-torch: $(TORCH_VENV)/.done
+	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) < /dev/null
+	MPIRUN=$(TORCH_VENV)/bin/mpirun $(LIMIT) $(TORCH_VENV)/bin/mpirun -n 2 $(TORCH_VENV)/bin/python \
+	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(TORCH_TESTS) < /dev/null
+
+$(TORCH_VENV)/.done: pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
 	@touch $@
 
 # In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
@@ -189,5 +207,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CUPY_VENV) $(MPICH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CUPY_VENV) $(MPICH_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

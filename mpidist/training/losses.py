@@ -7,11 +7,12 @@ over replicas. A plain mean over the local batch, summed over n replicas, is n t
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.differentiable import arithmetic_of
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
 
@@ -33,7 +34,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
     Returns:
         A NumPy scalar of the dtype of the losses, a 0-d array for losses on a device, which nothing waits for;
-        integer losses give float64.
+        integer losses give float64. Losses of PyTorch and JAX give a 0-d tensor or array of theirs, with gradients.
 
     Raises:
         ValueError: A loss without axes, weights that do not broadcast, or a negative batch size.
@@ -43,16 +44,15 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     >>> compute_average_loss([2.0, 3.0], global_batch_size=4)
     np.float64(1.25)
     """
-    losses = array_of(per_example_loss, "per_example_loss")
+    arithmetic = arithmetic_of(per_example_loss, sample_weight) or PlainArithmetic()
+    losses = arithmetic.array(per_example_loss)
     if losses.ndim == 0:
         raise ValueError(
             f"per_example_loss is {per_example_loss!r}, a scalar; expected an array of shape (batch, ...) with a loss "
             "for each example: do not average over the local batch first"
         )
-    dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
     examples = losses.shape[0]
-    if sample_weight is not None:
-        losses = _weighted(losses, array_of(sample_weight, "sample_weight"))
+    dtype = arithmetic.result_dtype(losses)
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
@@ -61,9 +61,13 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             )
         global_batch_size = examples * get_strategy().num_replicas_in_sync
     count = _batch_size(global_batch_size)
-    with place_of(losses).current():
-        total = to_array(np.sum(losses, dtype=_summing_dtype(dtype)))
-        return _scalar(total / count if count else np.zeros_like(total), dtype)
+    with arithmetic.current(losses):
+        wide = arithmetic.cast(losses, arithmetic.wide_dtype(dtype))
+        if sample_weight is not None:
+            wide = wide * _aligned(arithmetic.array(sample_weight, like=losses), losses)
+        # The sum of no elements is 0 and has gradients, whatever the losses are.
+        total = (wide if count else wide.reshape(-1)[:0]).sum()
+        return arithmetic.cast(total / max(count, 1), dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -73,6 +77,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
     Args:
         regularization_loss: A number, an array, or a list of numbers.
+
+    Returns:
+        As :func:`compute_average_loss`.
 
     Raises:
         RuntimeError: Called in cross-replica context.
@@ -85,11 +92,12 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "scale_regularization_loss() was called in cross-replica context; call it inside strategy.run(), "
             "where every replica adds the result to its loss"
         )
-    losses = array_of(regularization_loss, "regularization_loss")
-    dtype = losses.dtype if losses.dtype.kind not in "iub" else np.dtype(np.float64)
-    with place_of(losses).current():
-        total = np.sum(losses, dtype=_summing_dtype(dtype))
-        return _scalar(total / get_strategy().num_replicas_in_sync, dtype)
+    arithmetic = arithmetic_of(regularization_loss) or PlainArithmetic()
+    losses = arithmetic.array(regularization_loss)
+    dtype = arithmetic.result_dtype(losses)
+    with arithmetic.current(losses):
+        total = arithmetic.cast(losses, arithmetic.wide_dtype(dtype)).sum()
+        return arithmetic.cast(total / get_strategy().num_replicas_in_sync, dtype)
 
 
 def global_count(batch: Any) -> int:
@@ -114,33 +122,47 @@ def global_count(batch: Any) -> int:
     return int(context.all_reduce("SUM", np.int64(len(batch))))
 
 
-def _scalar(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return ``value`` as a NumPy scalar, or as a 0-d array of its device."""
-    return value.astype(dtype)[()]
+class PlainArithmetic:
+    """What NumPy and CuPy compute with; see ``mpidist.arrays.differentiable`` for other libraries."""
+
+    def array(self, value: Any, like: Any = None) -> Any:
+        """Return ``value`` as an array where it is, or where ``like`` is."""
+        array = array_of(value, "the loss" if like is None else "sample_weight")
+        return array if like is None else place_of(like).brings(array)
+
+    def result_dtype(self, array: Any) -> Any:
+        """Return the dtype of an average of ``array``: its own, or float64 for whole numbers."""
+        return array.dtype if array.dtype.kind not in "iub" else np.dtype(np.float64)
+
+    def wide_dtype(self, dtype: Any) -> Any:
+        """Return the dtype in which values of ``dtype`` are added: float32 at least."""
+        return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+    def cast(self, array: Any, dtype: Any) -> Any:
+        """Return ``array`` in ``dtype``."""
+        return array.astype(dtype, copy=False) if array.ndim else array.astype(dtype)[()]
+
+    def current(self, array: Any) -> AbstractContextManager[Any]:
+        """Return a block in which ``array`` can be computed with."""
+        return place_of(array).current()
 
 
-def _summing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-
-
-def _weighted(losses: Array, weights: Array) -> Array:
-    """Return ``losses * weights`` after aligning a missing, or a superfluous, last axis of the weights."""
+def _aligned(weights: Any, losses: Any) -> Any:
+    """Return the weights without a superfluous last axis, or with the one that they miss."""
+    given = tuple(weights.shape)
     if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     elif 0 < weights.ndim == losses.ndim - 1:
-        weights = weights[..., np.newaxis]
-    half = [a.dtype for a in (losses, weights) if a.dtype.itemsize < 4]
-    dtype = np.result_type(np.float32, *(a.dtype for a in (losses, weights) if a.dtype not in half))
-    place = place_of(losses)
+        weights = weights[..., None]
+    shape = tuple(losses.shape)
     try:
-        with place.current():
-            weighted: Array = np.multiply(losses.astype(dtype), place.brings(weights).astype(dtype))
+        np.broadcast_shapes(tuple(weights.shape), shape)
     except ValueError:
         raise ValueError(
-            f"sample_weight of shape {weights.shape} does not broadcast against per_example_loss of shape "
-            f"{losses.shape}; expected a number, shape {losses.shape[:1]} or shape {losses.shape}"
+            f"sample_weight of shape {given} does not broadcast against per_example_loss of shape "
+            f"{shape}; expected a number, shape {shape[:1]} or shape {shape}"
         ) from None
-    return weighted
+    return weights
 
 
 def _batch_size(value: Any) -> int:
