@@ -21,7 +21,7 @@ from mpidist.arrays.device_ops import is_device_array
 Array = NDArray[Any]
 Restore = Callable[[Array], Any]
 
-_NUMBERS = (bool, int, float, complex, np.generic)
+NUMBERS = (bool, int, float, complex, np.generic)
 # Device types of DLPack: memory of a CUDA device, and memory that CUDA moves between host and device by itself.
 _CUDA, _CUDA_MANAGED = 2, 13
 _ROCM = 10
@@ -30,7 +30,7 @@ _ROCM = 10
 def is_array_like(value: object) -> bool:
     """Whether ``value`` is a number, or an array of any library."""
     return (
-        isinstance(value, (np.ndarray, *_NUMBERS))
+        isinstance(value, (np.ndarray, *NUMBERS))
         or hasattr(value, "__array__")
         or hasattr(value, "__dlpack__")
         or hasattr(value, "__cuda_array_interface__")
@@ -60,7 +60,7 @@ def to_array(value: Any, what: str = "value") -> Array:
         raise TypeError(f"{what} is a masked array, whose mask would be lost; say what counts there: {what}.filled(0)")
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         return np.asarray(value)
     if is_device_array(value):
         device_array: Array = value
@@ -101,7 +101,7 @@ def restorer(value: Any) -> Restore | None:
     """
     if isinstance(value, np.ndarray) or is_device_array(value):
         return None
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         return _to_scalar
     if _is_torch(value):
         return _to_torch

@@ -17,6 +17,7 @@ from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.cross_device_ops.destinations import destination_devices, device_of
 from mpidist.strategies.hooks import StrategyHooks
+from mpidist.strategies.leaves import apart_from
 from mpidist.values import DistributedValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at, place_of
@@ -61,7 +62,7 @@ class StrategyExtended(StrategyHooks):
             destination_devices(destinations)
         leaves = nest.flatten(value)
         results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options, nest.describe(value))
-        return nest.pack_like(value, results)
+        return nest.pack_like(value, list(map(apart_from, results, leaves)))
 
     def batch_reduce_to(
         self,
@@ -86,7 +87,8 @@ class StrategyExtended(StrategyHooks):
             for _, destinations in flat:
                 destination_devices(destinations)
         structure = nest.describe([value for value, _ in pairs])
-        results = iter(self._batch_reduce_to(op, flat, options, structure) if flat else [])
+        reduced = self._batch_reduce_to(op, flat, options, structure) if flat else []
+        results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
+from mpidist.collectives.packing import overlapping
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
-from mpidist.values import DistributedValues, IndexedSlices
+from mpidist.values import DistributedValues, IndexedSlices, Variable
 from mpidist.values.placement import copy_of, place_of
 
 
@@ -84,6 +85,32 @@ def copied(value: Any) -> Any:
     if isinstance(value, IndexedSlices):
         return value
     return restored(value, copy_of(to_array(value)))
+
+
+def apart_from(result: Any, given: Any) -> Any:
+    """Return ``result``, or a copy of it where it shares memory with ``given``, a leaf that it was made of.
+
+    Where there is one replica the result may be what was given; a caller who changes it would change that.
+    """
+    if isinstance(result, DistributedValues):
+        return type(result)([apart_from(part, given) for part in result.values], result.replica_ids)
+    if isinstance(result, IndexedSlices):
+        values, indices = apart_from(result.values, given), apart_from(result.indices, given)
+        return IndexedSlices(values, indices, result.dense_shape)
+    if isinstance(result, NUMBERS):
+        return result
+    array = to_array(result)
+    return restored(result, copy_of(array)) if overlapping(array, list(_arrays_in(given))) else result
+
+
+def _arrays_in(value: Any) -> Iterator[Array]:
+    if isinstance(value, (DistributedValues, Variable)):
+        for part in value.values:
+            yield from _arrays_in(part.value() if isinstance(value, Variable) else part)
+    elif isinstance(value, IndexedSlices):
+        yield from (to_array(value.values), to_array(value.indices))
+    elif not isinstance(value, NUMBERS):
+        yield to_array(value)
 
 
 def concatenated(arrays: Sequence[Array], axis: int) -> Array:

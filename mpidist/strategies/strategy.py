@@ -13,6 +13,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
 from mpidist.input import InputContext, InputOptions, ValueContext
 from mpidist.strategies import logical_devices
+from mpidist.strategies.leaves import apart_from
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
 from mpidist.values import DistributedValues
 from mpidist.values.placement import Place
@@ -124,7 +125,8 @@ class Strategy:
 
         Returns:
             A NumPy array or number (the kind of the input where that is another library's); for arrays on devices one
-            on the device of the first replica, which ``float()`` waits for.
+            on the device of the first replica, which ``float()`` waits for. It shares no memory with ``value``, and is
+            the caller's to change, or read-only where ranks of a node share it; tensors of PyTorch have no gradients.
 
         Raises:
             RuntimeError: Called in replica context.
@@ -144,7 +146,7 @@ class Strategy:
             results = self._extended._reduce(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        return nest.pack_like(value, results)
+        return nest.pack_like(value, list(map(apart_from, results, leaves)))
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
@@ -162,9 +164,9 @@ class Strategy:
         """
         with self._extended._shared_errors("gather()"):
             context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
-        return nest.pack_like(
-            value, self._extended._gather_to_implementation(nest.flatten(value), axis, nest.describe(value))
-        )
+        leaves = nest.flatten(value)
+        results = self._extended._gather_to_implementation(leaves, axis, nest.describe(value))
+        return nest.pack_like(value, list(map(apart_from, results, leaves)))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
