@@ -27,6 +27,13 @@ def usable(comm: Communicator) -> list[str | None]:
     return [None, *(name for name in names if node.reads_neighbours or name != "neighbours")]
 
 
+def communicator(has_node_each: bool, patch: pytest.MonkeyPatch) -> Communicator:
+    """One of all ranks, as the session has them on nodes, or each on a node of its own."""
+    if has_node_each:
+        patch.setenv("MPIDIST_RANKS_PER_NODE", "1")
+    return Communicator()
+
+
 def value_of(rank: int, count: int, dtype: str, seed: int) -> np.ndarray:
     values = np.random.default_rng([seed, rank]).integers(-8, 9, count)
     return (values + 1j * values[::-1]).astype(dtype) if dtype == "c8" else values.astype(dtype)
@@ -51,6 +58,7 @@ def reference(op: str, comm: Communicator, count: int, dtype: str, seed: int) ->
     bytes_per_pack=st.sampled_from([0, 5000]),
     own=st.lists(st.booleans(), min_size=6, max_size=6),
     uses_out=st.booleans(),
+    has_node_each=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_any_message(
@@ -62,11 +70,12 @@ def test_any_message(
     bytes_per_pack: int,
     own: list[bool],
     uses_out: bool,
+    has_node_each: bool,
     seed: int,
 ) -> None:
     if dtype == "c8" and op == "MAX":
         op = "SUM"
-    with Communicator() as comm, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, communicator(has_node_each, patch) as comm:
         patch.setattr(two_level, "SLICE_BYTES", slice_bytes)
         patch.setattr(two_level, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
         patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
@@ -94,14 +103,16 @@ def test_any_message(
             del got
 
 
+@pytest.mark.parametrize("has_node_each", [False, True])
 @pytest.mark.parametrize("count", [1, 300_000, 2_000_003])
-def test_full_sizes(comm: Communicator, count: int) -> None:
-    mine = value_of(comm.rank, count, "f4", 0)
-    expected = reference("SUM", comm, count, "f4", 0)
-    for name in usable(comm):
-        np.testing.assert_array_equal(
-            comm.all_reduce("SUM", mine, options=CommunicationOptions(algorithm=name)), expected
-        )
+def test_full_sizes(count: int, has_node_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with communicator(has_node_each, monkeypatch) as comm:
+        mine = value_of(comm.rank, count, "f4", 0)
+        expected = reference("SUM", comm, count, "f4", 0)
+        for name in usable(comm):
+            np.testing.assert_array_equal(
+                comm.all_reduce("SUM", mine, options=CommunicationOptions(algorithm=name)), expected
+            )
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
