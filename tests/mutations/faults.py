@@ -219,10 +219,10 @@ _COLLECTIVES = (
         ranks=3,
     ),
     Fault(
-        "in a ring each rank passes on the sum of another segment",
+        "in a ring each rank passes on its own part and not the sum",
         "mpidist/collectives/algorithms/ring.py",
-        "(self._position + 1 - step) % n",
-        "(self._position - 1 - step) % n",
+        "segments[mine] if step else inputs[mine]",
+        "inputs[mine]",
         ("tests/collectives/test_algorithms.py",),
         ranks=3,
     ),
