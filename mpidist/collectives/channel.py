@@ -285,12 +285,18 @@ class Channel:
             self._step_oldest()
             yield
 
-    def _after_queue(self, steps: Steps[None]) -> Steps[None]:
+    def _finish_queue(self) -> Steps[None]:
+        """Carry out what the program has started and not waited for, as far as the other ranks take part."""
         while self._queue:
-            if self._queue[0].step():
-                self._queue.popleft()
-            yield
-        yield from steps
+            work = self._queue[0]
+            give_up = time.monotonic() + max(work.timeout - work.waited, 0.0)
+            while not self.handshake.left and not work.step():
+                if time.monotonic() > give_up:
+                    abort_job(self.rank, f"the other ranks have not come to {work.text}, started at {work.call_site}")
+                yield
+            if not work.is_done:
+                work.settle(PeerError(f"ranks {self.handshake.left} left the program before they came to it"))
+            self._queue.popleft()
 
     def _drive(self, steps: Steps[T], text: str, number: int, timeout: float, call_site: str | None) -> T:
         self._last = (number, text, time.monotonic())
@@ -444,8 +450,10 @@ class Channel:
             abort_job(self.rank, self.unusable)
         if self._given_up is not None:
             yield from carry_through(self._given_up, lambda: abort_job(self.rank, self.unusable))
+        yield from self._finish_queue()
+        # Only now: a work may have found that the others have left, who will not hear anything more.
         if not self.handshake.left:
-            yield from self._after_queue(self.handshake.signal(LEFT, "has left the program", "its end"))
+            yield from self.handshake.signal(LEFT, "has left the program", "its end")
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:

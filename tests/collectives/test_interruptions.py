@@ -207,6 +207,34 @@ def test_a_work_that_was_given_up_is_carried_through_at_the_end() -> None:
     assert sorted(job.stdout.split("\n")) == ["", "2.0", "gave up"]
 
 
+STARTED_ALONE = """
+import sys, time, numpy, mpidist
+comm = mpidist.Communicator()
+comm.barrier()
+if comm.rank == 0:
+    started = [comm.all_reduce_async("SUM", numpy.ones(1 << int(sys.argv[1])))]
+else:
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("power", [3, 20])
+def test_a_work_that_no_other_rank_starts_does_not_keep_the_job(power: int) -> None:
+    for ranks_per_node in (None, 1):
+        job = run_script(STARTED_ALONE, 2, str(power), "0", timeout=20, ranks_per_node=ranks_per_node)
+        assert job.returncode == 0, job.stderr
+        assert "never waited for, ended with PeerError: rank 0 was in all_reduce SUM" in job.stderr
+        assert "when rank 1 has left the program" in job.stderr
+
+
+@pytest.mark.one_rank
+def test_the_deadline_of_a_work_holds_at_the_end_of_the_program() -> None:
+    job = run_script(STARTED_ALONE, 2, "20", "60", timeout=20, env={"MPIDIST_TIMEOUT": "1"})
+    assert job.returncode != 0
+    assert "rank 0 ends the job: the other ranks have not come to all_reduce SUM of float64(1048576,)" in job.stderr
+
+
 LEFT_ALONE = """
 import sys, mpidist
 comm = mpidist.Communicator()
