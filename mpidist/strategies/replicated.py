@@ -37,6 +37,7 @@ from mpidist.strategies.leaves import (
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replica_threads import run_replicas
 from mpidist.strategies.replica_work import finished_work, replica_works
+from mpidist.strategies.shared_inputs import check_gradients_apart, check_results_apart
 from mpidist.strategies.single_replica import empty_on, plain_call
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
@@ -169,6 +170,8 @@ class ReplicatedExtended(StrategyExtended):
         for i, (value, destinations) in enumerate(pairs):
             with self._shared_errors(f"{op.name} of its values"):
                 value = self._as_contribution(op, value)
+                if isinstance(value, PerReplica):
+                    check_gradients_apart(value.values)
             values.append(value)
             if isinstance(value, PerReplica) and self._total > 1:
                 # A plain value counts once per rank, a PerReplica once per replica.
@@ -277,10 +280,12 @@ class ReplicatedExtended(StrategyExtended):
         if self._total == 1:
             return nest.map_structure(copied, value) if out is None else copy_into(out, value)
 
-        def merged(_: Strategy, values: Any) -> Any:
+        def merged(_: Strategy, values: Any, outs: Any) -> Any:
+            with self._shared_errors(f"{op.name} of its values"):
+                check_results_apart(outs)
             return self._start_all_reduce(op, values, options).wait()
 
-        reduced = ctx._meet(("all_reduce", op, options), merged, (value,), {})
+        reduced = ctx._meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else copy_into(out, reduced)
 
     def _all_reduce_lone(
@@ -324,6 +329,9 @@ class ReplicatedExtended(StrategyExtended):
         leaves = [
             leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), self._ids) for leaf in nest.flatten(value)
         ]
+        with self._shared_errors(f"{op.name} of its values"):
+            for leaf in leaves:
+                check_gradients_apart(leaf.values)
         structure = "" if isinstance(value, PerReplica) else nest.describe(value)
         # Results go where the values are: an array of the host stays there, also under a strategy of devices.
         pairs = [(leaf, leaf) for leaf in leaves]

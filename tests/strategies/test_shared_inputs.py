@@ -1,0 +1,67 @@
+"""Replicas of one process that give the same memory for results, or the gradients of one PyTorch module: errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from tests.support.ranks.layouts import layouts
+
+SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-2local"), indirect=True)
+
+
+def context() -> Any:
+    return mpidist.get_replica_context()
+
+
+@SEVERAL
+def test_results_in_the_same_memory(strategy: mpidist.Strategy) -> None:
+    n = strategy.num_replicas_in_sync
+    shared = np.zeros(4)
+    for out in (lambda: shared, lambda: shared[1:] if context().replica_id_in_sync_group % 2 else shared[:3]):
+        with pytest.raises(ValueError, match=r"replicas 0 and 1 .* gave the same memory as out.* mpirun -n 2 python"):
+            strategy.run(lambda out=out: context().all_reduce("SUM", np.ones(out().shape), out=out()))
+    even_and_odd = strategy.run(lambda: context().all_reduce("SUM", np.ones(2), out=np.zeros(2)))
+    for part in strategy.experimental_local_results(even_and_odd):
+        np.testing.assert_array_equal(part, np.full(2, float(n)))
+
+
+@SEVERAL
+def test_equal_inputs_are_summed(strategy: mpidist.Strategy) -> None:
+    constant = np.full(3, 17.12)
+    result = strategy.run(lambda: context().all_reduce("MEAN", constant))
+    np.testing.assert_allclose(strategy.experimental_local_results(result)[0], constant)
+
+
+@pytest.mark.torch
+@SEVERAL
+def test_gradients_of_one_module(strategy: mpidist.Strategy) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    module = torch.nn.Linear(2, 1)
+    constant = torch.full((3,), 17.0)
+
+    def step(reduce: Any) -> Any:
+        module(torch.ones(4, 2)).mean().backward()
+        return reduce([parameter.grad for parameter in module.parameters()])
+
+    wrong = "the same tensor, the .grad of a parameter: they use one module"
+    for reduce in (
+        lambda gradients: context().all_reduce("MEAN", gradients),
+        lambda gradients: context().all_reduce("MEAN", gradients, out=gradients),
+        lambda gradients: context().all_reduce_async("MEAN", gradients).wait(),
+        lambda gradients: context().all_reduce("MEAN", gradients[0].view(-1)),
+    ):
+        with pytest.raises(ValueError, match=f"{wrong}|the same memory as out"):
+            strategy.run(step, args=(reduce,))
+    with pytest.raises(ValueError, match=wrong):
+        strategy.reduce("SUM", strategy.run(step, args=(lambda gradients: gradients,)), axis=None)
+    for _ in range(2):
+        result = strategy.run(lambda: context().all_reduce("MEAN", constant))
+        assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
+    own = strategy.run(
+        lambda: context().all_reduce("SUM", torch.autograd.grad(module(torch.ones(1, 2)).sum(), module.bias)[0])
+    )
+    assert strategy.experimental_local_results(own)[0].item() == strategy.num_replicas_in_sync
