@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.estimator.specs import check_function, check_train_jobs
 from mpidist.parameter_server.server import Server
 
@@ -43,7 +44,7 @@ def launch(
     check_train_jobs("roles", roles)
     if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
         raise TypeError(f"cluster_resolver is {cluster_resolver!r}; expected None or a resolver: MPIClusterResolver()")
-    resolver = cluster_resolver or MPIClusterResolver()
+    resolver = cluster_resolver or resolver_of_job()
     if resolver.task_type == "evaluator":
         raise ValueError("this rank is an evaluator, for which launch() has nothing; use mpidist.train_and_evaluate()")
     if resolver.task_type in (None, *roles):

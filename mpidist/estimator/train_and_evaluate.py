@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.checkpoint.pending import finish_writing
-from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
 from mpidist.estimator.context import TrainContext
@@ -97,7 +98,7 @@ def train_and_evaluate(
             f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
             "mpidist.cluster_resolver.MPIClusterResolver(jobs={'chief': 1, 'worker': 2, 'evaluator': 1})"
         )
-    resolver = cluster_resolver or MPIClusterResolver()
+    resolver = cluster_resolver or resolver_of_job()
     comm = ranks_of(resolver)
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)

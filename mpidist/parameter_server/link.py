@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.collectives import Communicator
 from mpidist.collectives.leaving import abort_job, before_the_end
 from mpidist.core import settings
@@ -292,9 +293,10 @@ def checked_resolver(cluster_resolver: ClusterResolver | None) -> ClusterResolve
 
     Raises:
         ValueError: Not a resolver.
+        LaunchError: None is given, and TF_CONFIG tells of another cluster than MPI.
     """
     if cluster_resolver is None:
-        return MPIClusterResolver()
+        return resolver_of_job()
     if not isinstance(cluster_resolver, ClusterResolver):
         raise ValueError(
             f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "

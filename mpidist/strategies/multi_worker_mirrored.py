@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.collectives import Communicator
 from mpidist.collectives.choice import check_options
 from mpidist.core.devices import parse_device
@@ -41,7 +42,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises:
         ValueError: A wrong argument, or a rank whose task does not train.
         DeviceError: A GPU, and there is no usable CuPy.
-        LaunchError: MPI cannot be started, or the ranks do not form one world.
+        LaunchError: MPI cannot be started, the ranks do not form one world, or no resolver is given and TF_CONFIG
+            tells of another cluster.
 
     >>> strategy = MultiWorkerMirroredStrategy()
     >>> strategy.cluster_resolver.task_type
@@ -69,7 +71,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         local_devices = check_devices(devices)
         options = communication_options or CommunicationOptions()
         check_options(options)
-        resolver = cluster_resolver or MPIClusterResolver(communicator)
+        resolver = cluster_resolver or resolver_of_job(communicator)
         with _training_ranks(resolver, communicator) as ranks:
             several = ranks.Get_size() > 1
             comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
