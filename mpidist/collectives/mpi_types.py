@@ -35,11 +35,14 @@ _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
 def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
     """Return the MPI operation that forms ``op``; a mean is a sum that is divided afterwards.
 
-    MPI_MIN and MPI_MAX say nothing of NaN, and libraries lose it, or even give ranks different results. NumPy's
-    minimum and maximum keep it, so they serve for floating point.
+    MPI_MIN and MPI_MAX say nothing of NaN, and libraries lose it, or even give ranks different results. Sums of small
+    whole numbers that do not fit saturate in Open MPI's vector instructions, and wrap elsewhere. NumPy's functions
+    keep NaN, and wrap, so they serve for these.
     """
     mpi = import_mpi()
-    if dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX):
+    keeps_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
+    wraps = dtype.kind in "iu" and dtype.itemsize < 4 and op not in (ReduceOp.MIN, ReduceOp.MAX)
+    if keeps_nan or wraps:
         combine = numpy_op(op)
 
         def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:

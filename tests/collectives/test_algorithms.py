@@ -115,6 +115,21 @@ def test_full_sizes(count: int, has_node_each: bool, monkeypatch: pytest.MonkeyP
             )
 
 
+@pytest.mark.parametrize("has_node_each", [False, True])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
+def test_whole_numbers_that_do_not_fit_wrap(dtype: str, has_node_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with communicator(has_node_each, monkeypatch) as comm:
+        large = np.full(300, np.iinfo(dtype).max - 1, dtype)
+        for name in usable(comm):
+            for op, combine in (("SUM", np.add), ("PROD", np.multiply), ("MAX", np.maximum)):
+                expected = combine.reduce([large] * comm.size, dtype=dtype)
+                options = CommunicationOptions(algorithm=name)
+                np.testing.assert_array_equal(comm.all_reduce(op, large, options=options), expected)
+        np.testing.assert_array_equal(
+            comm.reduce_scatter("SUM", np.repeat(large, comm.size)), np.add.reduce([large] * comm.size, dtype=dtype)
+        )
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("name", ["hierarchical", "pairwise", None])
 def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communicator, op: str, name: Any) -> None:
