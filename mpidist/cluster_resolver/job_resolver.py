@@ -43,7 +43,7 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     raise LaunchError(
         f"TF_CONFIG tells of {count} tasks ({shown}), of which this process is {task[0]}:{task[1]}, and MPI of "
-        f"{ranks}, of which this is {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, and TF_CONFIG "
-        f"is not read; type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG of its own for each "
+        f"{ranks}, of which this is {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, and "
+        f"TF_CONFIG is not read; type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each "
         "rank, give the strategy cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )

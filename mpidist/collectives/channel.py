@@ -22,9 +22,11 @@ from mpidist.collectives.guard import Guard, Standing
 from mpidist.collectives.handshake import LEFT, Handshake, plan_id
 from mpidist.collectives.leaving import (
     EXIT_SECONDS,
+    FORKED,
     abandoned_channels,
     abort_job,
     carry_through,
+    check_not_forked,
     open_channels,
     see_to_the_end,
 )
@@ -75,6 +77,7 @@ class Channel:
     def __init__(
         self, comm: MPI.Intracomm, timeout: float | None, owner: str = "Communicator", name: str | None = None
     ) -> None:
+        check_not_forked()
         self.owner = owner
         self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
         self.node = self._make_node()
@@ -284,6 +287,11 @@ class Channel:
             self._check_usable()
             self._step_oldest()
             yield
+
+    def disown(self) -> None:
+        """Take no part from now on, in a forked child, which lacks the thread that may hold the lock."""
+        self._turn = Turn()
+        self.unusable = FORKED
 
     def _finish_queue(self) -> Steps[None]:
         """Carry out what the program has started and not waited for, as far as the other ranks take part."""

@@ -69,6 +69,7 @@ class Communicator(ArrayCollectives):
         >>> agreement.close()
         >>> comm.close()
         """
+        self.meet("preparing to agree on steps")
         return StepAgreement(self._channel.comm)
 
     # Reductions -------------------------------------------------------------------------------------------

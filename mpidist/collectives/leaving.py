@@ -23,14 +23,36 @@ if TYPE_CHECKING:
 
 # How long a rank that leaves waits for others to catch up with what was given up, so that MPI can end in order.
 EXIT_SECONDS = 5.0
+FORKED = (
+    "this process was forked from a rank, which takes part in collectives itself; expected that the rank makes them, "
+    "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
+)
 open_channels: list[Channel] = []
 # Given up with a rank that was lost.
 abandoned_channels: list[Channel] = []
 _keyvals: list[int] = []
 _first_acts: list[Callable[[], None]] = []
-# A forked child has not left, and must not say so on its parent's communicators.
-os.register_at_fork(after_in_child=open_channels.clear)
-os.register_at_fork(after_in_child=_first_acts.clear)
+# Where this process was forked from one that had started MPI.
+_forked: list[bool] = []
+
+
+def _disown_all() -> None:
+    """Let a forked child take no part: it has not left, and what it wrote into shared memory would be its parent's."""
+    if "mpi4py.MPI" in sys.modules and _mpi_runs():
+        _forked.append(True)
+    for channel in open_channels:
+        channel.disown()
+    open_channels.clear()
+    _first_acts.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def check_not_forked() -> None:
+    """Raise RuntimeError in a forked child of a rank, whose MPI is its parent's."""
+    if _forked:
+        raise RuntimeError(FORKED)
 
 
 def abandon_all() -> None:

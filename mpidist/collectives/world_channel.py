@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.leaving import open_channels
+from mpidist.collectives.leaving import check_not_forked, open_channels
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class WorldChannel:
             MismatchError: The ranks are about to make different things.
             PeerError: Another rank has left the program.
         """
+        check_not_forked()
         mpi = import_mpi()
         if comm is not None and mpi.Comm.Compare(comm, mpi.COMM_WORLD) == mpi.UNEQUAL:
             return False

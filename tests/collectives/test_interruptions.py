@@ -85,6 +85,59 @@ def test_a_forked_child_does_not_speak_for_its_parent() -> None:
     assert job.stdout.split() == ["2", "2"]
 
 
+FORKED_AND_TAKES_PART = """
+import os, numpy, mpidist
+comm = mpidist.Communicator()
+child = os.fork()
+if child == 0:
+    errors = []
+    calls = [lambda: comm.all_reduce("SUM", numpy.ones(3)), comm.barrier, lambda: comm.all_reduce("SUM", 1),
+             lambda: comm.all_reduce_async("SUM", numpy.ones(9)), mpidist.Communicator, lambda: comm.split(0),
+             comm.step_agreement]
+    if comm.size > 1:
+        calls.append(mpidist.MultiWorkerMirroredStrategy)  # alone it needs no communicator
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append("forked from a rank" in str(error))
+    os._exit(0 if errors == [True] * len(calls) else 1)
+print(comm.all_reduce("SUM", 1), os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forked_child_cannot_take_part(ranks: int) -> None:
+    job = run_script(FORKED_AND_TAKES_PART, ranks, timeout=20)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == [f"{ranks} 0"] * ranks
+
+
+ONE_ASKS = """
+import mpidist
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    try:
+        comm.step_agreement()
+    except mpidist.MismatchError as error:
+        print("told")
+else:
+    try:
+        comm.barrier()
+    except mpidist.MismatchError as error:
+        print("told")
+print(comm.all_reduce("SUM", 1))
+"""
+
+
+@pytest.mark.one_rank
+def test_a_step_agreement_on_one_rank_is_an_error_on_all() -> None:
+    job = run_script(ONE_ASKS, 2, timeout=20)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.split()) == ["2", "2", "told", "told"]
+
+
 LONELY = """
 import mpidist
 from mpi4py import MPI
