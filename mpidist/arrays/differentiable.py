@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 
 class TorchArithmetic:
     """What PyTorch computes with."""
@@ -17,13 +19,16 @@ class TorchArithmetic:
     def __init__(self) -> None:
         self._torch = sys.modules["torch"]
 
-    def array(self, value: Any, like: Any = None) -> Any:
+    def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
         """Return ``value`` as a tensor, on the device of ``like``; several tensors in a list are stacked."""
         if isinstance(value, self._torch.Tensor):
             return value if like is None else value.to(like.device)
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and arithmetic_of(value) is not None:
             return self._torch.stack([self.array(part, like) for part in value])
-        return self._torch.as_tensor(value, device=None if like is None else like.device)
+        array = np.asarray(value)
+        # PyTorch takes neither negative strides nor bytes in another order, and warns of what is read-only.
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
+        return self._torch.as_tensor(array, device=None if like is None else like.device)
 
     def result_dtype(self, array: Any) -> Any:
         """Return the dtype of an average of ``array``: its own, or float64 for whole numbers."""
@@ -32,7 +37,7 @@ class TorchArithmetic:
 
     def wide_dtype(self, dtype: Any) -> Any:
         """Return the dtype in which values of ``dtype`` are added: float32 at least."""
-        return self._torch.promote_types(dtype, self._torch.float32) if dtype.itemsize < 4 else dtype
+        return self._torch.float32 if dtype.itemsize < 4 else dtype
 
     def cast(self, array: Any, dtype: Any) -> Any:
         """Return ``array`` in ``dtype``."""
@@ -49,9 +54,9 @@ class JaxArithmetic:
     def __init__(self) -> None:
         self._jnp = sys.modules["jax"].numpy
 
-    def array(self, value: Any, like: Any = None) -> Any:
+    def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
         """Return ``value`` as an array of JAX."""
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and arithmetic_of(value) is not None:
             return self._jnp.stack([self.array(part, like) for part in value])
         return self._jnp.asarray(value)
 
@@ -62,7 +67,7 @@ class JaxArithmetic:
 
     def wide_dtype(self, dtype: Any) -> Any:
         """Return the dtype in which values of ``dtype`` are added: float32 at least."""
-        return self._jnp.promote_types(dtype, self._jnp.float32) if dtype.itemsize < 4 else dtype
+        return self._jnp.dtype(self._jnp.float32) if dtype.itemsize < 4 else dtype
 
     def cast(self, array: Any, dtype: Any) -> Any:
         """Return ``array`` in ``dtype``."""
@@ -80,12 +85,12 @@ def arithmetic_of(*values: Any) -> TorchArithmetic | JaxArithmetic | None:
     True
     """
     for value in values:
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        for part in parts:
-            if _is_a(part, "torch", "Tensor"):
-                return TorchArithmetic()
-            if _is_a(part, "jax", "Array"):
-                return JaxArithmetic()
+        if _is_a(value, "torch", "Tensor"):
+            return TorchArithmetic()
+        if _is_a(value, "jax", "Array"):
+            return JaxArithmetic()
+        if isinstance(value, (list, tuple)) and (found := arithmetic_of(*value)) is not None:
+            return found
     return None
 
 

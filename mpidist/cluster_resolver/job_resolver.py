@@ -28,22 +28,25 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
         ValueError: TF_CONFIG is not of its form.
     """
     resolver = MPIClusterResolver(communicator)
+    if communicator is not None:
+        return resolver
     config = TFConfigClusterResolver()
     cluster = {job: len(addresses) for job, addresses in config.cluster_spec().as_dict().items()}
-    if communicator is not None or not cluster:
+    if not cluster:
         return resolver
     world = world_topology()
     count, task = sum(cluster.values()), (config.task_type, config.task_id)
     theirs = (resolver.task_type, resolver.task_id)
     in_order = [(job, index) for job in _TRAINING_JOBS for index in range(cluster.get(job, 0))]
-    is_same = task == theirs or (resolver.is_made_of(("worker",)) and in_order[world.rank : world.rank + 1] == [task])
+    is_in_order = resolver.is_made_of(("worker",)) and in_order[world.rank : world.rank + 1] == [task]
+    is_same = config.task_type is None or task == theirs or is_in_order
     if count == world.size and is_same:
         return resolver
     shown = ", ".join(f"{job}:{number}" for job, number in cluster.items())
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    mine = "it does not say which is this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
     raise LaunchError(
-        f"TF_CONFIG tells of {count} tasks ({shown}), of which this process is {task[0]}:{task[1]}, and MPI of "
-        f"{ranks}, of which this is {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, and "
-        f"TF_CONFIG is not read; type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each "
-        "rank, give the strategy cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
+        f"TF_CONFIG tells of a cluster of {count} ({shown}), and {mine}; MPI tells of a world of {world.size}, and "
+        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, and TF_CONFIG is not read; type "
+        f"`unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
+        "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )

@@ -43,13 +43,7 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
     keeps_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     wraps = dtype.kind in "iu" and dtype.itemsize < 4 and op not in (ReduceOp.MIN, ReduceOp.MAX)
     if keeps_nan or wraps:
-        combine = numpy_op(op)
-
-        def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:
-            target = np.frombuffer(into, dtype)
-            combine(np.frombuffer(values, dtype), target, out=target)
-
-        return mpi.Op.Create(reduce, commute=True)  # type: ignore[no-any-return]
+        return _made_op(numpy_op(op), dtype)
     operations: dict[ReduceOp, MPI.Op] = {
         ReduceOp.SUM: mpi.SUM,
         ReduceOp.MEAN: mpi.SUM,
@@ -58,6 +52,17 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
         ReduceOp.PROD: mpi.PROD,
     }
     return operations[op]
+
+
+@cache
+def _made_op(combine: np.ufunc, dtype: DType) -> MPI.Op:
+    """Return an operation that NumPy carries out; one for each, as mpi4py has room for a few dozen."""
+
+    def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:
+        target = np.frombuffer(into, dtype)
+        combine(np.frombuffer(values, dtype), target, out=target)
+
+    return import_mpi().Op.Create(reduce, commute=True)  # type: ignore[no-any-return]
 
 
 @cache

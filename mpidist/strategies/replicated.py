@@ -170,8 +170,6 @@ class ReplicatedExtended(StrategyExtended):
         for i, (value, destinations) in enumerate(pairs):
             with self._shared_errors(f"{op.name} of its values"):
                 value = self._as_contribution(op, value)
-                if isinstance(value, PerReplica):
-                    check_gradients_apart(value.values)
             values.append(value)
             if isinstance(value, PerReplica) and self._total > 1:
                 # A plain value counts once per rank, a PerReplica once per replica.
@@ -183,6 +181,8 @@ class ReplicatedExtended(StrategyExtended):
                 with self._shared_errors(f"{op.name} of its values"):
                     check_can_reduce([own], op)
                 results[i] = self._ops.broadcast(own, destinations)
+        with self._shared_errors(f"{op.name} of its values"):
+            check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
         for divisor, indices in by_divisor.items():
             batch = [(values[i], pairs[i][1]) for i in indices]
             reduced = self._ops.reduce_pairs(op, batch, divisor, options, structure)
@@ -330,8 +330,7 @@ class ReplicatedExtended(StrategyExtended):
             leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), self._ids) for leaf in nest.flatten(value)
         ]
         with self._shared_errors(f"{op.name} of its values"):
-            for leaf in leaves:
-                check_gradients_apart(leaf.values)
+            check_gradients_apart(leaves)
         structure = "" if isinstance(value, PerReplica) else nest.describe(value)
         # Results go where the values are: an array of the host stays there, also under a strategy of devices.
         pairs = [(leaf, leaf) for leaf in leaves]

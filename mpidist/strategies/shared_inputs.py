@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from mpidist.arrays.convert import to_array
+import numpy as np
+
+from mpidist.arrays.convert import Array, to_array
 from mpidist.collectives.packing import overlapping
 from mpidist.core import nest
 from mpidist.values import PerReplica
@@ -22,8 +23,10 @@ _ONE_REPLICA_PER_RANK = (
     "Expected one replica per rank, each with a module and arrays of its own: give the strategy one device, and type "
     "mpirun -n {n} python train.py"
 )
-# Tensors that replicas share and that are no gradients, by id: constants, which come again at every step.
-_constants: dict[int, weakref.ref[Any]] = {}
+# A look asks all that Python knows, a tenth of a second in a large program. Who shares a module does so from the first
+# step; what is still shared after so many looks is a constant.
+_MOST_LOOKS_IN_VAIN = 32
+_looks_in_vain = [0]
 
 
 def check_results_apart(outs: Any) -> None:
@@ -35,44 +38,64 @@ def check_results_apart(outs: Any) -> None:
     for leaf in nest.flatten(outs):
         parts = leaf.values if isinstance(leaf, PerReplica) else ()
         for (i, one), (j, other) in combinations(enumerate(map(to_array, parts)), 2):
-            if overlapping(one, [other]):
+            if overlapping(one, [other]) and _share_elements(one, other):
                 raise ValueError(
                     f"replicas {i} and {j} of this process gave the same memory as out, so one result would overwrite "
                     f"the other. {_ONE_REPLICA_PER_RANK.format(n=len(parts))}"
                 )
 
 
-def check_gradients_apart(values: Sequence[Any]) -> None:
+def _share_elements(one: Array, other: Array) -> bool:
+    """Whether arrays whose addresses overlap have elements in common; on a device that is taken for granted."""
+    on_host = isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
+    return not on_host or bool(np.shares_memory(one, other))
+
+
+def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
     """Raise ValueError where replicas gave the gradient of one and the same parameter of PyTorch.
 
     Args:
-        values: Of the replicas of this process.
+        leaves: What the replicas of this process gave.
     """
     torch = sys.modules.get("torch")
-    if torch is None or len(values) == 1 or not isinstance(values[0], torch.Tensor):
+    if torch is None or _looks_in_vain[0] == _MOST_LOOKS_IN_VAIN:
         return
-    seen: dict[int, int] = {}
-    for number, tensor in enumerate(values):
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
-            continue
-        first = seen.setdefault(tensor.data_ptr(), number)
-        if first != number and _is_gradient(torch, tensor):
+    shared = [found for leaf in leaves if (found := _shared_tensor(torch, leaf.values)) is not None]
+    if not shared:
+        return
+    gradients = _addresses_of_gradients(torch)
+    for address, first, number, count in shared:
+        if address in gradients:
             raise ValueError(
                 f"replicas {first} and {number} of this process gave the same tensor, the .grad of a parameter: they "
                 "use one module of PyTorch, to whose gradients both have added. "
-                f"{_ONE_REPLICA_PER_RANK.format(n=len(values))}"
+                f"{_ONE_REPLICA_PER_RANK.format(n=count)}"
             )
+    _looks_in_vain[0] += 1
 
 
-def _is_gradient(torch: Any, tensor: Any) -> bool:
-    known = _constants.get(id(tensor))
-    if known is not None and known() is tensor:
-        return False
-    address = tensor.data_ptr()
+def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
+    """Return the address of a tensor that two replicas gave, which these are, and of how many."""
+    seen: dict[int, int] = {}
+    for number, value in enumerate(values):
+        address = _address(torch, value) if isinstance(value, torch.Tensor) else None
+        if address is not None and (first := seen.setdefault(address, number)) != number:
+            return address, first, number, len(values)
+    return None
+
+
+def _addresses_of_gradients(torch: Any) -> set[int | None]:
+    """Return where the gradients of all parameters lie: modules are not known here, so whatever Python knows is asked."""
     # Not isinstance: it asks proxies for their class, which may do anything.
     leaves = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_leaf)
-    if any(leaf.grad is not None and leaf.grad.data_ptr() == address for leaf in leaves):
-        return True
-    number = id(tensor)
-    _constants[number] = weakref.ref(tensor, lambda _: _constants.pop(number, None))
-    return False
+    return {_address(torch, leaf.grad) for leaf in leaves if leaf.grad is not None}
+
+
+def _address(torch: Any, tensor: Any) -> int | None:
+    """Return where a tensor lies; None for one without elements, or without memory in one piece, as sparse ones."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    try:
+        return int(tensor.data_ptr()) or None
+    except RuntimeError:
+        return None

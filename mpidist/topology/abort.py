@@ -53,18 +53,18 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
 def status_of_failure(code: int) -> int:
     """Return ``code``, with which a command ends that failed on this rank; with other ranks, end the job instead.
 
-    They may have started MPI, and wait for this one. It starts MPI where it has not: the launcher of Open MPI 5.0.11
+    They may have started MPI, and wait for this one. It imports mpi4py, which starts MPI: the launcher of Open MPI 5.0.11
     hangs where a rank exits with an error while another one starts MPI.
     """
     try:
         launcher = read_launcher()
         if launcher is None or launcher.size == 1:
             return code
-        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+        mpi = importlib.import_module("mpi4py.MPI")
     except (LaunchError, ImportError, RuntimeError):
         # There is no world that this rank could end.
         return code
-    if world.Get_size() == 1:
+    if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         return code
     sys.stderr.flush()
     time.sleep(_LAUNCHER_READS_SECONDS)

@@ -45,7 +45,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     np.float64(1.25)
     """
     arithmetic = arithmetic_of(per_example_loss, sample_weight) or PlainArithmetic()
-    losses = arithmetic.array(per_example_loss)
+    losses = arithmetic.array(per_example_loss, what="per_example_loss")
     if losses.ndim == 0:
         raise ValueError(
             f"per_example_loss is {per_example_loss!r}, a scalar; expected an array of shape (batch, ...) with a loss "
@@ -64,7 +64,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     with arithmetic.current(losses):
         wide = arithmetic.cast(losses, arithmetic.wide_dtype(dtype))
         if sample_weight is not None:
-            wide = wide * _aligned(arithmetic.array(sample_weight, like=losses), losses)
+            wide = wide * _aligned(arithmetic.array(sample_weight, losses, "sample_weight"), losses)
         # The sum of no elements is 0 and has gradients, whatever the losses are.
         total = (wide if count else wide.reshape(-1)[:0]).sum()
         return arithmetic.cast(total / max(count, 1), dtype)
@@ -93,7 +93,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "where every replica adds the result to its loss"
         )
     arithmetic = arithmetic_of(regularization_loss) or PlainArithmetic()
-    losses = arithmetic.array(regularization_loss)
+    losses = arithmetic.array(regularization_loss, what="regularization_loss")
     dtype = arithmetic.result_dtype(losses)
     with arithmetic.current(losses):
         total = arithmetic.cast(losses, arithmetic.wide_dtype(dtype)).sum()
@@ -125,9 +125,9 @@ def global_count(batch: Any) -> int:
 class PlainArithmetic:
     """What NumPy and CuPy compute with; see ``mpidist.arrays.differentiable`` for other libraries."""
 
-    def array(self, value: Any, like: Any = None) -> Any:
-        """Return ``value`` as an array where it is, or where ``like`` is."""
-        array = array_of(value, "the loss" if like is None else "sample_weight")
+    def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
+        """Return ``value``, which messages call ``what``, as an array where it is, or where ``like`` is."""
+        array = array_of(value, what)
         return array if like is None else place_of(like).brings(array)
 
     def result_dtype(self, array: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist.cluster_resolver import TFConfigClusterResolver
@@ -35,13 +36,22 @@ def config(cluster: dict[str, list[str]], job: str, index: int) -> str:
 )
 def test_processes_that_were_started_one_by_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", config(TWO, "worker", 1))
-    text = r"TF_CONFIG tells of 2 tasks \(worker:2\), of which this process is worker:1, and MPI of 1 rank.*mpirun"
+    text = (
+        r"a cluster of 2 \(worker:2\), and this process is worker:1; MPI tells of a world of 1, .* mpirun -n 2 python"
+    )
     with pytest.raises(mpidist.LaunchError, match=text):
         make()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", config({"worker": ["a:1"]}, "worker", 0), config({"chief": ["a:1"]}, "chief", 0)]
+    "text",
+    [
+        "",
+        "{}",
+        json.dumps({"cluster": {"worker": ["a:1"]}}),
+        config({"worker": ["a:1"]}, "worker", 0),
+        config({"chief": ["a:1"]}, "chief", 0),
+    ],
 )
 def test_what_tells_of_this_job_is_fine(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
@@ -56,11 +66,11 @@ def test_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{")
     with pytest.raises(ValueError, match="TF_CONFIG"):
         mpidist.MultiWorkerMirroredStrategy()
+    # Who names the ranks has said enough.
+    mpidist.MultiWorkerMirroredStrategy(communicator=MPI.COMM_WORLD).close()
 
 
 def made(texts: list[str]) -> Any:
-    from mpi4py import MPI
-
     os.environ["TF_CONFIG"] = texts[MPI.COMM_WORLD.rank]
     try:
         mpidist.MultiWorkerMirroredStrategy().close()
@@ -77,4 +87,4 @@ def test_on_two_ranks() -> None:
     swapped = run(made, 2, [config(TWO, "worker", 1), config(TWO, "worker", 0)])
     three = run(made, 2, [config({"worker": ["a:1", "b:1", "c:1"]}, "worker", rank) for rank in (0, 1)])
     for rank, text in [*enumerate(swapped), *enumerate(three)]:
-        assert f"and MPI of 2 ranks, of which this is {rank}, worker:{rank}" in text
+        assert f"MPI tells of a world of 2, and this is rank {rank}, worker:{rank}" in text

@@ -30,6 +30,18 @@ def test_results_in_the_same_memory(strategy: mpidist.Strategy) -> None:
 
 
 @SEVERAL
+def test_results_in_columns_of_one_array(strategy: mpidist.Strategy) -> None:
+    columns = np.zeros((3, strategy.num_replicas_in_sync))
+
+    def step() -> None:
+        own = columns[:, context().replica_id_in_sync_group]
+        context().all_reduce("SUM", np.ones(3), out=own)
+
+    strategy.run(step)
+    assert np.count_nonzero(columns) == 3 * len(strategy.extended.local_replica_ids)
+
+
+@SEVERAL
 def test_equal_inputs_are_summed(strategy: mpidist.Strategy) -> None:
     constant = np.full(3, 17.12)
     result = strategy.run(lambda: context().all_reduce("MEAN", constant))
@@ -61,6 +73,10 @@ def test_gradients_of_one_module(strategy: mpidist.Strategy) -> None:
     for _ in range(2):
         result = strategy.run(lambda: context().all_reduce("MEAN", constant))
         assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    result = strategy.run(lambda: context().all_reduce("MEAN", constant))
+    assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
     own = strategy.run(
         lambda: context().all_reduce("SUM", torch.autograd.grad(module(torch.ones(1, 2)).sum(), module.bias)[0])
     )

@@ -66,6 +66,19 @@ def test_a_weight_alone_may_have_gradients(torch: Any) -> None:
     assert weight.grad.tolist() == [1.0, 2.0]
 
 
+def test_weights_and_lists_of_any_kind(torch: Any) -> None:
+    losses = torch.ones(4, requires_grad=True)
+    frozen = np.arange(4.0)
+    frozen.flags.writeable = False
+    for weight in (np.arange(4.0)[::-1], np.arange(4.0).astype(">f4"), frozen, [0, 1, 2, 3], range(4)):
+        assert compute_average_loss(losses, weight, global_batch_size=4).item() == 1.5
+    assert compute_average_loss([0.1, 0.2], torch.ones(2), global_batch_size=1).dtype == torch.float64
+    assert compute_average_loss([], torch.ones(1), global_batch_size=4).item() == 0
+    nested = [[losses[0], losses[1]], [losses[2], 3 * losses[3]]]
+    compute_average_loss(nested, global_batch_size=2).backward()
+    assert losses.grad.tolist() == [0.5, 0.5, 0.5, 1.5]
+
+
 def test_under_jit_and_grad(jax: Any) -> None:
     jnp = jax.numpy
 
