@@ -46,7 +46,7 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
     mine = "it does not say which is this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
     raise LaunchError(
         f"TF_CONFIG tells of a cluster of {count} ({shown}), and {mine}; MPI tells of a world of {world.size}, and "
-        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, and TF_CONFIG is not read; "
+        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, not by TF_CONFIG; "
         f"type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
         "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )
