@@ -85,7 +85,7 @@ def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, in
 
 
 def _addresses_of_gradients(torch: Any) -> set[int | None]:
-    """Return where the gradients of all parameters lie; modules are not known here, so all that Python knows is asked."""
+    """Return where the gradients of all parameters lie; modules are not known here, so all objects are asked."""
     # Not isinstance: it asks proxies for their class, which may do anything.
     leaves = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_leaf)
     return {_address(torch, leaf.grad) for leaf in leaves if leaf.grad is not None}

@@ -53,8 +53,8 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
 def status_of_failure(code: int) -> int:
     """Return ``code``, with which a command ends that failed on this rank; with other ranks, end the job instead.
 
-    They may have started MPI, and wait for this one. It imports mpi4py, which starts MPI: the launcher of Open MPI 5.0.11
-    hangs where a rank exits with an error while another one starts MPI.
+    They may have started MPI, and wait for this one. It imports mpi4py, which starts MPI: the launcher of Open MPI
+    5.0.11 hangs where a rank exits with an error while another one starts MPI.
     """
     try:
         launcher = read_launcher()
