@@ -65,7 +65,7 @@ def to_array(value: Any, what: str = "value") -> Array:
     if is_device_array(value):
         device_array: Array = value
         return device_array
-    if _is_torch(value):
+    if is_torch(value):
         return _from_gpu(value.detach(), what) if value.is_cuda else _from_torch(value, what)
     if _is_on_gpu(value):
         return _from_gpu(value, what)
@@ -103,7 +103,7 @@ def restorer(value: Any) -> Restore | None:
         return None
     if isinstance(value, NUMBERS):
         return _to_scalar
-    if _is_torch(value):
+    if is_torch(value):
         return _to_torch
     if hasattr(value, "__array_namespace__") and hasattr(value, "__dlpack__"):
         namespace = value.__array_namespace__()
@@ -145,7 +145,8 @@ def _from_gpu(value: Any, what: str) -> Array:
     return array
 
 
-def _is_torch(value: object) -> bool:
+def is_torch(value: object) -> bool:
+    """Whether ``value`` is a tensor of PyTorch."""
     # A tensor can only exist where torch has been imported, so this never imports it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import is_torch
+
 
 class TorchArithmetic:
     """What PyTorch computes with."""
@@ -21,7 +23,7 @@ class TorchArithmetic:
 
     def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
         """Return ``value`` as a tensor, on the device of ``like``; several tensors in a list are stacked."""
-        if isinstance(value, self._torch.Tensor):
+        if is_torch(value):
             return value if like is None else value.to(like.device)
         if isinstance(value, Sequence) and arithmetic_of(value) is not None:
             return self._torch.stack([self.array(part, like) for part in value])
@@ -85,15 +87,16 @@ def arithmetic_of(*values: Any) -> TorchArithmetic | JaxArithmetic | None:
     True
     """
     for value in values:
-        if _is_a(value, "torch", "Tensor"):
+        if is_torch(value):
             return TorchArithmetic()
-        if _is_a(value, "jax", "Array"):
+        if _is_jax(value):
             return JaxArithmetic()
         if isinstance(value, (list, tuple)) and (found := arithmetic_of(*value)) is not None:
             return found
     return None
 
 
-def _is_a(value: Any, library: str, kind: str) -> bool:
-    module = sys.modules.get(library)
-    return module is not None and isinstance(value, getattr(module, kind, ()))
+def _is_jax(value: object) -> bool:
+    jax = sys.modules.get("jax")
+    # While a program imports it, it is there without its names.
+    return jax is not None and isinstance(value, getattr(jax, "Array", ()))

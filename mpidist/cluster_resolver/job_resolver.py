@@ -12,8 +12,8 @@ from mpidist.topology import world_topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# In this order a TF_CONFIG numbers the tasks that train.
-_TRAINING_JOBS = ("chief", "worker")
+# The jobs whose tasks train, in the order of their ranks.
+TRAINING_JOBS = ("chief", "worker")
 
 
 def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterResolver:
@@ -37,7 +37,7 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
     world = world_topology()
     count, task = sum(cluster.values()), (config.task_type, config.task_id)
     theirs = (resolver.task_type, resolver.task_id)
-    in_order = [(job, index) for job in _TRAINING_JOBS for index in range(cluster.get(job, 0))]
+    in_order = [(job, index) for job in TRAINING_JOBS for index in range(cluster.get(job, 0))]
     is_in_order = resolver.is_made_of(("worker",)) and in_order[world.rank : world.rank + 1] == [task]
     is_same = config.task_type is None or task == theirs or is_in_order
     if count == world.size and is_same:

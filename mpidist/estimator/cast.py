@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver.job_resolver import TRAINING_JOBS
 from mpidist.collectives import Communicator
 from mpidist.estimator.specs import TrainSpec
 from mpidist.topology import world_topology
@@ -15,7 +16,6 @@ from mpidist.topology import world_topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TRAINING_JOBS = ("chief", "worker")
 _JOBS = (*TRAINING_JOBS, "evaluator", "ps")
 # The type and index of a rank's task, and the directory of checkpoints that it was given.
 Told = tuple[str | None, int | None, str]

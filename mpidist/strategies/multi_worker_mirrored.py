@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.job_resolver import resolver_of_job
+from mpidist.cluster_resolver.job_resolver import TRAINING_JOBS, resolver_of_job
 from mpidist.collectives import Communicator
 from mpidist.collectives.choice import check_options
 from mpidist.core.devices import parse_device
@@ -21,8 +21,6 @@ from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_TRAINING_JOBS = ("chief", "worker")
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -97,17 +95,17 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
             f"the cluster resolver has a cluster and no task for this rank (task_type={task_type!r}, "
             f"task_id={resolver.task_id!r}); expected both: resolver.task_type = 'worker', resolver.task_id = 0"
         )
-    if task_type not in (None, "evaluator", *_TRAINING_JOBS):
+    if task_type not in (None, "evaluator", *TRAINING_JOBS):
         raise ValueError(
             f"this rank is {task_type}:{resolver.task_id}; MultiWorkerMirroredStrategy is for the jobs "
-            f"{' and '.join(_TRAINING_JOBS)}; build it on their ranks only"
+            f"{' and '.join(TRAINING_JOBS)}; build it on their ranks only"
         )
     if task_type == "evaluator":
         yield import_mpi().COMM_SELF
     elif communicator is not None:
         yield communicator
-    elif isinstance(resolver, MPIClusterResolver) and not resolver.is_made_of(_TRAINING_JOBS):
-        trainers = resolver.comm_of(_TRAINING_JOBS)
+    elif isinstance(resolver, MPIClusterResolver) and not resolver.is_made_of(TRAINING_JOBS):
+        trainers = resolver.comm_of(TRAINING_JOBS)
         try:
             yield trainers
         finally:
@@ -127,7 +125,7 @@ def _check_size(resolver: ClusterResolver, size: int) -> None:
     counts = {job: len(addresses) for job, addresses in tasks.items()}
     total = sum(counts.values())
     jobs = ", ".join(f"{job}:{count}" for job, count in counts.items())
-    others = [job for job in counts if job not in _TRAINING_JOBS]
+    others = [job for job in counts if job not in TRAINING_JOBS]
     if others:
         raise ValueError(
             f"the {type(resolver).__name__} has jobs that do not train ({jobs}), and does not tell which ranks those "

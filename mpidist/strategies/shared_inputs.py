@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import Array, is_torch, to_array
 from mpidist.collectives.packing import overlapping
 from mpidist.core import nest
 from mpidist.values import PerReplica
@@ -24,9 +24,9 @@ _ONE_REPLICA_PER_RANK = (
     "mpirun -n {n} python train.py"
 )
 # A look asks all that Python knows, a tenth of a second in a large program. Who shares a module does so from the first
-# step; what is still shared after so many looks is a constant.
-_MOST_LOOKS_IN_VAIN = 32
-_looks_in_vain = [0]
+# step; where so many looks were in vain the replicas share constants, and one look in so many is enough.
+_LOOKS = 32
+_shared_calls = [0]
 
 
 def check_results_apart(outs: Any) -> None:
@@ -58,10 +58,13 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
         leaves: What the replicas of this process gave.
     """
     torch = sys.modules.get("torch")
-    if torch is None or _looks_in_vain[0] == _MOST_LOOKS_IN_VAIN:
+    if torch is None:
         return
     shared = [found for leaf in leaves if (found := _shared_tensor(torch, leaf.values)) is not None]
     if not shared:
+        return
+    _shared_calls[0] += 1
+    if _shared_calls[0] > _LOOKS and _shared_calls[0] % _LOOKS:
         return
     gradients = _addresses_of_gradients(torch)
     for address, first, number, count in shared:
@@ -71,14 +74,13 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
                 "use one module of PyTorch, to whose gradients both have added. "
                 f"{_ONE_REPLICA_PER_RANK.format(n=count)}"
             )
-    _looks_in_vain[0] += 1
 
 
 def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
     """Return the address of a tensor that two replicas gave, which these are, and of how many."""
     seen: dict[int, int] = {}
     for number, value in enumerate(values):
-        address = _address(torch, value) if isinstance(value, torch.Tensor) else None
+        address = _address(torch, value) if is_torch(value) else None
         if address is not None and (first := seen.setdefault(address, number)) != number:
             return address, first, number, len(values)
     return None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.strategies import shared_inputs
 from tests.support.ranks.layouts import layouts
 
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-2local"), indirect=True)
@@ -50,7 +51,8 @@ def test_equal_inputs_are_summed(strategy: mpidist.Strategy) -> None:
 
 @pytest.mark.torch
 @SEVERAL
-def test_gradients_of_one_module(strategy: mpidist.Strategy) -> None:
+def test_gradients_of_one_module(strategy: mpidist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_inputs, "_shared_calls", [0])
     torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
     module = torch.nn.Linear(2, 1)
     constant = torch.full((3,), 17.0)
@@ -73,8 +75,19 @@ def test_gradients_of_one_module(strategy: mpidist.Strategy) -> None:
     for _ in range(2):
         result = strategy.run(lambda: context().all_reduce("MEAN", constant))
         assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
+    # Constants are soon looked at now and then only; a module that is shared later is noticed all the same.
+    for _ in range(80):
+        strategy.run(lambda: context().all_reduce("MEAN", constant))
+
+    def many_steps() -> None:
+        for _ in range(40):
+            strategy.run(step, args=(lambda gradients: context().all_reduce("MEAN", gradients),))
+
+    with pytest.raises(ValueError, match=wrong):
+        many_steps()
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
+    monkeypatch.setattr(shared_inputs, "_shared_calls", [0])
     result = strategy.run(lambda: context().all_reduce("MEAN", constant))
     assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
     own = strategy.run(
