@@ -26,6 +26,7 @@ _LAUNCHER_READS_SECONDS = 0.2
 # How long MPI may take to hand the news to the launcher.
 _ABORT_SECONDS = 5
 _STDERR = 2
+_MPIRUN_OF_OPEN_MPI_5 = "prterun-"
 # mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
 _APART_SECONDS, _MOST_APART = 0.3, 8
 # How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
@@ -35,15 +36,20 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def end_job(code: int = EXIT_CODE) -> NoReturn:
-    """End the job with ``code`` (MPI_Abort); this process also where nobody can be told of it.
+    """End the job with ``code``, which is not 0; this process also where nobody can be told of it.
 
-    On a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
-    Python's lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line
-    "Timeout (0:00:05)!" and the stacks of its threads on stderr. Where the launcher can be told it is quicker.
+    Under mpirun of Open MPI 5 the rank exits, and mpirun ends the others. Anywhere else it calls MPI_Abort. On a host
+    that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps Python's
+    lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line "Timeout
+    (0:00:05)!" and the stacks of its threads on stderr. Where the launcher can be told it is quicker.
     """
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     if can_go_on() and len(lost_ranks(world)) == world.Get_size() - 1:
         # mpirun --with-ft of Open MPI 5 returns 0 where the last rank aborts.
+        os._exit(code)
+    if os.environ.get("PMIX_NAMESPACE", "").startswith(_MPIRUN_OF_OPEN_MPI_5) and not is_fault_tolerant():
+        # Its mpirun 5.0.11 deadlocks in one job of 40 where ranks abort while others end: PMIx_server_deregister_client
+        # waits for a thread of PMIx that waits for it. Where they exit it does not, and ends the job as well.
         os._exit(code)
     faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
     world.Abort(code)
@@ -74,11 +80,10 @@ def status_of_failure(code: int) -> int:
 def install_excepthook() -> None:
     """Make an uncaught exception on one rank end the whole MPI job (``import mpidist`` calls this).
 
-    The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, once, flushes its output and
-    calls ``MPI_Abort``; the launcher ends the other ranks and returns a code that is not 0. It acts where MPI
-    runs with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor in a forked
-    child. The hook that was there before is called in all cases but one: Python's own, where the job is
-    aborted. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
+    The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, once, flushes its output and ends the
+    job (:func:`end_job`); the launcher ends the other ranks and returns a code that is not 0. It acts where MPI runs
+    with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor in a forked child. The
+    hook that was there before is called in all cases but one: Python's own, where the job is ended. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
     An uncaught exception in a thread ends the job, too: other ranks may wait for what the thread was to do. A rank that
     ends only because of the error of another (PeerError) leaves it to that one to print its traceback and end the job;
