@@ -63,6 +63,10 @@ class ExtendedLike(Protocol):
     def should_checkpoint(self) -> bool:
         """Whether this rank writes checkpoints."""
 
+    @property
+    def _variable_names(self) -> Any:
+        """What its variables are called (a VariableNames)."""
+
     def _create_variable(self, **kwargs: Any) -> Any:
         """Create a variable as the strategy keeps it."""
 

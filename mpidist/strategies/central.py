@@ -68,7 +68,7 @@ class CentralExtended(ReplicatedExtended):
         def merged(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self._update(self._own_variable(var, "update"), fn, args, kwargs, group)
 
-        return ctx._meet(("update", var.name), merged, tuple(args), kwargs or {})
+        return ctx._meet(("update", var._label), merged, tuple(args), kwargs or {})
 
     def _sole(self, value: Any) -> Any:
         """Return an argument of an update as it is handed on: there is one copy, so it must be one value."""

@@ -61,7 +61,8 @@ class StrategyExtended(StrategyHooks):
             check_communication_options(options)
             destination_devices(destinations)
         leaves = nest.flatten(value)
-        results = self._batch_reduce_to(op, [(leaf, destinations) for leaf in leaves], options, nest.describe(value))
+        pairs = [(leaf, destinations) for leaf in leaves]
+        results = self._batch_reduce_to(op, pairs, options, _told(value, destinations))
         return nest.pack_like(value, list(map(apart_from, results, leaves)))
 
     def batch_reduce_to(
@@ -86,7 +87,7 @@ class StrategyExtended(StrategyHooks):
             flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
             for _, destinations in flat:
                 destination_devices(destinations)
-        structure = nest.describe([value for value, _ in pairs])
+        structure = "; ".join(_told(value, destinations) for value, destinations in pairs)
         reduced = self._batch_reduce_to(op, flat, options, structure) if flat else []
         results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
@@ -298,3 +299,9 @@ def _first_device(value: Any) -> str:
 def is_on_read(value: Any) -> bool:
     """Whether ``value`` is a variable whose copies differ between replicas."""
     return isinstance(value, Variable) and value.synchronization == VariableSynchronization.ON_READ
+
+
+def _told(value: Any, destinations: Any) -> str:
+    """Return what ranks compare of a value that is reduced: its structure, and which variable it is for."""
+    structure = nest.describe(value)
+    return f"{structure} for variable {destinations._label!r}" if isinstance(destinations, Variable) else structure

@@ -14,6 +14,7 @@ from mpidist.core.options import CommunicationOptions
 from mpidist.input import InputWorkers
 from mpidist.values import Variable
 from mpidist.values.placement import Place
+from mpidist.values.variable_names import VariableNames
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
@@ -37,6 +38,7 @@ class StrategyHooks:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._frame = Frame(strategy)
+        self._variable_names = VariableNames()
 
     # Facts ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Buckets:
     """Gradients on their way to their sums.
 
     Collective: every replica adds gradients of the same variables in the same order. A bucket's all-reduce is started
-    as soon as the bucket is full. The names of the variables travel in its plan, so replicas that add them in another
+    as soon as the bucket is full. The labels of the variables travel in its plan, so replicas that add them in another
     order are told so.
 
     Args:
@@ -48,7 +48,7 @@ class Buckets:
 
     def add(self, gradient: Any, variable: Variable) -> None:
         """Add a gradient; it must not be changed before the sums are there."""
-        self._gradients[f"{self._added:06d} {variable.name}"] = gradient
+        self._gradients[f"{self._added:06d} {variable._label}"] = gradient
         self._variables.append(variable)
         self._added += 1
         # Rows of sparse gradients are gathered, which is done at once.

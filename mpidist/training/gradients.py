@@ -95,7 +95,7 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
 def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
     """Return the sums over all replicas (collective, one packed all-reduce).
 
-    The names travel in the plan, so that replicas that list their variables in another order are told so.
+    The labels travel in the plan, so that replicas that list their variables in another order are told so.
     """
     context = get_replica_context()
     if context is None:
@@ -105,7 +105,7 @@ def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -
         )
     if context.num_replicas_in_sync == 1 or not has_strategy():
         return list(gradients)
-    named = {f"{i:06d} {v.name}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
+    named = {f"{i:06d} {v._label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
     reduced: dict[str, Any] = context.all_reduce("SUM", named)
     return list(reduced.values())
 

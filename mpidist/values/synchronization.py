@@ -94,7 +94,7 @@ class _OnWrite:
                 combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
 
-        doing = f"{how.__name__.lower()} of variable {variable.name!r}"
+        doing = f"{how.__name__.lower()} of variable {variable._label!r}"
         context._meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
@@ -124,7 +124,7 @@ class _OnWrite:
                 part = combined.values[i] if isinstance(combined, DistributedValues) else combined
                 component._scatter(how, part)
 
-        doing = f"{how.name} of variable {variable.name!r}"
+        doing = f"{how.name} of variable {variable._label!r}"
         context._meet((doing,), merged, (slices,), {})
 
     def _require_aggregation(self, variable: Variable) -> None:
@@ -150,9 +150,9 @@ class _OnRead:
         copies = PerReplica([c._local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return array_of(_first_replica(strategy, copies, f"reading variable {variable.name!r}"))
+                return array_of(_first_replica(strategy, copies, f"reading variable {variable._label!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
-            doing = f"reading variable {variable.name!r}"
+            doing = f"reading variable {variable._label!r}"
             return array_of(strategy.extended._batch_reduce_to(op, [(copies, variable.devices[0])], None, doing)[0])
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:

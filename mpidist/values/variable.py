@@ -47,7 +47,12 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
             "a Variable was created inside strategy.run(), where every replica would make its own; "
             "create it before, inside `with strategy.scope():`"
         )
-    return get_strategy().extended._create_variable(**arguments)
+    extended = get_strategy().extended
+    if arguments["name"] is not None:
+        return extended._create_variable(**arguments)
+    variable = extended._create_variable(**{**arguments, "name": extended._variable_names.default()})
+    extended._variable_names.took_default()
+    return variable
 
 
 def _variable_arguments(
@@ -87,7 +92,7 @@ def _variable_arguments(
         "initial_value": initial_value,
         "trainable": synchronization != VariableSynchronization.ON_READ if trainable is None else trainable,
         "dtype": dtype,
-        "name": "Variable" if name is None else name,
+        "name": name,
         "shape": shape,
         "constraint": constraint,
         "synchronization": synchronization,
@@ -134,7 +139,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         initial_value: Array, number, nested list, or a callable without arguments that returns one.
         trainable: Whether optimizers should change it; by default unless ON_READ.
         dtype: Converts ``initial_value``; Python floats are float64 otherwise, as NumPy has it.
-        name: For messages and checkpoints.
+        name: For messages; "Variable", "Variable_1", ... in order of creation, where none is given.
         shape: Checked against that of ``initial_value``.
         constraint: Applied by optimizers after each update.
         synchronization: When copies are brought together.
@@ -182,6 +187,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         constraint: Callable[[Array], Any] | None,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
+        label: str | None = None,
     ) -> None:
         self._strategy = strategy
         self._components = tuple(components)
@@ -189,6 +195,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             component.container = self
         self._policy: Policy = policy_for(synchronization)
         self.name = name
+        self._label = strategy.extended._variable_names.label(name) if label is None else label
         self.trainable = trainable
         self.constraint = constraint
         self.synchronization = synchronization
@@ -299,11 +306,11 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             try:
                 checked = as_value_of(self, value)
             except (TypeError, ValueError) as error:
-                self._strategy.extended._announce(error, f"assigning to variable {self.name!r}")
+                self._strategy.extended._announce(error, f"assigning to variable {self._label!r}")
                 raise
             self._policy.assign_in_replica(self, frame.replica_context, how, checked)
         else:
-            with self._strategy.scope(), self._components[0]._shared_errors(f"assigning to variable {self.name!r}"):
+            with self._strategy.scope(), self._components[0]._shared_errors(f"assigning to variable {self._label!r}"):
                 self._policy.assign_across(self, how, value)
         return self
 
@@ -315,7 +322,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._component(frame.update_replica_id)._scatter(how, slices)
         else:
-            with self._components[0]._shared_errors(f"{how.name} of variable {self.name!r}"):
+            with self._components[0]._shared_errors(f"{how.name} of variable {self._label!r}"):
                 self._policy.check_scatter(self, how)
                 slices = scatter.check_slices(slices, self)
             if frame.replica_context is not None and frame.strategy is self._strategy:
@@ -358,6 +365,8 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             constraint=self.constraint,
             synchronization=self.synchronization,
             aggregation=self.aggregation,
+            # A copy may be made on one rank alone.
+            label=self._label,
         )
         memo[id(self)] = twin
         return twin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,17 @@ def test_a_callable_is_called_once_and_the_first_ranks_value_counts(strategy: An
     check_components(strategy, variable, lambda _: np.ones(3))
 
 
+def test_variables_without_a_name_are_counted(strategy: Any) -> None:
+    numbers = [int(make_variable(strategy, 1.0).name.partition("_")[2] or 0) for _ in range(3)]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
 def test_defaults(strategy: Any) -> None:
     variable = make_variable(strategy, 1.0)
     assert variable.synchronization == ON_WRITE
     assert variable.aggregation == NONE
     assert variable.trainable is True
-    assert variable.name == "Variable"
+    assert re.fullmatch(r"Variable(_\d+)?", variable.name)
     assert variable.dtype == np.float64
     assert variable.shape == ()
     assert variable.constraint is None

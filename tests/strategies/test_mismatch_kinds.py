@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,15 +89,39 @@ def reads_a_metric(reads: bool) -> Callable[[Strategy], Any]:
     return call
 
 
-def trains(order: int = 1, steps: int = 1, momentum: float = 0.0) -> Callable[[Strategy], Any]:
+def trains(
+    order: int = 1, steps: int = 1, momentum: float = 0.0, names: Sequence[str | None] = "ab"
+) -> Callable[[Strategy], Any]:
     def call(strategy: Strategy) -> Any:
         with strategy.scope():
-            weights = [mpidist.Variable(np.zeros(3), name=name) for name in "ab"]
+            weights = [mpidist.Variable(np.zeros(3), name=name) for name in names]
             optimizer = mpidist.optimizers.SGD(0.1, momentum)
         pairs = [(np.ones(3), weight) for weight in weights][::order]
         for _ in range(steps):
             strategy.run(lambda: optimizer.apply_gradients(pairs))
         return strategy.reduce("SUM", 1.0, axis=None)
+
+    return call
+
+
+def summed_variables(strategy: Strategy) -> list[mpidist.Variable]:
+    with strategy.scope():
+        return [mpidist.Variable(np.zeros(3), aggregation=mpidist.VariableAggregation.SUM) for _ in range(2)]
+
+
+def assigns_to(number: int) -> Callable[[Strategy], Any]:
+    def call(strategy: Strategy) -> Any:
+        variables = summed_variables(strategy)
+        strategy.run(lambda: variables[number].assign(np.ones(3)))
+        return strategy.reduce("SUM", 1.0, axis=None)
+
+    return call
+
+
+def reduces_for(order: int) -> Callable[[Strategy], Any]:
+    def call(strategy: Strategy) -> Any:
+        pairs = [(ROWS, variable) for variable in summed_variables(strategy)][::order]
+        return strategy.extended.batch_reduce_to("SUM", pairs)
 
     return call
 
@@ -191,6 +215,10 @@ KINDS = {
     "assign or assign_add": kind(assigns("assign", np.ones(2)), assigns("assign_add", np.ones(2))),
     "a metric that one rank reads": kind(reads_a_metric(False), reads_a_metric(True)),
     "variables in another order": kind(trains(), trains(order=-1)),
+    "unnamed variables in another order": kind(trains(names=[None] * 2), trains(names=[None] * 2, order=-1)),
+    "variables of one name in another order": kind(trains(names="aa"), trains(names="aa", order=-1)),
+    "assigning to another variable of one name": kind(assigns_to(0), assigns_to(1)),
+    "reduced for another variable": kind(reduces_for(1), reduces_for(-1)),
     "a step too many": kind(trains(), trains(steps=2)),
     "a step of an epoch that is left out": kind(epoch(2), epoch(1)),
     "a pass too many": kind(two_passes(0), two_passes(1), shows_lines=False),
