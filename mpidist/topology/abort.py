@@ -83,7 +83,8 @@ def install_excepthook() -> None:
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, once, flushes its output and ends the
     job (:func:`end_job`); the launcher ends the other ranks and returns a code that is not 0. It acts where MPI runs
     with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor in a forked child. The
-    hook that was there before is called in all cases but one: Python's own, where the job is ended. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
+    hook that was there before is called in all cases but one: Python's own, where the job is ended.
+    ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
     An uncaught exception in a thread ends the job, too: other ranks may wait for what the thread was to do. A rank that
     ends only because of the error of another (PeerError) leaves it to that one to print its traceback and end the job;
