@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,7 +30,8 @@ class MPIClusterResolver(ClusterResolver):
     Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. Making
     a resolver, :attr:`task_type`, :attr:`task_id`, ``rank`` and ``size`` are local. :meth:`cluster_spec`,
     :meth:`master`, :attr:`local_rank` and :attr:`num_nodes` are collective the first time one of them is
-    asked, and local after that; :meth:`num_accelerators` is collective the first time by itself.
+    asked, and local after that, and after a strategy was made of the resolver whose job all ranks have a part in;
+    :meth:`num_accelerators` is collective the first time by itself.
 
     Args:
         comm: An mpi4py intracommunicator; None for all ranks of the job. The user's own traffic on it is not
@@ -193,9 +193,7 @@ class MPIClusterResolver(ClusterResolver):
                 topology = world_topology()
             else:
                 topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
-            with limited("waiting for all ranks to say where they are"):
-                hosts = topology.world.allgather(socket.gethostname())
-            self._survey = _Survey(tuple(hosts), topology.node_of_rank)
+            self._survey = _Survey(topology.host_of_rank, topology.node_of_rank)
             if self._comm is not None:
                 topology.close()
                 topology.world.Free()

@@ -63,11 +63,9 @@ class Link:
 
     def __init__(self, resolver: ClusterResolver, owner: str) -> None:
         self.owner = owner
+        survey(resolver)
         self.comm = _duplicate(resolver, owner)
         exchange = Communicator(self.comm, owner="cluster with parameter servers")
-        if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(JOBS):
-            # Collective the first time; later on only those that run the program could ask.
-            resolver.cluster_spec()
         with exchange.shared_errors(f"making a {owner}"):
             self.task = _task_of(resolver, owner)
             replicas = 0 if self.task.job == "ps" else len(agreed_devices(None, None)[0])
@@ -224,6 +222,15 @@ def _task_of(resolver: ClusterResolver, owner: str) -> Task:
             "MPIDIST_JOBS, such as 'ps:1,worker:3', or the task_type and task_id of the resolver"
         )
     return Task(job, index)
+
+
+def survey(resolver: ClusterResolver) -> None:
+    """Let ``resolver`` find out where the ranks are, if all of them have a part in the cluster (collective then).
+
+    A program asks where one task alone comes. Called first by all that take part, as ``Server(..., start=False)`` does.
+    """
+    if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(JOBS):
+        resolver.cluster_spec()
 
 
 def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
-from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served
+from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
 from mpidist.parameter_server.strategy import WorkerTwin
@@ -29,7 +29,7 @@ class Server:
         task_index: Its index in the job; that of the resolver, or the only one there is, by default.
         protocol: Ignored: messages go by MPI.
         config: Ignored.
-        start: Whether to connect at once; otherwise :meth:`start` does.
+        start: Whether to connect at once; otherwise :meth:`start` does, and :attr:`server_def` is local all the same.
 
     Raises:
         ValueError: A task that the cluster does not have, or that this rank is not; job or index cannot be inferred.
@@ -58,6 +58,8 @@ class Server:
         self._link: Link | None = None
         if start:
             self.start()
+        else:
+            survey(self._resolver)
 
     def start(self) -> None:
         """Connect with the other ranks (collective); nothing if it has been done."""

@@ -73,6 +73,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         with _training_ranks(resolver, communicator) as ranks:
             several = ranks.Get_size() > 1
             comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
+        if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(TRAINING_JOBS):
+            # Collective the first time; a program asks it where one task alone comes.
+            resolver.cluster_spec()
         if comm is not None:
             _check_tasks(resolver, comm)
         extended = ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver)
@@ -110,6 +113,8 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
             yield trainers
         finally:
             trainers.Free()
+    elif isinstance(resolver, MPIClusterResolver):
+        yield resolver.comm
     else:
         world = world_topology().world
         _check_size(resolver, world.Get_size())
@@ -118,9 +123,6 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
 
 def _check_size(resolver: ClusterResolver, size: int) -> None:
     """Raise unless the tasks of a cluster are as many as the ranks of the world, where all of them train."""
-    if isinstance(resolver, MPIClusterResolver):
-        # Its tasks are those of the ranks; finding their hosts is collective.
-        return
     tasks = resolver.cluster_spec().as_dict()
     counts = {job: len(addresses) for job, addresses in tasks.items()}
     total = sum(counts.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from typing import TYPE_CHECKING, cast
 
 from mpidist.core import settings
@@ -30,6 +32,7 @@ class Topology:
         rank, size: Of ``world``.
         local_rank, local_size: Of ``node``.
         node_of_rank: Node number of every rank of ``world``.
+        host_of_rank: The name of the host of every rank of ``world``; for people.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None) -> None:
@@ -47,9 +50,12 @@ class Topology:
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
         # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
-        first_ranks = self.world.allgather(_first_rank(self.node, self.world))
+        told = self.world.allgather((_first_rank(self.node, self.world), socket.gethostname()))
+        first_ranks = [first for first, _ in told]
         nodes = {first: index for index, first in enumerate(sorted(set(first_ranks)))}
         self.node_of_rank = tuple(nodes[first] for first in first_ranks)
+        # One string for each host: there are many more ranks.
+        self.host_of_rank = tuple(sys.intern(host) for _, host in told)
         self.node_index = self.node_of_rank[self.rank]
         self.num_nodes = len(nodes)
 

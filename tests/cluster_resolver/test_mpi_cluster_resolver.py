@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -195,3 +196,36 @@ def test_too_few_ranks_is_an_error_on_all() -> None:
     done = run_script(script, 2, env={"MPIDIST_JOBS": "ps:1,worker:3"})
     assert done.returncode == 0
     assert done.stdout.count("1 ps + 3 worker = 4 tasks, and there are 2 ranks") == 2
+
+
+def _asked_by_one(given: str) -> tuple[int, int]:
+    from mpi4py import MPI
+
+    import mpidist
+
+    world = MPI.COMM_WORLD
+    half = world.Split(world.Get_rank() // 2, key=-world.Get_rank())
+    arguments: dict[str, Any] = {
+        "nothing": {},
+        "communicator": {"communicator": half},
+        "resolver": {"cluster_resolver": mpidist.cluster_resolver.MPIClusterResolver(half)},
+    }[given]
+    strategy = mpidist.MultiWorkerMirroredStrategy(**arguments)
+    if strategy.cluster_resolver.task_id == 1:
+        tasks = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
+    else:
+        tasks = 0
+    replicas = strategy.num_replicas_in_sync
+    strategy.close()
+    half.Free()
+    return replicas, tasks
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("given", "replicas", "tasks"),
+    [("nothing", 4, [0, 4, 0, 0]), ("communicator", 2, [2, 0, 2, 0]), ("resolver", 2, [2, 0, 2, 0])],
+)
+def test_one_rank_asks_where_the_others_are(given: str, replicas: int, tasks: list[int]) -> None:
+    assert run(_asked_by_one, 4, given) == [(replicas, found) for found in tasks]

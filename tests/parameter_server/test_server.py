@@ -14,6 +14,7 @@ from mpidist.cluster_resolver import MPIClusterResolver, SimpleClusterResolver
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, resolver_of
 from tests.support.ranks.jobs import run_alone
+from tests.support.ranks.pool import run
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(240)]
 
@@ -241,3 +242,19 @@ def two_at_a_time() -> Any:
 def test_two_strategies_at_a_time() -> None:
     _, *found = run_alone(two_at_a_time, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
     assert found == [(-5.0, -6.0)] * 2
+
+
+def _server_asks_first() -> Any:
+    resolver = resolver_of(1)
+    if resolver.task_type == "ps":
+        server = mpidist.Server(resolver, start=False)
+        told = {job: len(tasks) for job, tasks in server.server_def["cluster"].items()}
+        server.join()
+        return told
+    mpidist.v1.experimental.ParameterServerStrategy(resolver).close()
+    return None
+
+
+@pytest.mark.jobs
+def test_a_server_that_is_not_started_asks_where_the_others_are() -> None:
+    assert run(_server_asks_first, 3, env={"MPIDIST_TIMEOUT": "20"}) == [{"ps": 1, "worker": 2}, None, None]
