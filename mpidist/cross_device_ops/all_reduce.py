@@ -43,31 +43,31 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         super().__init__(comm)
         self.num_packs = num_packs
 
-    @property
-    def leaves_all_to_engine(self) -> bool:
-        """See ``CrossDeviceOps``."""
+    def _is_plain(self) -> bool:
         return self.num_packs == 1
 
-    def _between_ranks(
+    def between_ranks_implementation(
         self,
-        op: ReduceOp,
+        reduce_op: ReduceOp,
         arrays: list[Array],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
     ) -> list[Array]:
+        """See ``CrossDeviceOps``."""
         if self.num_packs == 1:
-            return super()._between_ranks(op, arrays, divisor, options, structure)
+            return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
         each = _ONE_PACK_EACH if options is None else replace(options, bytes_per_pack=1)
         if self.num_packs == 0:
-            return super()._between_ranks(op, arrays, divisor, each, structure)
+            return super().between_ranks_implementation(reduce_op, arrays, divisor, each, structure)
         results: list[Array] = [arrays[0]] * len(arrays)
         kinds = [(array.dtype, place_of(array)) for array in arrays]
         for kind in dict.fromkeys(kinds):
             indices = [i for i, own in enumerate(kinds) if own == kind]
             with kind[1].current():
                 flat = np.concatenate([arrays[i].reshape(-1) for i in indices])
-            pieces = super()._between_ranks(op, split_flat(flat, self.num_packs), divisor, each, structure)
+            cut = split_flat(flat, self.num_packs)
+            pieces = super().between_ranks_implementation(reduce_op, cut, divisor, each, structure)
             with kind[1].current():
                 total = np.concatenate(pieces)
             start = 0
@@ -145,20 +145,19 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         reduced = self._local.all_reduce(columns, op, divisor)
         return [_delivered(arrays, pair) for arrays, pair in zip(reduced, pairs, strict=True)]
 
-    @property
-    def leaves_all_to_engine(self) -> bool:
-        """See ``CrossDeviceOps``."""
+    def _is_plain(self) -> bool:
         # What is in host memory under a strategy of CPUs must pass by the warning.
-        return self._on_gpus and super().leaves_all_to_engine
+        return self._on_gpus and super()._is_plain()
 
-    def _between_ranks(
+    def between_ranks_implementation(
         self,
-        op: ReduceOp,
+        reduce_op: ReduceOp,
         arrays: list[Array],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
     ) -> list[Array]:
+        """See ``CrossDeviceOps``."""
         if not self._on_gpus and not self._has_warned and not any(is_device_array(array) for array in arrays):
             self._has_warned = True
             warnings.warn(
@@ -166,7 +165,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
                 "Use CollectiveAllReduce or HierarchicalCopyAllReduce for arrays on the CPU",
                 stacklevel=2,
             )
-        return super()._between_ranks(op, arrays, divisor, options, structure)
+        return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
 
 
 def _delivered(arrays: Sequence[Array], pair: tuple[DistributedValues, Any]) -> Any:

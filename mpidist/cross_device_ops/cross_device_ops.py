@@ -1,8 +1,9 @@
 """CrossDeviceOps: the base of all reduction classes, what they check and in which order things happen.
 
 A reduction has two levels. The values of this rank's replicas are combined by ``reduce_implementation``, which
-a subclass may replace as in TensorFlow; the results of the ranks are then combined by the collectives engine,
-with the algorithm that the subclass names, and the total is copied to the destinations.
+a subclass may replace as in TensorFlow; the results of the ranks are then combined by ``between_ranks_implementation``:
+by the collectives engine, with the algorithm that the subclass names, unless it replaces that, too. The total is copied
+to the destinations.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.destinations import destination_devices, device_of, place
 from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, divided, formed
+from mpidist.cross_device_ops.own_steps import check_steps, has_own_steps
 from mpidist.values import DistributedValues, IndexedSlices, PerReplica
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
@@ -32,9 +34,26 @@ _FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
 class CrossDeviceOps:
     """Reduces and copies values across devices and ranks (tf.distribute.CrossDeviceOps).
 
+    A class of your own overrides ``reduce_implementation`` or ``batch_reduce_implementation``, which combine the values
+    of a rank's replicas, as in TensorFlow, where there are no others. To be used by several ranks it says also how
+    their results are combined: by ``between_ranks_implementation``, an extension.
+
     Args:
         comm: The ranks to combine; a strategy that is given the object puts in its own. Without one, only the
             replicas of this rank are combined.
+
+    Raises:
+        TypeError: The class overrides what happens on a rank and not what happens between ranks, and there are several.
+
+    >>> class Clipped(CrossDeviceOps):
+    ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+    ...         clipped = PerReplica([np.clip(value, -1, 1) for value in per_replica_value.values])
+    ...         return super().reduce_implementation(reduce_op, clipped, destinations, options)
+    ...
+    ...     def between_ranks_implementation(self, reduce_op, arrays, divisor, options, structure=""):
+    ...         return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
+    >>> Clipped().reduce("SUM", PerReplica((3.0, 0.5)), "cpu:0")
+    np.float64(1.5)
     """
 
     algorithm: str | None = None
@@ -47,13 +66,17 @@ class CrossDeviceOps:
         self._num_replicas: int | None = None
         self._is_bound = False
         self._on_gpus = False
+        self._has_own_steps = has_own_steps(type(self))
+        check_steps(type(self), comm)
 
     def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
         """Attach to the ranks of a strategy with ``devices``, unless the object came with ranks of its own.
 
         Raises:
             ValueError: It is attached to another strategy already.
+            TypeError: As for the class.
         """
+        check_steps(type(self), comm)
         if self._is_bound and self._comm is not comm:
             raise ValueError(f"this {type(self).__name__} belongs to another strategy; make one for each strategy")
         self._on_gpus = bool(devices) and all(parse_device(device).kind == "gpu" for device in devices)
@@ -149,15 +172,27 @@ class CrossDeviceOps:
         where = place_at(destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
 
-    def _between_ranks(
+    def between_ranks_implementation(
         self,
-        op: ReduceOp,
+        reduce_op: ReduceOp,
         arrays: list[Array],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
     ) -> list[Array]:
-        """Combine this rank's results with those of the other ranks."""
+        """Combine this rank's results with those of the other ranks (collective). Extension.
+
+        Args:
+            reduce_op: The operation; MEAN here, where it was asked for.
+            arrays: What this rank has formed of the values of its replicas, one array for each value.
+            divisor: What a mean divides the sum over the ranks by: the number of replicas.
+            options: Packing, deadline and algorithm.
+            structure: What the arrays belong to, which all ranks must agree on; hand it on.
+
+        Returns:
+            The totals, arrays of the same shapes and dtypes, the same on every rank.
+        """
+        op = reduce_op
         if self.device_algorithm == self.algorithm:
             return self._by_engine(op, arrays, divisor, self.with_algorithm(options), structure)
         results = list(arrays)
@@ -180,7 +215,11 @@ class CrossDeviceOps:
 
     @property
     def leaves_all_to_engine(self) -> bool:
-        """Whether nothing but the engine's all-reduce happens between ranks."""
+        """Whether nothing but the engine's all-reduce happens, if every rank has one replica."""
+        return not self._has_own_steps and self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether the steps of this class come to the engine's all-reduce alone."""
         return True
 
     @property
@@ -244,7 +283,7 @@ class CrossDeviceOps:
             return found
         totals, dtypes = self._of_this_rank(op, pairs, options)
         if self.crosses_ranks:
-            totals = self._between_ranks(op, totals, divisor, options, structure)
+            totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
             totals = [divided(total, divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)
@@ -292,7 +331,7 @@ class CrossDeviceOps:
     def _on_this_rank(
         self, op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions | None
     ) -> list[Array]:
-        if len(values[0].values) == 1:
+        if len(values[0].values) == 1 and not self._has_own_steps:
             return [value.values[0] for value in values]
         to_first = [(value, device_of(value.values[0])) for value in values]
         reduced = self.batch_reduce_implementation(op, to_first, options)

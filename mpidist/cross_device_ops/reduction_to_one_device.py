@@ -45,9 +45,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = None if reduce_to_device is None else canonical_device(reduce_to_device)
         self.accumulation_fn = accumulation_fn
 
-    @property
-    def leaves_all_to_engine(self) -> bool:
-        """See ``CrossDeviceOps``."""
+    def _is_plain(self) -> bool:
         return self.accumulation_fn is None and not self._on_gpus
 
     def reduce_implementation(
@@ -67,23 +65,24 @@ class ReductionToOneDevice(CrossDeviceOps):
             total = divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
-    def _between_ranks(
+    def between_ranks_implementation(
         self,
-        op: ReduceOp,
+        reduce_op: ReduceOp,
         arrays: list[Array],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
     ) -> list[Array]:
-        if self.accumulation_fn is None or op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            return super()._between_ranks(op, arrays, divisor, options, structure)
+        """See ``CrossDeviceOps``."""
+        if self.accumulation_fn is None or reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
         assert self._comm is not None
         stacks = self._comm.gather_arrays([array[np.newaxis] for array in arrays], 0, options=options, note=structure)
         totals = []
         for stack in stacks:
             with place_of(stack).current():
                 totals.append(to_array(self.accumulation_fn(list(stack))))
-        return [divided(total, divisor) for total in totals] if op is ReduceOp.MEAN else totals
+        return [divided(total, divisor) for total in totals] if reduce_op is ReduceOp.MEAN else totals
 
     def _gathered(self, value: DistributedValues, destinations: Any) -> list[Array]:
         return super()._gathered(value, self.reduce_to_device or destinations)

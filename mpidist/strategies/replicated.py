@@ -88,7 +88,12 @@ class ReplicatedExtended(StrategyExtended):
         self._wraps_lone_replica = len(set(self._replica_counts)) > 1
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
         self._ops = cross_device_ops or select_cross_device_ops(devices, self._total, comm, options)
-        self._ops.bind(comm, self._total, devices)
+        try:
+            self._ops.bind(comm, self._total, devices)
+        except (TypeError, ValueError):
+            if comm is not None:
+                comm.close()
+            raise
         # Whether an all-reduce of dense values is the engine's call and nothing else.
         self._takes_short_way = (
             comm is not None and len(devices) == 1 and not self._wraps_lone_replica and self._ops.leaves_all_to_engine

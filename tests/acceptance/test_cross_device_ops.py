@@ -195,6 +195,60 @@ def test_a_class_of_ones_own() -> None:
         assert calls
 
 
+def _world_size() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.size)
+
+
+class Clipped(CrossDeviceOps):
+    """Clips what each replica gives; on ranks, it doubles the total."""
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        clipped = PerReplica([np.clip(value, -1.0, 1.0) for value in per_replica_value.values])
+        return super().reduce_implementation(reduce_op, clipped, destinations, options)
+
+
+class ClippedOnRanks(Clipped):
+    def between_ranks_implementation(
+        self, reduce_op: Any, arrays: Any, divisor: int, options: Any, structure: str = ""
+    ) -> Any:
+        totals = super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
+        return [2 * total for total in totals]
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("base", [CrossDeviceOps, mpidist.HierarchicalCopyAllReduce, mpidist.ReductionToOneDevice])
+def test_a_class_of_ones_own_is_used_between_ranks(devices: list[str], base: type) -> None:
+    """Whether a rank has one replica or several, and in every way to an all-reduce."""
+    kind = ClippedOnRanks if base is CrossDeviceOps else type("Mixed", (ClippedOnRanks, base), {})
+    with mpidist.MirroredStrategy(devices, kind()) as strategy:
+        n = strategy.num_replicas_in_sync
+        value = per_replica(strategy, lambda i: np.array([i + 0.5]))
+        clipped = 0.5 + (n - 1)
+        expected = clipped if strategy.extended._comm is None else 2 * clipped
+        context = mpidist.get_replica_context
+        ways = [
+            lambda: strategy.reduce("SUM", value, axis=None),
+            lambda: strategy.run(lambda own: context().all_reduce("SUM", own), args=(value,)),
+            lambda: strategy.run(lambda own: context().all_reduce_async("SUM", own).wait(), args=(value,)),
+            lambda: strategy.extended.batch_reduce_to("SUM", [(value, "cpu:0")])[0],
+        ]
+        for way in ways if n > 1 else []:
+            for part in strategy.experimental_local_results(way()):
+                same(part, [expected])
+
+
+def test_a_class_that_says_nothing_of_other_ranks_is_an_error_with_them() -> None:
+    if _world_size() == 1:
+        mpidist.MirroredStrategy(["cpu:0"], Clipped()).close()
+        return
+    with pytest.raises(TypeError, match="Clipped overrides reduce_implementation, .* between_ranks_implementation"):
+        mpidist.MirroredStrategy(["cpu:0"], Clipped())
+    with mpidist.Communicator() as comm, pytest.raises(TypeError, match="between_ranks_implementation"):
+        Clipped(comm)
+
+
 def test_bytes_per_pack_changes_nothing_but_the_packing(strategy: Any) -> None:
     """Whatever the packs, the same numbers in the same order."""
     n = strategy.num_replicas_in_sync
