@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD, Steps, patience_of_process, relax
 from mpidist.topology import import_mpi
 
@@ -36,6 +37,21 @@ _LOOKS_BETWEEN_MPI = 1024
 def bytes_needed(ranks: int) -> int:
     """Return the shared memory that the board of ``ranks`` ranks takes."""
     return 8 * _ROW * ranks
+
+
+def sum_of_rows(rows: Array) -> Array:
+    """Return the sum of the rows of a matrix, first to last.
+
+    NumPy adds up rows in their order, but eight or more numbers of one column in pairs of pairs.
+
+    Args:
+        rows: Each with its numbers side by side.
+
+    >>> sum_of_rows(np.array([[1.0, 2.0], [3.0, 4.0]]))
+    array([4., 6.])
+    """
+    totals: Array = np.add.accumulate(rows)[-1] if rows.shape[1] == 1 else np.add.reduce(rows)
+    return totals
 
 
 class Board:
@@ -110,10 +126,12 @@ class Board:
         cells = self._cells
         return all([cells[place] == identity for place in self._identities[self._page]])
 
-    def sum_of_numbers(self, count: int) -> Array:
-        """Return the sums of the first ``count`` numbers of all ranks before the last meeting, formed in rank order."""
-        totals: Array = np.add.reduce(self._views(self._page, count))
-        return totals
+    def sum_of_numbers(self, count: int, dtype: DType) -> Array:
+        """Return the sums of the first ``count`` numbers of all ranks before the last meeting.
+
+        They are formed in rank order and in ``dtype``, as all sums of a node are, whatever their size.
+        """
+        return sum_of_rows(self._views(self._page, count).astype(dtype, copy=False))
 
     def _views(self, page: int, count: int) -> Array:
         # Making a view costs as much as summing what it shows.

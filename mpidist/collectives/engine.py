@@ -89,7 +89,7 @@ class Engine:
             plan.fill_inline(arrays, handshake.payload(plan.count))
             if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.id, plan.text, call_site)
-            return plan.from_inline(handshake.totals(plan.count), out)
+            return plan.from_inline(handshake.totals(plan.count, plan.formed[0][0]), out)
         if out is not None and plan.packs:
             # One pack may write what another has still to read.
             arrays = self._apart(plan, arrays, out)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.collectives.board import FLOATS, Board
 from mpidist.collectives.objects import gather_objects
 from mpidist.collectives.waiting import Steps, until_done
@@ -69,8 +70,8 @@ class _Exchange(Protocol):
     def all_agree(self, identity: int) -> bool:
         """Whether all ranks sent this identity."""
 
-    def totals(self, count: int) -> Array:
-        """Return the sums over all ranks of the first ``count`` numbers."""
+    def totals(self, count: int, dtype: DType) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers; on one node formed in ``dtype``."""
 
     def free(self) -> None:
         """Free what it holds, before the communicator is freed."""
@@ -142,8 +143,8 @@ class _ByReduction:
         agreed: bool = self._sums[0] == (identity & self._mask) * self._size
         return agreed
 
-    def totals(self, count: int) -> Array:
-        return self._sums[1 : 1 + count]
+    def totals(self, count: int, dtype: DType) -> Array:
+        return self._sums[1 : 1 + count].astype(dtype, copy=False)
 
     def free(self) -> None:
         if self._persistent is not None:
@@ -202,9 +203,14 @@ class Handshake:
         if not self._exchange.all_agree(identity):
             yield from self._compare(text, call_site)
 
-    def totals(self, count: int) -> Array:
-        """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening."""
-        return self._exchange.totals(count)
+    def totals(self, count: int, dtype: DType) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening.
+
+        Args:
+            count: How many.
+            dtype: In which the sum is formed, on one node; what the result is in.
+        """
+        return self._exchange.totals(count, dtype)
 
     def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Take part with news of this rank instead of a plan; ranks that have a plan raise PeerError (collective).

@@ -123,6 +123,7 @@ class ReductionPlan:
             and op in (ReduceOp.SUM, ReduceOp.MEAN)
             and self.count <= most_inline
             and not on_device
+            and len({wire for wire, _ in formed}) == 1
             and all(
                 dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
                 for (_, dtype), (wire, result) in zip(signature, formed, strict=True)

@@ -22,7 +22,8 @@ class CommunicationOptions:
         implementation: A ``CommunicationImplementation`` or its name.
         wire_dtype: ``"float16"`` or ``"bfloat16"`` halves the bytes of float32 sums on the wire. Extension.
         error_feedback: Add what rounding to ``wire_dtype`` lost to the next call. Extension.
-        deterministic: The same bits for the same inputs whatever is packed together. Extension.
+        deterministic: The same bits for the same inputs and the same places of ranks on nodes, from run to run and
+            whatever is packed together, between nodes as well. Extension.
         algorithm: Force one algorithm by name instead of the one the table picks. Extension.
 
     Raises:

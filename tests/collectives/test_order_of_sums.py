@@ -1,0 +1,72 @@
+"""Sums of floating point: on a node in rank order and in the dtype of the arrays, between nodes by their order."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist.collectives.board import sum_of_rows
+from mpidist.experimental import CommunicationOptions
+from tests.support.ranks.layouts import per_replica
+
+pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+
+SIZE = MPI.COMM_WORLD.Get_size()
+# By the handshake alone, one more than fits into it, by slots, by chunks.
+COUNTS = (1, 2, 7, 15, 16, 256, 257, 5_000, 700_001)
+FORMED = {"float16": "float32", "float32": "float32", "float64": "float64"}
+DETERMINISTIC = CommunicationOptions(deterministic=True)
+
+
+def inputs(count: int, dtype: str) -> list[np.ndarray]:
+    """Return what each rank gives; sums of it depend on their order in the last bits."""
+    random = np.random.default_rng(count)
+    return [random.standard_normal(count).astype(dtype) * 10.0**rank for rank in range(SIZE)]
+
+
+def in_order(arrays: list[np.ndarray], formed: str) -> np.ndarray:
+    return reduce(np.add, [array.astype(formed) for array in arrays])
+
+
+@pytest.fixture(name="comm")
+def _comm() -> Any:
+    with mpidist.Communicator() as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("dtype", FORMED)
+def test_the_order_is_that_of_the_ranks_and_the_nodes(comm: Any, dtype: str) -> None:
+    topology = comm._channel.node.topology
+    nodes = [[r for r in range(SIZE) if topology.node_of_rank[r] == n] for n in range(topology.num_nodes)]
+    options = None if topology.num_nodes == 1 else DETERMINISTIC
+    for count in COUNTS:
+        given = inputs(count, dtype)
+        sums = [in_order([given[rank] for rank in node], FORMED[dtype]) for node in nodes]
+        total = in_order(sums, FORMED[dtype])
+        mine = given[comm.rank]
+        for op, expected in (("SUM", total), ("MEAN", total / np.array(SIZE, FORMED[dtype]))):
+            found = comm.all_reduce(op, mine, options=options)
+            np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
+            beside = comm.all_reduce(op, [np.ones(3, "int8"), mine, np.ones(300, dtype), np.ones(2)], options=options)
+            np.testing.assert_array_equal(beside[1], found)
+
+
+def test_replicas_of_one_process_are_summed_like_ranks() -> None:
+    given = inputs(100, "float32")
+    with mpidist.MirroredStrategy([f"cpu:{i}" for i in range(SIZE)], communicator=MPI.COMM_SELF) as strategy:
+        total = strategy.reduce("SUM", per_replica(strategy, lambda i: given[i]), axis=None)
+    np.testing.assert_array_equal(total, in_order(given, "float32"), strict=True)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("ranks", [2, 3, 8, 9, 64, 200])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 256])
+def test_rows_are_added_first_to_last(ranks: int, count: int) -> None:
+    rows = np.random.default_rng(ranks).standard_normal((ranks, count + 5))[:, :count].astype("float32")
+    for matrix in (rows, np.ascontiguousarray(rows)):
+        np.testing.assert_array_equal(sum_of_rows(matrix), reduce(np.add, list(matrix)))
