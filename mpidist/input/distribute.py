@@ -15,10 +15,13 @@ from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputWorkers, WorkerLayout
+from mpidist.input.interleaved import Interleaved
+from mpidist.input.item_steps import Batches
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
 from mpidist.input.pipeline import Node
 from mpidist.input.policies import dealt_batches
 from mpidist.input.resuming import Dealing
+from mpidist.input.row_steps import TableRows
 from mpidist.values import regroup
 from mpidist.values.placement import place_at
 
@@ -37,7 +40,7 @@ def distribute_dataset(
 
     Collective: call it on every rank, in the same order. How it is divided is its AutoShardPolicy; shuffles without a
     seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO);
-    rank 0 warns there of a batch size that leaves replicas without rows.
+    rank 0 warns there of arrays that are not batched, and of a batch size that leaves replicas without rows.
 
     Args:
         dataset: Batched with the global batch size.
@@ -68,8 +71,11 @@ def distribute_dataset(
     off = policy is AutoShardPolicy.OFF
     agreement = agree(batches, workers, same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
-    if workers.worker_id == 0 and isinstance(batches, DealtBatches):
-        _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
+    if workers.worker_id == 0 and workers.num_replicas_in_sync > 1:
+        if _gives_single_rows(node):
+            _warn_of_single_rows(node, workers.num_replicas_in_sync)
+        elif isinstance(batches, DealtBatches):
+            _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
     dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
     return DistributedDataset(batches, workers, dealing, agreement, strategy, options)
 
@@ -154,6 +160,24 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
             with place_at(device).current():
                 values.append(value_fn(ValueContext(i, workers.num_replicas_in_sync)))
     return regroup(values, ids, always_wrap=True)
+
+
+def _gives_single_rows(node: Node) -> bool:
+    """Whether each element is a row of arrays, or what functions make of one; other sources may give batches."""
+    for step in node.graph():
+        source_of_rows = isinstance(step, TableRows) and step.table.is_cut_from_arrays()
+        if isinstance(step, (Batches, Interleaved)) or not (step.inputs or source_of_rows):
+            return False
+    return True
+
+
+def _warn_of_single_rows(node: Node, replicas: int) -> None:
+    _log.warning(
+        "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d replicas in "
+        "parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a sequence of them: "
+        "Dataset.from_source(list(array))",
+        *(node, replicas),
+    )
 
 
 def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:

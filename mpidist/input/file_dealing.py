@@ -129,7 +129,7 @@ def _require_enough(node: Node, count: int, num_workers: int) -> None:
 
 def has_hint(node: Node) -> bool:
     """Whether there is a ``shard(SHARD_HINT, SHARD_HINT)`` in the pipeline."""
-    return _is_hint(node) or any(has_hint(before) for before in node.inputs)
+    return any(map(_is_hint, node.graph()))
 
 
 def fill_in_hints(node: Node, num_workers: int, worker_id: int) -> Node:

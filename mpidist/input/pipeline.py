@@ -76,6 +76,12 @@ class Node(ABC):
         """Return the number of rows of all batches of a pass together: -1 without end, -2 unknown."""
         return UNKNOWN if self.cardinality else 0
 
+    def graph(self) -> Iterator[Node]:
+        """Yield all steps of the graph, those of the inputs first."""
+        for node in self.inputs:
+            yield from node.graph()
+        yield self
+
     def shuffles(self) -> Iterator[Shuffle]:
         """Yield the shuffles of the whole graph, in the order of the inputs."""
         for node in self.inputs:

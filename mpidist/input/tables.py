@@ -52,6 +52,10 @@ class Table(ABC):
         """Return what a row looks like, None where that cannot be told because there is none."""
         return spec_of(self.row(0)) if self.length else None
 
+    def is_cut_from_arrays(self) -> bool:
+        """Whether a row is known to be one of arrays of several axes, and so most likely no batch."""
+        return False
+
 
 class RangeTable(Table):
     """The int64 numbers of a ``range``; nothing is stored."""
@@ -114,6 +118,10 @@ class ArrayTable(Table):
     def spec(self) -> Any:
         """Return that of the arrays without their first axis."""
         return map_leaves(lambda leaf: ArraySpec(tuple(leaf.shape[1:]), leaf.dtype), self.columns)
+
+    def is_cut_from_arrays(self) -> bool:
+        """Whether all arrays have several axes."""
+        return all(len(column.shape) > 1 for column in nest.flatten(self.columns))
 
 
 def _own(value: Any) -> Any:
@@ -246,6 +254,10 @@ class ZippedTable(Table):
         """Return the specs of the tables."""
         specs = [table.spec() for table in self.tables]
         return None if any(spec is None for spec in specs) else self.build(specs)
+
+    def is_cut_from_arrays(self) -> bool:
+        """Whether the rows of all tables are."""
+        return all(table.is_cut_from_arrays() for table in self.tables)
 
 
 def array_table(tensors: Any) -> ArrayTable:

@@ -85,6 +85,39 @@ def test_replicas_that_get_no_rows(
         assert told[0].endswith(f"such as batch({better})")
 
 
+_ROWS = np.zeros((12, 10))
+_slices = mpidist.Dataset.from_tensor_slices
+
+UNBATCHED: dict[str, tuple[bool, mpidist.Dataset]] = {
+    "rows": (True, _slices(_ROWS)),
+    "rows in steps": (True, _slices({"x": _ROWS, "y": _ROWS}).shuffle(seed=1).map(lambda x: x).repeat(2).prefetch(1)),
+    "rows side by side": (True, mpidist.Dataset.zip(_slices(_ROWS), _slices(_ROWS).filter(lambda _: True))),
+    "rows of each rank": (True, _slices(_ROWS).with_options(auto_shard_policy=mpidist.AutoShardPolicy.OFF)),
+    "batches": (False, _slices(_ROWS).batch(6).map(lambda x: x)),
+    "batches of batches": (False, _slices(_ROWS).batch(3).batch(3)),
+    "numbers, of which a function makes batches": (False, mpidist.Dataset.range(2).map(lambda i: _ROWS[:6])),
+    "names, of which a function makes batches": (False, _slices(np.array(["a", "b"])).map(lambda name: _ROWS[:6])),
+    "a sequence of batches": (False, mpidist.Dataset.from_source([_ROWS[:6], _ROWS[6:]])),
+    "a generator of batches": (False, mpidist.Dataset.from_generator(lambda: iter([_ROWS[:6], _ROWS[6:]]))),
+    "datasets of batches": (False, _slices(_ROWS).interleave(lambda row: mpidist.Dataset.range(6).batch(6))),
+}
+
+
+@pytest.mark.parametrize("kind", UNBATCHED)
+def test_rows_that_are_taken_for_batches(three: Any, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    warned, dataset = UNBATCHED[kind]
+    with caplog.at_level(logging.WARNING, "mpidist"):
+        for _ in three.experimental_distribute_dataset(dataset):
+            pass
+        with mpidist.OneDeviceStrategy("cpu:0") as alone:
+            alone.experimental_distribute_dataset(dataset)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warned
+    if warned:
+        assert "each row of its arrays is taken for a global batch and dealt to 3 replicas" in told[0]
+        assert "dataset.batch(global_batch_size)" in told[0]
+
+
 def test_how_many_replicas_get_no_rows() -> None:
     for size in range(1, 60):
         for replicas in range(1, 20):
