@@ -91,6 +91,7 @@ class Dataset(OrderedElements):
 
         Raises:
             TypeError: ``generator`` is not callable, or the signature holds something else than ArraySpec.
+            ValueError: While iterating, it returned the same iterator as before, which is used up.
 
         >>> def squares():
         ...     yield from (0, 1, 4)

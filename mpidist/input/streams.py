@@ -6,6 +6,7 @@ What these iterators yield is copied at once, since they may go on to write into
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
@@ -37,10 +38,11 @@ class Stream(Items):
         self.make_iterable = make_iterable
         self.signature = signature
         self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
+        self._opened_last: Callable[[], Any] = _nothing
 
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield copies of the elements of a new iterator."""
-        elements = iter(self.make_iterable())
+        elements = self._open()
         if self.signature is None:
             return map(owned, elements)
         return (conform(element, self.signature) for element in elements)
@@ -49,9 +51,40 @@ class Stream(Items):
         """Return the signature, or that of the first element of a new iterator."""
         if self.signature is not None:
             return self.signature
-        for element in self.make_iterable():
+        for element in self._open():
             return spec_of(element)
         return None
+
+    def _open(self) -> Iterator[Any]:
+        elements = iter(self.make_iterable())
+        again = elements is self._opened_last()
+        try:
+            # Weakly, so that a generator is closed with its pass, with the files that it has open.
+            self._opened_last = weakref.ref(elements)
+        except TypeError:  # lists' iterators, zip and the like, of which there are no weak references
+            self._opened_last = lambda: elements
+        # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
+        return self._what_is_left(elements) if again else elements
+
+    def _what_is_left(self, elements: Iterator[Any]) -> Iterator[Any]:
+        nothing = True
+        for element in elements:
+            nothing = False
+            yield element
+        if nothing:
+            raise ValueError(
+                f"{self.text} was given the same {type(elements).__name__} object as before, with nothing left in it, "
+                "so this pass would have no elements; expected a new iterator for each pass: from_generator(read), "
+                "where read is the generator function, not called, or from_generator(lambda: read(path))"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Datasets travel to workers; iterators cannot.
+        return {**self.__dict__, "_opened_last": _nothing}
+
+
+def _nothing() -> None:
+    """Stand for the iterator before the first one."""
 
 
 def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:

@@ -91,6 +91,16 @@ def test_an_error_on_one_rank_reaches_all(communicator):
         steps_of(distributed)
 
 
+@pytest.mark.min_ranks(2)
+def test_a_generator_that_is_used_up_on_one_rank_reaches_all(communicator):
+    kept = iter(range(3))
+    dataset = Dataset.from_generator(lambda: kept if communicator.rank == 0 else iter(range(3))).batch(2)
+    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
+    assert len(steps_of(distributed)) == 2
+    with pytest.raises(ValueError if communicator.rank == 0 else PeerError, match="with nothing left"):
+        steps_of(distributed)
+
+
 @pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
 def test_prefetch_changes_nothing_while_the_ranks_exchange_in_every_step(communicator, source):
     dataset = source(53).shuffle(53, seed=1).batch(5)

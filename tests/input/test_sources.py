@@ -1,5 +1,6 @@
 """Sources as users have them, and that only the rows asked for are read."""
 
+import pickle
 from collections import UserDict
 
 import numpy as np
@@ -186,3 +187,58 @@ def test_pytorch_datasets():
             return iter(torch.arange(3))
 
     assert [batch.tolist() for batch in Dataset.from_source(Streamed()).batch(2)] == [[0, 1], [2]]
+
+
+class Rewound:
+    """An iterator that begins again with each ``iter``."""
+
+    def __iter__(self):
+        self.left = 3
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+@pytest.mark.parametrize("once", [lambda: (x for x in range(3)), lambda: iter([0, 1, 2]), lambda: zip(range(3))])
+@pytest.mark.parametrize("then", [list, lambda dataset: dataset.element_spec])
+def test_a_generator_that_is_used_up_is_no_second_pass(once, then):
+    elements = once()
+    dataset = Dataset.from_generator(lambda: elements).batch(2)
+    assert len(list(dataset)) == 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"lambda.* the same .* as before, with nothing left.* a new iterator"):
+            then(dataset)
+
+
+def test_an_iterator_that_is_given_again_may_have_more():
+    again, endless = Rewound(), iter(range(1000))
+    dataset = Dataset.from_generator(lambda: again)
+    assert [list(dataset), list(dataset)] == [[2, 1, 0]] * 2
+    parts = Dataset.from_generator(lambda: endless).take(2)
+    assert [list(parts), list(parts)] == [[0, 1], [2, 3]]
+    nothing = Dataset.from_generator(lambda: iter([]))
+    assert [list(nothing), list(nothing)] == [[], []]
+
+
+def test_a_generator_is_not_kept_longer_than_its_pass():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(3)
+        finally:
+            closed.append(True)
+
+    iterator = iter(Dataset.from_generator(numbers))
+    next(iterator)
+    iterator.close()
+    assert closed == [True]
+
+
+def test_a_dataset_that_was_read_can_be_pickled():
+    dataset = Dataset.from_generator(Rewound)
+    assert list(dataset) == list(pickle.loads(pickle.dumps(dataset)))
