@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpidist.core.errors import OutOfRangeError
+from mpidist.input import whole_elements
 from mpidist.input.continued_batches import ContinuedBatches
 from mpidist.input.elements import as_element
 from mpidist.input.input_options import DatasetOptions
@@ -42,7 +43,8 @@ class DatasetIterator:
         self._beginning = dataset._beginning
         self._readers = Readers()
         run = Pass((number,), dataset._seeds, self._readers)
-        self._elements: Iterator[Any] = map(as_element, dataset._node.elements(run))
+        elements = map(as_element, dataset._node.elements(run))
+        self._elements: Iterator[Any] = whole_elements.watch.over(dataset._node, elements)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -131,7 +133,8 @@ class DatasetIterator:
         rest = remainder.batches
         seeds = {} if isinstance(rest, ContinuedBatches) else seeds_for(rest, remainder.position)
         run = Pass((position.pass_number,), seeds, self._readers)
-        self._elements = (element for (element,) in rest.open(run, remainder.start))
+        elements = (element for (element,) in rest.open(run, remainder.start))
+        self._elements = whole_elements.watch.over(dataset._node, elements)
 
     def close(self) -> None:
         """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading."""

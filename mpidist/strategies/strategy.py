@@ -11,7 +11,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core import context, nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
-from mpidist.input import InputContext, InputOptions, ValueContext
+from mpidist.input import InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.strategies import logical_devices
 from mpidist.strategies.leaves import apart_from
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
@@ -108,6 +108,8 @@ class Strategy:
         except Exception as error:
             self._extended._announce(error, "run()")
             raise
+        if whole_elements.watch.pending and self._extended._in_multi_worker_mode():
+            whole_elements.watch.look_at((args, kwargs), self._extended._input_workers())
         return self._extended._call_for_each_replica(fn, args, kwargs)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:

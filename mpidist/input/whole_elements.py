@@ -1,0 +1,74 @@
+"""Elements of a plain dataset that reach ``run`` of a strategy of several ranks, which then all do the same work.
+
+Looked at is the first element of a pass, so that no step after it costs anything; and arrays are told by identity, so
+that whoever cuts an element by hand is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from mpidist.core import nest
+from mpidist.input.input_workers import InputWorkers
+from mpidist.input.item_steps import ReorderedItems
+from mpidist.input.pipeline import Node
+from mpidist.input.reordering import Shard
+from mpidist.input.row_steps import ReorderedRows
+
+_log = logging.getLogger("mpidist")
+
+
+class Watch:
+    """The first element of the pass over a plain dataset that was begun last, until ``run`` has been called with it.
+
+    Attributes:
+        pending: Whether there is an element that no ``run`` has been compared with.
+    """
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._has_warned = False
+        self._text = ""
+        self._arrays: list[weakref.ref[Any]] = []
+
+    def over(self, node: Node, elements: Iterator[Any]) -> Iterator[Any]:
+        """Return ``elements``, a pass over ``node``, with the first one remembered unless there is a shard in it."""
+        if self._has_warned or any(map(_is_shard, node.graph())):
+            return elements
+        return chain(self._first(node, elements), elements)
+
+    def _first(self, node: Node, elements: Iterator[Any]) -> Iterator[Any]:
+        for element in elements:
+            self._arrays = [weakref.ref(leaf) for leaf in nest.flatten(element) if isinstance(leaf, np.ndarray)]
+            self._text, self.pending = str(node), True
+            yield element
+            return
+
+    def look_at(self, arguments: Any, workers: InputWorkers) -> None:
+        """Let the first of several workers warn, once, if an array of the element is among ``arguments``."""
+        self.pending = False
+        whole = {id(array) for array in (ref() for ref in self._arrays) if array is not None}
+        if self._has_warned or whole.isdisjoint(map(id, nest.flatten(arguments))):
+            return
+        self._has_warned = True
+        if workers.worker_id == 0:
+            _log.warning(
+                "mpidist: run() was given an element of %s, which each of the %d ranks goes through by itself; if they "
+                "all have the same data, every row counts %d times. Expected: strategy.experimental_distribute_dataset("
+                "dataset), which gives each rank its part; where each rank has data of its own, or is meant to go "
+                "through all of it, strategy.distribute_datasets_from_function(lambda context: dataset)",
+                *(self._text, workers.num_workers, workers.num_workers),
+            )
+
+
+watch = Watch()
+
+
+def _is_shard(step: Node) -> bool:
+    return isinstance(step, (ReorderedRows, ReorderedItems)) and isinstance(step.reordering, Shard)
