@@ -12,6 +12,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
+from mpidist.checkpoint.format_rules import DEEPEST, is_key, is_state
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable
@@ -72,7 +73,8 @@ class Leaves:
         return [key for key in (*self.variables, *self.arrays, *self.iterators) if key not in grown]
 
     def _add(self, kind: str, key: str, value: Any) -> None:
-        if any(key in those for those in (self.variables, self.arrays, self.places, self.iterators)):
+        taken = (self.variables, self.arrays, self.places, self.iterators, self.containers)
+        if any(key in those for those in taken):
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
 
@@ -80,12 +82,15 @@ class Leaves:
 def _checked_state(key: str, iterator: Any) -> Any:
     state = iterator.state()
     try:
-        return json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
+        held = json.loads(json.dumps(state))
+        if not is_state(held):
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"state() of checkpoint object {key!r}, a {type(iterator).__name__}, returned what JSON cannot hold "
             f"({error}); expected numbers, strings, None, and lists and dicts of them"
         ) from error
+    return held
 
 
 def collect(objects: dict[str, Any]) -> Leaves:
@@ -98,7 +103,7 @@ def collect(objects: dict[str, Any]) -> Leaves:
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
-        ValueError: A variable that has no value across replicas, or two objects of one name.
+        ValueError: A variable that has no value across replicas, two objects of one name, or a nest without end.
     """
     leaves = Leaves()
     for name, value in objects.items():
@@ -107,6 +112,8 @@ def collect(objects: dict[str, Any]) -> Leaves:
 
 
 def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None) -> None:
+    if not is_key(key):
+        raise ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
     if isinstance(value, AnyVariable):
         _check_readable(value, key)
         leaves._add("variables", key, value)
@@ -138,7 +145,7 @@ def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None
 
 
 def _collect_container(leaves: Leaves, value: Any, key: str) -> None:
-    leaves.containers[key] = value
+    leaves._add("containers", key, value)
     if isinstance(value, Mapping):
         for name, child in value.items():
             if not isinstance(name, (str, int)):

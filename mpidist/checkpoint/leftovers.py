@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from mpidist.checkpoint.files import NotAFileError
 from mpidist.checkpoint.storage import is_checkpoint
 from mpidist.checkpoint.writer_lock import WriterLock
 
@@ -87,7 +88,7 @@ def _is_empty_file(path: Path) -> bool:
 def _clean(directory: Path, name: str) -> None:
     try:
         lock = WriterLock(directory / name)
-    except (BlockingIOError, PermissionError, IsADirectoryError):
+    except (BlockingIOError, PermissionError, NotAFileError):
         return  # someone writes it, or it is another account's, or no lock of ours
     try:
         for match in _leftovers_in(directory) if lock.is_real else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.format_rules import NUMPY_DTYPES, check, check_manifest, parse
 from mpidist.checkpoint.safetensors_file import FileRecord, stores
 from mpidist.core.version import __version__
 
@@ -56,7 +58,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -103,31 +105,29 @@ class Manifest:
         """Return the manifest that :meth:`to_json` gave, or that of version 1.
 
         Raises:
-            ValueError: It is no manifest of a version that this mpidist reads.
+            DamagedCheckpointError: It is not what was written.
+            ValueError: It is of a later version than this mpidist reads.
         """
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise DamagedCheckpointError(f"{source} is no manifest of an mpidist checkpoint; expected {FORMAT!r}")
-        version = content.get("version")
-        if version not in (1, VERSION):
+        version: Any = content.get("version")
+        check(type(version) is int and version > 0, "version", content, source)
+        if version > VERSION:
             raise ValueError(
                 f"{source} has format version {version!r}, and mpidist {__version__} reads 1 and {VERSION}; "
                 f"use the mpidist that wrote it, {content.get('mpidist')}, or a later one"
             )
+        check_manifest(content, source)
         known = {name: value for name, value in content.items() if name in Manifest.__dataclass_fields__}
-        try:
-            tensors = {key: _tensor(entry) for key, entry in content["tensors"].items()}
-            files = {name: FileRecord(**record) for name, record in content.get("files", {}).items()}
-            writer, kept = content.get("writer"), content.get("kept")
-            return replace(
-                Manifest(**known),
-                tensors=tensors,
-                files=files,
-                iterators=tuple(content.get("iterators", ())),
-                writer=None if writer is None else (writer[0], writer[1]),
-                kept=None if kept is None else (kept[0], tuple(kept[1])),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(f"{source} is damaged: {error!r}") from error
+        writer, kept = content.get("writer"), content.get("kept")
+        return replace(
+            Manifest(**known),
+            tensors={key: _tensor(entry) for key, entry in content["tensors"].items()},
+            files={name: FileRecord(**record) for name, record in content.get("files", {}).items()},
+            iterators=tuple(content.get("iterators", ())),
+            writer=None if writer is None else (writer[0], writer[1]),
+            kept=None if kept is None else (kept[0], tuple(kept[1])),
+        )
 
     def to_text(self) -> str:
         """Return the text of manifest.json, which begins with the checksum of itself."""
@@ -141,20 +141,20 @@ class Manifest:
 
         Raises:
             DamagedCheckpointError: They are not what was written.
-            ValueError: They are of a version that this mpidist does not read.
+            ValueError: They are of a later version than this mpidist reads.
         """
-        try:
-            text = data.decode()
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
+        content, text = parse(data, source), data.decode()
         if text.startswith(_BEFORE_CHECKSUM):
             found, expected = _checksum(_with_checksum(text, _NO_CHECKSUM)), content["checksum"]
             if found != expected:
                 raise DamagedCheckpointError(f"{source} is damaged: its CRC-32 is {found}, expected {expected}")
         elif isinstance(content, dict) and content.get("version") == VERSION:
             raise DamagedCheckpointError(f"{source} is damaged: it has no checksum")
-        return Manifest.from_json(content, source)
+        manifest = Manifest.from_json(content, source)
+        if content["version"] == VERSION:  # those of version 1 knew no checksums
+            used = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
+            check(manifest.files.keys() >= used, "files", content, source)
+        return manifest
 
 
 def _checksum(text: str) -> str:
@@ -188,10 +188,8 @@ def dtype_of(tensor: Tensor) -> np.dtype[Any]:
     Raises:
         ImportError: It is one of ml_dtypes, which is not installed.
     """
-    try:
-        return np.dtype(tensor.dtype)
-    except TypeError:
-        pass
+    if tensor.dtype in NUMPY_DTYPES:
+        return NUMPY_DTYPES[tensor.dtype]
     try:
         import ml_dtypes
     except ImportError as error:

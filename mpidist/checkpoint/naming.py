@@ -76,15 +76,14 @@ def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> 
 
 def _look_at(path: Path, found: Found) -> None:
     """Add a directory to what was found, if it is a checkpoint."""
-    if not (path / MANIFEST).is_file():
-        # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
-        if any(path.glob(ALL_DATA)):
-            found.unusable[str(path)] = f"{path / MANIFEST} is missing"
-        return
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError:
+        # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
+        if any(path.glob(ALL_DATA)):
+            found.unusable[str(path)] = f"{path / MANIFEST} is missing"
+    except ValueError as error:
         # One that another process has removed in the meantime is none.
         if path.exists():
             found.unusable[str(path)] = str(error)

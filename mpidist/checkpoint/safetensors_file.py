@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,10 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.files import open_to_read
+from mpidist.checkpoint.format_rules import HEADER_ENTRY, SAFETENSORS_NAMES, check, parse
 
-_NAMES = {
-    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16",
-    "uint32": "U32", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64",
-}  # fmt: skip
-_DTYPES = {name: np.dtype(dtype) for dtype, name in _NAMES.items()}
+_DTYPES = {name: np.dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
 # What is checked or summed up at a time, small enough to stay in the cache between the two.
 _PIECE_BYTES = 1 << 20
 
@@ -45,7 +44,7 @@ class FileRecord:
 
 def stores(dtype: np.dtype[Any]) -> bool:
     """Whether the format has a name for ``dtype`` that NumPy by itself has, too."""
-    return dtype.name in _NAMES
+    return dtype.name in SAFETENSORS_NAMES
 
 
 def write(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
@@ -61,7 +60,7 @@ def write(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
     header, end = {}, 0
     for key, array in tensors.items():
         begin, end = end, end + array.nbytes
-        header[key] = {"dtype": _NAMES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+        header[key] = {"dtype": SAFETENSORS_NAMES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     size, checksum = 0, 0
@@ -88,7 +87,7 @@ def read(path: Path, expected: FileRecord | None) -> dict[str, Array]:
         OSError: It cannot be read.
     """
     try:
-        with named(path), open(path, "rb", buffering=0) as file:
+        with named(path), open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             if expected is not None and size != expected.bytes:
                 raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected.bytes}")
@@ -115,7 +114,7 @@ def _read_tensors(file: FileIO, size: int, path: Path) -> tuple[dict[str, Array]
     tensors, end = {}, 0
     for key, dtype, shape, begin, stop in _entries(text, path):
         # Checked before memory is taken: a damaged header may ask for any amount.
-        if begin != end or stop - begin != dtype.itemsize * _product(shape) or stop > size - 8 - length:
+        if begin != end or stop - begin != dtype.itemsize * math.prod(shape) or stop > size - 8 - length:
             raise DamagedCheckpointError(f"{path} is damaged: the place of {key!r} in it is impossible")
         array = np.empty(shape, dtype)
         checksum = _read_into(file, _bytes_of(array), checksum, path)
@@ -127,25 +126,16 @@ def _read_tensors(file: FileIO, size: int, path: Path) -> tuple[dict[str, Array]
 
 def _entries(text: bytearray, path: Path) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int]]:
     """Return key, dtype, shape, begin and end of the tensors, in the order in which they lie in the file."""
-    try:
-        entries = []
-        for key, entry in json.loads(text).items():
-            if key == "__metadata__":
-                continue
-            begin, end = map(int, entry["data_offsets"])
-            entries.append((key, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), begin, end))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read: {error!r}") from error
+    header = parse(text, f"the header of {path}")
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"{path} is damaged: its header is no dict")
+    entries = []
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        check(HEADER_ENTRY(entry), key, header, f"the header of {path}")
+        entries.append((key, _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"]))
     return sorted(entries, key=lambda entry: entry[3:])
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    if any(extent < 0 for extent in shape):
-        return -1
-    product = 1  # of Python's integers, which do not overflow
-    for extent in shape:
-        product *= extent
-    return product
 
 
 def _bytes_of(array: Array) -> memoryview:

@@ -12,6 +12,9 @@ from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import safetensors_file
+from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.files import open_to_read
+from mpidist.checkpoint.format_rules import FILE, parse
 from mpidist.checkpoint.manifest import DATA, Manifest, Part, Tensor
 from mpidist.checkpoint.safetensors_file import FileRecord
 from mpidist.checkpoint.sharding import Plan
@@ -98,7 +101,8 @@ class Job:
 
     def leave_note(self, record: Record) -> None:
         """Tell the first rank that this rank's file is safe."""
-        self._draft(self.rank).write_text(json.dumps(record))
+        with open(self._draft(self.rank), "x") as file:  # never what a planted link leads to
+            file.write(json.dumps(record))
         os.replace(self._draft(self.rank), self._note(self.rank))
 
     def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
@@ -110,13 +114,14 @@ class Job:
 
         Raises:
             TimeoutError: They do not come; the deadline is that of collectives.
+            DamagedCheckpointError: One is not what a rank has written.
         """
         records, missing = {0: own}, set(range(1, self.ranks))
         limit, nap = time.monotonic() + settings.TIMEOUT.read(), 0.001
         while missing:
-            arrived = {rank for rank in missing if self._note(rank).exists()}
+            arrived = {rank for rank in missing if os.path.lexists(self._note(rank))}
             for rank in arrived:
-                records[rank] = json.loads(self._note(rank).read_text())
+                records[rank] = _read_note(self._note(rank))
                 self._note(rank).unlink()
             missing -= arrived
             if time.monotonic() > limit:
@@ -131,3 +136,11 @@ class Job:
 
     def _draft(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.json.part"
+
+
+def _read_note(path: Path) -> Record:
+    with safetensors_file.named(path), open_to_read(path) as file:
+        record: Record = parse(file.read(), str(path))
+    if record is not None and not FILE(record):
+        raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
+    return record

@@ -18,6 +18,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import safetensors_file
 from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.files import open_to_read, size_of
 from mpidist.checkpoint.manifest import FORMAT, Manifest, Part, Tensor, dtype_of
 from mpidist.checkpoint.safetensors_file import FileRecord
 from mpidist.checkpoint.writer_lock import WriterLock, is_held_here
@@ -180,7 +181,7 @@ def _two_writers(path: Path, other: str) -> str:
 def _check_is_there(file: Path, record: FileRecord) -> None:
     """Raise unless this rank sees a file that another one may have written."""
     try:
-        size = file.stat().st_size
+        size = size_of(file)
     except FileNotFoundError:
         size = -1
     if size != record.bytes:
@@ -194,9 +195,9 @@ def _check_is_there(file: Path, record: FileRecord) -> None:
 def is_checkpoint(path: Path) -> bool:
     """Whether it is a directory whose manifest is one of ours, damaged or not: other programs have such a file, too."""
     try:
-        with open(path / MANIFEST, "rb") as file:
+        with open_to_read(path / MANIFEST) as file:
             return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, DamagedCheckpointError):
         return False
 
 
@@ -209,24 +210,41 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: It is of another version.
     """
     file = path / MANIFEST
-    if not file.is_file():
+    try:
+        with safetensors_file.named(file), open_to_read(file) as stream:
+            data = stream.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             f"{path} is no checkpoint: it has no {MANIFEST}; expected a directory that Checkpoint.save() returned. "
             f"mpidist.checkpoint.latest_checkpoint(DIRECTORY) finds the newest one of a directory"
-        )
-    return Manifest.from_text(file.read_bytes(), str(file))
+        ) from error
+    return Manifest.from_text(data, str(file))
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError where a file of a checkpoint is missing or has another size; reads none."""
-    for name in sorted({part.file for tensor in manifest.tensors.values() for part in tensor.parts}):
+    """Raise DamagedCheckpointError where the files of a checkpoint cannot hold its tensors; reads none of them."""
+    counts: dict[str, int] = {}
+    for key, tensor in manifest.tensors.items():
+        borders = [0]
+        for part in tensor.parts:
+            borders += [part.start, part.stop]
+            counts[part.file] = counts.get(part.file, 0) + part.stop - part.start
+        borders.append(tensor.size)
+        # Part follows upon part, so that memory is taken only for what there is.
+        if borders != sorted(borders) or borders[::2] != borders[1::2]:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the parts of {key!r} do not come to {tensor.size} elements"
+            )
+    for name, count in sorted(counts.items()):
         record = manifest.files.get(name)
         try:
-            size = (path / name).stat().st_size
+            size = size_of(path / name)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{path / name} is missing") from error
         if record is not None and size != record.bytes:
             raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes, expected {record.bytes}")
+        if size < count:
+            raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes for {count} elements")
 
 
 def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
@@ -237,23 +255,17 @@ def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
         DamagedCheckpointError: The data are damaged, or do not fit the manifest.
         OSError: They cannot be read.
     """
+    check_sizes(path, manifest)
     dtypes = {key: dtype_of(tensor) for key, tensor in manifest.tensors.items()}
     by_file: dict[str, list[tuple[str, Part]]] = {}
     for key, tensor in manifest.tensors.items():
         for part in tensor.parts:
             by_file.setdefault(part.file, []).append((key, part))
     arrays: dict[str, Array] = {}
-    filled = dict.fromkeys(manifest.tensors, 0)
     for name, parts in sorted(by_file.items()):
         stored = safetensors_file.read(path / name, manifest.files.get(name))
         for key, part in parts:
-            filled[key] += part.stop - part.start
             _place(arrays, key, manifest.tensors[key], dtypes[key], part, stored.pop(key, None), path)
-    for key, tensor in manifest.tensors.items():
-        if filled[key] != tensor.size:
-            raise DamagedCheckpointError(f"{path} is damaged: {key!r} has {filled[key]} of {tensor.size} elements")
-        if key not in arrays:
-            arrays[key] = np.empty(tensor.shape, dtypes[key])
     return arrays
 
 
@@ -272,7 +284,7 @@ def _place(
         elements = elements.reshape(-1)
         if tensor.stored_as == "bytes" and elements.nbytes == count * dtype.itemsize:
             elements = elements.view(dtype)
-    if elements is None or (elements.size, elements.dtype) != (count, dtype) or part.stop > tensor.size:
+    if elements is None or (elements.size, elements.dtype) != (count, dtype):
         raise DamagedCheckpointError(
             f"{path / part.file} does not fit {MANIFEST}: expected {count} elements of {key!r}, of shape "
             f"{tensor.shape} and dtype {tensor.dtype}; restore another checkpoint"

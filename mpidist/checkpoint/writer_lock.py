@@ -8,6 +8,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from mpidist.checkpoint.files import open_regular
+
 # What a file system without locks answers. Writers of one name are not kept apart there, and leftovers left alone.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # The files of the locks that this process has.
@@ -25,7 +27,8 @@ class WriterLock:
 
     Raises:
         BlockingIOError: Someone else writes it.
-        OSError: The lock's file cannot be made.
+        NotAFileError: Something else is where its file belongs.
+        OSError: Its file cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +37,7 @@ class WriterLock:
 
     def _take(self) -> int:
         while True:
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             try:
                 self.is_real = _lock(descriptor)
                 # Whoever had the lock may have removed the file since it was opened.
@@ -71,7 +74,7 @@ def _file_of(path: Path) -> Path:
 
 
 def _identity(file: Path | int) -> tuple[int, int]:
-    status = os.stat(file)
+    status = os.fstat(file) if isinstance(file, int) else file.lstat()
     return status.st_dev, status.st_ino
 
 
@@ -89,7 +92,7 @@ def _lock(descriptor: int) -> bool:
 
 def _is_still(file: Path, descriptor: int) -> bool:
     try:
-        found = os.stat(file)
+        found = file.lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(found, os.fstat(descriptor))
