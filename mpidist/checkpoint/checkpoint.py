@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +178,21 @@ class Checkpoint:
         return unsettled.path
 
     def _collect(self, doing: str) -> Leaves:
-        try:
+        with self._shared_errors(doing):
             leaves = collect(self._objects)
-        except (TypeError, ValueError) as error:
+        object.__setattr__(self, "_last_leaves", leaves)
+        return leaves
+
+    @contextmanager
+    def _shared_errors(self, doing: str) -> Iterator[None]:
+        """Let the other ranks learn of what goes wrong in the block on this one, before it meets them."""
+        try:
+            yield
+        except Exception as error:
             # Lists and dicts may have changed on this rank alone; the others are those of the last time.
             before: Leaves = self.__dict__["_last_leaves"]
             extended_of(_strategy_of(before, f"{doing} a checkpoint"))._announce(error, doing)
             raise
-        object.__setattr__(self, "_last_leaves", leaves)
-        return leaves
 
     def _next_sequence(self, directory: Path) -> int:
         sequences: dict[Path, int] = self.__dict__["_sequences"]

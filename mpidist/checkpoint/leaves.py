@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_key, is_state
@@ -119,7 +119,9 @@ def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None
         leaves._add("variables", key, value)
     elif isinstance(value, np.ndarray) or is_device_array(value):
         check_transportable(value.dtype, f"checkpoint object {key!r}")
-        leaves._add("arrays", key, value)
+        array = to_array(value, f"checkpoint object {key!r}")
+        # Of a matrix, which is no vector even when it is asked to be one, the array whose memory it shows.
+        leaves._add("arrays", key, np.asarray(array) if isinstance(array, np.ndarray) else array)
     elif hasattr(value, "_checkpoint_children"):
         if hasattr(value, "_checkpoint_defer"):
             leaves.deferring[key] = value
@@ -145,6 +147,12 @@ def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None
 
 
 def _collect_container(leaves: Leaves, value: Any, key: str) -> None:
+    above = next((above for above in sorted(keys_above(key)) if leaves.containers.get(above) is value), None)
+    if above is not None:
+        raise ValueError(
+            f"checkpoint object {key!r} is {above!r} itself, a {type(value).__name__}, which so would have no end; "
+            "expected lists, tuples and dicts that do not hold themselves"
+        )
     leaves._add("containers", key, value)
     if isinstance(value, Mapping):
         for name, child in value.items():

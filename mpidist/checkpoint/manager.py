@@ -151,12 +151,13 @@ class CheckpointManager:
         Raises:
             Exception: As ``Checkpoint.save``.
         """
-        step = self._step() if self._interval is not None else None
+        with self._checkpoint._shared_errors("saving"):
+            step = self._step() if self._interval is not None else None
+            given = None if checkpoint_number is None else _whole(checkpoint_number)
         if step is not None and check_interval and self._last_step is not None:
             assert self._interval is not None
             if step - self._last_step < self._interval:
                 return None
-        given = None if checkpoint_number is None else _whole(checkpoint_number)
         self._checkpoint.wait()
         counter = self._checkpoint.save_counter + 1 if given is not None else self._next_number()
         number = counter if given is None else given

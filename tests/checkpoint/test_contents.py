@@ -44,6 +44,39 @@ def test_lists_and_dicts_get_what_they_lack(strategy: mpidist.Strategy, tmp_path
     status.expect_partial()
 
 
+@pytest.mark.one_rank
+def test_a_matrix_comes_back_and_a_masked_array_is_refused(tmp_path: Path) -> None:
+    matrix: Any = np.arange(6.0).reshape(2, 3).view(np.matrix)
+    for is_async in (False, True):
+        checkpoint = Checkpoint(a=[matrix.copy(), matrix.T * 1j])
+        path = checkpoint.save(tmp_path / f"ckpt-{is_async}", async_save=is_async)
+        checkpoint.a[0][:], checkpoint.a[1][:] = 0, 0
+        checkpoint.restore(path).assert_consumed()
+        assert isinstance(checkpoint.a[0], np.matrix)
+        assert (checkpoint.a[0].tolist(), checkpoint.a[1].tolist()) == (matrix.tolist(), (matrix.T * 1j).tolist())
+    with pytest.raises(TypeError, match="'a/0' is a masked array, whose mask would be lost"):
+        Checkpoint(a=[np.ma.masked_array([1.0], [True])])
+
+
+@pytest.mark.one_rank
+def test_nests_without_end() -> None:
+    nest: Any = {"deep": []}
+    nest["deep"].append((nest,))
+    with pytest.raises(ValueError, match="'nest/deep/0/0' is 'nest' itself, a dict, which so would have no end"):
+        Checkpoint(nest=nest)
+    # Twice in one checkpoint is not within itself.
+    Checkpoint(nest=[nest.pop("deep"), [], *[[1]] * 2][1:])
+    deep: Any = []
+    for _ in range(400):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"'deep(/0)+' is nested more than 100 deep"):
+        Checkpoint(deep=deep)
+    reader = Reader()
+    reader.position = deep
+    with pytest.raises(TypeError, match=r"state\(\) of checkpoint object 'reader'.*nested more than 100 deep"):
+        Checkpoint(reader=reader).save("nowhere")
+
+
 def test_a_list_is_no_dict(tmp_path: Path) -> None:
     path = Checkpoint(nest={"inner": {}}).save(tmp_path / "ckpt")
     with pytest.raises(ValueError, match="'nest/inner' is a dict in the checkpoint and a list here"):
@@ -245,6 +278,44 @@ def test_a_list_that_holds_something_wrong_on_one_rank(strategy: mpidist.Strateg
     assert checkpoint.save(tmp_path / "ckpt").endswith("ckpt-2")
 
 
+class FailsAsArray:
+    """Something that cannot say its value."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        raise RuntimeError("no value")
+
+    def items(self) -> Any:
+        raise RuntimeError("no value")
+
+
+class FailingDict(FailsAsArray, dict[str, Any]):
+    pass
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+@pytest.mark.parametrize("what", ["number", "step", "dict"])
+def test_whatever_one_rank_cannot_read_reaches_all(strategy: mpidist.Strategy, what: str, tmp_path: Path) -> None:
+    from mpi4py import MPI
+
+    is_odd = MPI.COMM_WORLD.rank == 1
+    with strategy.scope():
+        checkpoint = Checkpoint(v=mpidist.Variable(1.0), notes=[])
+    step: list[Any] = [1]
+    manager = mpidist.CheckpointManager(
+        checkpoint, tmp_path, 1, step_counter=lambda: int(np.asarray(step[0])), checkpoint_interval=1
+    )
+    wrong = FailsAsArray() if is_odd else 1
+    if what == "step":
+        step[0] = wrong
+    if what == "dict" and is_odd:
+        checkpoint.notes.append(FailingDict())
+    with pytest.raises(RuntimeError if is_odd else PeerError, match="no value"):
+        manager.save(wrong if what == "number" else None)
+    step[0], checkpoint.notes[:] = 1, []
+    assert str(manager.save()).endswith("ckpt-1")
+
+
 DIFFERING = r"different objects: 'a' only on rank 0; 'c' only on rank 1(, \d)*; expected the same on each of . ranks"
 
 
@@ -296,8 +367,9 @@ def test_lists_that_grew_on_one_rank_alone(strategy: mpidist.Strategy, tmp_path:
 
 
 def test_names_that_are_one_as_text() -> None:
-    with pytest.raises(ValueError, match=r"two checkpoint objects are called 'd/7'"):
-        Checkpoint(d={7: 1, "7": 2})
+    for one, other in [(1, 2), ([], [5]), (1, [])]:
+        with pytest.raises(ValueError, match=r"two checkpoint objects are called 'd/7'"):
+            Checkpoint(d={7: one, "7": other})
 
 
 @pytest.mark.min_ranks(2)
