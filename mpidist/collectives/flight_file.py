@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpidist.core.files import replacing
+
 ENTRIES = 1000
 RUNNING, DONE, FAILED = range(3)
 _HEAD_BYTES = 512
@@ -85,13 +87,11 @@ class FlightFile:
         path = path_of(folder, rank)
         head = {"format": _FORMAT, "rank": rank, "ranks": ranks, "host": socket.gethostname(), "process": os.getpid()}
         size = _HEAD_BYTES + ENTRIES * _ENTRY_BYTES
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "w+b") as file:
+        with replacing(path) as descriptor:
             # Room that is not there now would end the process by SIGBUS later.
-            os.posix_fallocate(file.fileno(), 0, size)
-            self._memory = mmap.mmap(file.fileno(), size)
-        self._memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
-        os.replace(temporary, path)
+            os.posix_fallocate(descriptor, 0, size)
+            self._memory = mmap.mmap(descriptor, size)
+            self._memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
         self._serial = 0
 
     def begin(self, communicator: str, number: int, text: str, call_site: str) -> int:

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpidist.core.files import open_to_write
 from mpidist.core.settings import TRACE
 
 # About 300 MB, which is what viewers still open.
@@ -67,7 +68,7 @@ class TraceFile:
         self._rank = rank
         try:
             os.makedirs(folder, exist_ok=True)
-            self._descriptor = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._descriptor = open_to_write(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         except OSError as error:
             raise OSError(
                 f"{TRACE.name}={folder!r}: {error}; expected a folder that every rank can write to, or nothing"

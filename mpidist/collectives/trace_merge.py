@@ -21,6 +21,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.trace_file import HEAD, MERGED, path_of, tail
+from mpidist.core.files import replacing
 
 _BLOCK_MICROSECONDS = 1e6
 _FEWEST_MEETINGS = 5
@@ -47,8 +48,8 @@ def merge(folder: str | os.PathLike[str]) -> Path:
     clocks = [entry["clock"] for entry in about]
     offsets = _offsets(paths, clocks)
     hosts = {entry["host"]: _summary(offsets[entry["clock"]]) for entry in about}
-    merged, unfinished = Path(folder, MERGED), Path(folder, f"{MERGED}.part")
-    with unfinished.open("w") as out:
+    merged = Path(folder, MERGED)
+    with replacing(merged) as descriptor, open(descriptor, "w", closefd=False) as out:
         out.write(HEAD)
         before = ""
         for path, clock in zip(paths, clocks, strict=True):
@@ -57,7 +58,6 @@ def merge(folder: str | os.PathLike[str]) -> Path:
                 before = ",\n"
         dropped = sum(entry["dropped"] for entry in about)
         out.write(tail({"ranks": len(paths), "dropped": dropped, "clocks": hosts}))
-    os.replace(unfinished, merged)
     return merged
 
 

@@ -185,7 +185,7 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
     except ValueError as error:
         return error
     setup = tuning_file.setup_of(comm._channel.node)
-    return _Goal(tables.get(setup, SHIPPED), str(Path(target).resolve()), seconds)
+    return _Goal(tables.get(setup, SHIPPED), str(Path(target).absolute()), seconds)
 
 
 def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing]) -> Tuned | ValueError:

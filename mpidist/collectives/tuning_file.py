@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import platform
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from mpidist.collectives.node import Node
 from mpidist.collectives.objects import broadcast_pickle
 from mpidist.collectives.table import SHIPPED, Table, table_from_json, table_text, table_to_json
 from mpidist.collectives.waiting import Steps
+from mpidist.core.files import check_no_link, replacing
 from mpidist.core.settings import TUNING_FILE
 from mpidist.topology import import_mpi
 
@@ -103,6 +103,10 @@ def read_if_there(path: str | Path) -> dict[Setup, Table]:
     Raises:
         ValueError: It is not a tuning file, or there can be none at this place.
     """
+    try:
+        check_no_link(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     if Path(path).exists():
         return read(path)
     folder = Path(path).resolve().parent
@@ -119,16 +123,11 @@ def merge(path: str | Path, setup: Setup, table: Table) -> None:
     """
     tables = {**read_if_there(path), setup: table}
     entries = [{**where._asdict(), **table_to_json(rows)} for where, rows in sorted(tables.items())]
-    target = Path(path).resolve()
-    # Whoever reads meanwhile finds either the old file or the new one.
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        temporary.write_text(_text(entries), "utf-8")
-        temporary.replace(target)
+        with replacing(path) as descriptor, open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+            file.write(_text(entries))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _text(entries: list[dict[str, Any]]) -> str:

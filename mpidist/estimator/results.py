@@ -14,6 +14,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import ops_of
+from mpidist.core.files import open_to_write
 from mpidist.values import Variable
 
 FILE = "eval/metrics.jsonl"
@@ -65,7 +66,8 @@ def append(directory: Path, result: EvalResult) -> None:
     """
     file = directory / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as stream:
+    descriptor = open_to_write(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="utf-8") as stream:
         stream.write(result.to_json() + "\n")
         stream.flush()
         os.fsync(stream.fileno())

@@ -61,12 +61,12 @@ def test_a_file_has_a_line_per_row(tmp_path: Path) -> None:
     assert '      "layout": "1 node x 4 ranks",' in lines
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_link_is_read_and_not_written(tmp_path: Path) -> None:
     merge(tmp_path / "real", HERE, SHIPPED)
     (tmp_path / "link").symlink_to("real")
-    merge(tmp_path / "link", HERE, MPI_ONLY)
-    assert (tmp_path / "link").is_symlink()
-    assert read(tmp_path / "real") == {HERE: MPI_ONLY}
+    assert read(tmp_path / "link") == {HERE: SHIPPED}
+    with pytest.raises(ValueError, match="link cannot be written: a symbolic link to 'real'"):
+        merge(tmp_path / "link", HERE, MPI_ONLY)
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
