@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist.core.files import replacing
+from mpidist.core.files import folder_to_write, replacing
+from mpidist.core.settings import FLIGHT_RECORD
 
 ENTRIES = 1000
 RUNNING, DONE, FAILED = range(3)
@@ -83,11 +84,10 @@ class FlightFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, ranks: int) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         path = path_of(folder, rank)
         head = {"format": _FORMAT, "rank": rank, "ranks": ranks, "host": socket.gethostname(), "process": os.getpid()}
         size = _HEAD_BYTES + ENTRIES * _ENTRY_BYTES
-        with replacing(path) as descriptor:
+        with folder_to_write(folder, FLIGHT_RECORD.name), replacing(path) as descriptor:
             # Room that is not there now would end the process by SIGBUS later.
             os.posix_fallocate(descriptor, 0, size)
             self._memory = mmap.mmap(descriptor, size)

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpidist.core.files import open_to_write
+from mpidist.core.files import folder_to_write, open_to_write
 from mpidist.core.settings import TRACE
 
 # About 300 MB, which is what viewers still open.
@@ -66,13 +66,8 @@ class TraceFile:
     def __init__(self, folder: str, rank: int, ranks: int, most_events: int = MOST_EVENTS) -> None:
         self.folder = folder
         self._rank = rank
-        try:
-            os.makedirs(folder, exist_ok=True)
+        with folder_to_write(folder, TRACE.name):
             self._descriptor = open_to_write(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        except OSError as error:
-            raise OSError(
-                f"{TRACE.name}={folder!r}: {error}; expected a folder that every rank can write to, or nothing"
-            ) from error
         self._room = most_events
         self._about: dict[str, Any] = {
             "rank": rank,

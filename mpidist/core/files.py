@@ -50,6 +50,26 @@ def check_no_link(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
+def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
+    """Make the folder that an environment variable names, if need be, and name both in errors of the block.
+
+    Raises:
+        OSError: It is no folder, or the block cannot write there.
+    """
+    name = os.fspath(folder)
+    try:
+        if os.path.exists(name) and not os.path.isdir(name):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name)
+        os.makedirs(name, exist_ok=True)
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{variable}={name!r}: {error}; expected a folder that every rank can write to. Type: export "
+            f"{variable}=DIR, or unset {variable}"
+        ) from error
+
+
+@contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """Give the descriptor of a new file, which takes the place of ``path`` at the end of the block.
 

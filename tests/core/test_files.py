@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from mpidist.core.files import open_to_write, replacing
 from mpidist.estimator import results
 
 pytestmark = pytest.mark.one_rank
+
+FLIGHT = "MPIDIST_FLIGHT_RECORD"
 
 
 def write_trace(folder: Path) -> Path:
@@ -68,6 +71,19 @@ def test_a_symbolic_link_is_not_written_through(tmp_path: Path, write: Callable[
     assert (victim.read_bytes() == content) if is_there else not victim.exists()
     path.unlink()
     assert write(folder) == path
+
+
+@pytest.mark.parametrize(
+    ("make", "variable"),
+    [(lambda folder: trace_file.TraceFile(folder, 0, 1), "MPIDIST_TRACE"), (lambda f: FlightFile(f, 0, 1), FLIGHT)],
+    ids=["trace", "flight record"],
+)
+def test_what_is_no_folder_is_named(tmp_path: Path, make: Callable[[str], object], variable: str) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("/dev/null", str(tmp_path / "file"), str(tmp_path / "file" / "x")):
+        text = f"{variable}='{folder}': [Errno 20] Not a directory: '{folder}'; expected a folder that every rank can "
+        with pytest.raises(OSError, match=re.escape(text) + f"write to. Type: export {variable}=DIR, or unset"):
+            make(folder)
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
