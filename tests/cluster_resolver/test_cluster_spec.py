@@ -86,6 +86,10 @@ def test_unknown_task() -> None:
         {"worker": [1]},
         {1: ["a:1"]},
         {"worker": {"first": "a:1"}},
+        {"worker": {1.7: "a:1"}},
+        {"worker": {1.0: "a:1"}},
+        {"worker": {"1.7": "a:1"}},
+        {1.7: ["a:1"]},
     ],
 )
 def test_wrong_types(cluster: object) -> None:
