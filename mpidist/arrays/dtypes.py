@@ -56,19 +56,25 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
     return dtype, dtype
 
 
-def half_dtype(name: str) -> DType:
-    """Return the dtype ``"float16"`` or ``"bfloat16"``.
+def as_dtype(given: Any) -> DType:
+    """Return the dtype that a user gave, as ``numpy.dtype`` does, or ``"bfloat16"``, which NumPy alone does not know.
 
     Raises:
         ImportError: bfloat16 without the ml_dtypes package.
+        TypeError: There is no such dtype.
+
+    >>> as_dtype("float32")
+    dtype('float32')
     """
-    if name != "bfloat16":
-        return np.dtype(name)
+    dtype: DType
+    if not isinstance(given, str) or given != "bfloat16":
+        dtype = np.dtype(given)
+        return dtype
     try:
         import ml_dtypes
     except ImportError:
         raise ImportError(
             "bfloat16 needs the ml_dtypes package; type: pip install 'mpidist[half]', or use float16"
         ) from None
-    dtype: DType = np.dtype(ml_dtypes.bfloat16)
+    dtype = np.dtype(ml_dtypes.bfloat16)
     return dtype

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives import objects, packing
 from mpidist.collectives.array_collectives import ArrayCollectives, Call
 from mpidist.collectives.chunks import slices
@@ -284,7 +285,7 @@ class Communicator(ArrayCollectives):
         [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
         >>> comm.close()
         """
-        like = np.empty(shape, dtype)
+        like = np.empty(shape, as_dtype(dtype))
         text = f"empty of {signature_text(signature_of([like]))}"
         memory = self._run(self._allocate_steps(like.nbytes, text), text, None)
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)

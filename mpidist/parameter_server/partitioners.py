@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.dtypes import as_dtype
+
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
 # Of these an element's bytes are not known: objects and strings of any length.
@@ -42,7 +44,7 @@ class Partitioner:
             raise ValueError(f"axis is {axis} for the shape {dims}; expected one of its axes, 0 or more")
         result = [1] * len(dims)
         # Without rows there is still one shard, which is the variable.
-        result[axis] = max(1, min(dims[axis], self._shards(dims, np.dtype(dtype), axis)))
+        result[axis] = max(1, min(dims[axis], self._shards(dims, as_dtype(dtype), axis)))
         return result
 
     def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:

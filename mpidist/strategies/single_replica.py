@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
@@ -99,7 +98,7 @@ class SingleReplicaExtended(StrategyExtended):
 def empty_on(device: str, shape: int | Sequence[int], dtype: Any) -> Array:
     """Return an uninitialized array on ``device``."""
     place = place_at(device)
-    return place.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype), place.number)
+    return place.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype), place.number)
 
 
 def _own_value(value: Any) -> Any:

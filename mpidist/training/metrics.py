@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
@@ -31,7 +32,7 @@ class Metric:
         self.name = name
         self._totals = {
             total: Variable(
-                np.zeros((), dtype),
+                np.zeros((), as_dtype(dtype)),
                 name=f"{name}/{total}",
                 trainable=False,
                 synchronization=VariableSynchronization.ON_READ,

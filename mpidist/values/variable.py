@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import check_transportable
+from mpidist.arrays.dtypes import as_dtype, check_transportable
 from mpidist.core.context import Frame, current_frame, entered, get_strategy, has_strategy, variable_creators
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
@@ -110,7 +110,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, a
     value = initial_value() if callable(initial_value) else initial_value
     array = value._read() if isinstance(value, Assignable) else array_of(value, "initial_value")
     if dtype is not None:
-        array = place_of(array).casts(array, np.dtype(dtype))
+        array = place_of(array).casts(array, as_dtype(dtype))
     check_transportable(array.dtype, "Variable")
     if shape is not None and tuple(shape) != array.shape:
         raise ValueError(f"initial_value has shape {array.shape}; expected shape={tuple(shape)}, as given")

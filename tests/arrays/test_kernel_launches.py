@@ -10,7 +10,7 @@ import pytest
 
 from mpidist.arrays import kernels as kernels_module
 from mpidist.arrays.device_ops import ops_for
-from mpidist.arrays.dtypes import half_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.arrays.kernel_source import kernel_for
 from mpidist.arrays.kernels import Kernels
 
@@ -31,7 +31,7 @@ def on_device(values: list[np.ndarray[Any, Any]], device: int = 0) -> list[Any]:
 
 def some(dtype: str, sizes: list[int] = SIZES) -> list[np.ndarray[Any, Any]]:
     rng = np.random.default_rng(1)
-    return [(rng.normal(size=size) * 1000).astype(half_dtype(dtype)) for size in sizes]
+    return [(rng.normal(size=size) * 1000).astype(as_dtype(dtype)) for size in sizes]
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -49,8 +49,8 @@ def test_there_and_back(fake_gpus: Any, source: str, wire: str, device: int) -> 
     ops = ops_for("gpu")
     values = some(source)
     with ops.on(device):
-        sources, targets = on_device(values, device), [fake_gpus.empty(size, half_dtype(source)) for size in SIZES]
-        flat = ops.empty((sum(SIZES),), half_dtype(wire), device)
+        sources, targets = on_device(values, device), [fake_gpus.empty(size, as_dtype(source)) for size in SIZES]
+        flat = ops.empty((sum(SIZES),), as_dtype(wire), device)
         stream, other = ops.stream(device), ops.stream(device)
         ops.pack(sources, flat, stream)
         other.wait(stream.record())
@@ -59,7 +59,7 @@ def test_there_and_back(fake_gpus: Any, source: str, wire: str, device: int) -> 
         divides = wire.startswith("float")
         ops.unpack(flat, targets, 3 if divides else None, other)
         other.synchronize()
-        flat_values = np.concatenate(values).astype(half_dtype(wire))
+        flat_values = np.concatenate(values).astype(as_dtype(wire))
         assert (ops.to_host(flat) == flat_values).all()
         wanted = np.true_divide(flat_values, 3, dtype=flat_values.dtype) if divides else flat_values
         wanted = wanted.astype(targets[0].dtype)

@@ -21,10 +21,10 @@ SIZES = [1, 0, 3, 1000, 70_001]
 
 
 def _values(rank: int, name: str, sizes: list[int]) -> list[np.ndarray[Any, Any]]:
-    from mpidist.arrays.dtypes import half_dtype
+    from mpidist.arrays.dtypes import as_dtype
 
     rng = np.random.default_rng([rank, 7])
-    return [rng.integers(0, 5, size).astype(half_dtype(name)) for size in sizes]
+    return [rng.integers(0, 5, size).astype(as_dtype(name)) for size in sizes]
 
 
 def _all_reduces(names: list[str], sizes: list[int], algorithms: list[str | None]) -> list[str]:

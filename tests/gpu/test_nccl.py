@@ -27,9 +27,9 @@ def _needs_nccl() -> None:
 
 def _values(rank: int, size: int, name: str) -> np.ndarray[Any, Any]:
     """Small numbers that differ by rank, whose sums and products are exact in every dtype."""
-    from mpidist.arrays.dtypes import half_dtype
+    from mpidist.arrays.dtypes import as_dtype
 
-    return ((np.arange(size) + rank) % 3 + 1).astype(half_dtype(name))
+    return ((np.arange(size) + rank) % 3 + 1).astype(as_dtype(name))
 
 
 class _Rank:

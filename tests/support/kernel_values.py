@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import half_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.arrays.kernel_source import kernel_for
 
 NAMES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -14,7 +14,7 @@ NAMES += ["bool", "float16", "bfloat16", "float32", "float64", "complex64", "com
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    return half_dtype(name)
+    return as_dtype(name)
 
 
 def provided(source: str, target: str, divides: bool) -> bool:

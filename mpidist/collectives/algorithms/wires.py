@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import half_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives.algorithms.halving_doubling import HalvingDoubling
 from mpidist.collectives.algorithms.pairwise import Pairwise
 from mpidist.collectives.algorithms.ring import Ring
@@ -76,5 +76,5 @@ class Wires:
 
     def _rounded_to(self, wire_dtype: str) -> Pairwise:
         if wire_dtype not in self._rounding:
-            self._rounding[wire_dtype] = Pairwise(self._comm, self._rail, self._position, half_dtype(wire_dtype))
+            self._rounding[wire_dtype] = Pairwise(self._comm, self._rail, self._position, as_dtype(wire_dtype))
         return self._rounding[wire_dtype]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import half_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.arrays.kernel_source import THREADS, Kernel, all_kernels
 from tests.support.fake_cupy.devices import cuda_error, machine
 
@@ -22,7 +22,7 @@ def _address(argument: Any) -> int:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    return half_dtype(name) if name == "bfloat16" else np.dtype(name)
+    return as_dtype(name)
 
 
 def _memory(address: int, count: int, dtype: np.dtype[Any], device: int) -> np.ndarray[Any, Any]:
