@@ -18,7 +18,7 @@ from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.cli.launch import additions
 from mpidist.cli.launch_words import split_program
 from mpidist.topology.environments import BATCH_SYSTEMS, LAUNCHER_VARIABLES
-from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary
+from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary, find_library
 from tests.support.ranks.jobs import child_environment
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -113,6 +113,28 @@ def test_a_module_and_a_command() -> None:
     assert "".join(done.stdout.split()) == "22", done.stderr  # the lines of two ranks may mingle
     done = launch("-n", "2", "--", "sh", "-c", "echo here")
     assert done.stdout.count("here") == 2, done.stderr
+
+
+LISTENING = """
+import os, mpidist
+with mpidist.Communicator() as comm:
+    comm.all_reduce("SUM", [1.0] * 1000)
+    own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in open("/proc/net/" + kind).readlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    told = comm.all_gather_object(listening)
+    if comm.rank == 0:
+        print(told)
+"""
+
+
+def test_ranks_on_one_machine_that_listen_nowhere(tmp_path: Path) -> None:
+    if find_library().vendor != OPEN_MPI:
+        pytest.skip("there is no such setting but Open MPI's")
+    program = tmp_path / "listening.py"
+    program.write_text(LISTENING)
+    done = launch("-n", "2", str(program), OMPI_MCA_btl="^tcp,ofi")
+    assert (done.returncode, done.stdout.strip()) == (0, "[[], []]"), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
