@@ -50,14 +50,14 @@ class Checkpoint:
 
     >>> import tempfile
     >>> from mpidist import Variable
-    >>> v = Variable([1.0, 2.0])
+    >>> v = Variable([1.0, 2.0], name="v")
     >>> checkpoint = Checkpoint(v=v, epoch=3)
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     path = checkpoint.save(directory + "/ckpt")
     ...     v.assign([0.0, 0.0])
     ...     checkpoint.epoch = 0
     ...     status = checkpoint.restore(path).assert_consumed()
-    <Variable 'Variable' shape=(2,) dtype=float64 ON_WRITE/NONE>
+    <Variable 'v' shape=(2,) dtype=float64 ON_WRITE/NONE>
     >>> v.numpy(), checkpoint.epoch
     (array([1., 2.]), 3)
     """

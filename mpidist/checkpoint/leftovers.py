@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from mpidist.checkpoint.files import NotAFileError
 from mpidist.checkpoint.storage import is_checkpoint
 from mpidist.checkpoint.writer_lock import WriterLock
+from mpidist.core.files import NotAFileError
 
 # Being written (tmp), moved away for a new one of the same name (old), and being removed (del).
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>tmp|old|del)")

@@ -8,7 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from mpidist.checkpoint.files import open_regular
+from mpidist.core.files import open_regular
 
 # What a file system without locks answers. Writers of one name are not kept apart there, and leftovers left alone.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -26,7 +26,7 @@ from mpidist.collectives.chunks import slices
 from mpidist.collectives.mapping import map_shared
 from mpidist.collectives.neighbours_memory import address_of
 from mpidist.collectives.waiting import Steps
-from mpidist.core.files import open_to_write
+from mpidist.core.files import open_regular
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -175,7 +175,7 @@ def _create(nbytes: int) -> tuple[int, int]:
     for number in _numbers:
         path = _name(os.getpid(), number)
         try:
-            descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             continue  # left over from a process that had this number
         except OSError:
@@ -199,7 +199,7 @@ def remove_leftovers() -> None:
     for path in Path(_DIRECTORY).glob("mpidist-*-*"):
         # Of another user, or removed by its maker meanwhile.
         with contextlib.suppress(OSError):
-            descriptor = open_to_write(path, os.O_RDWR)
+            descriptor = open_regular(path, os.O_RDWR)
             try:
                 if _lock(descriptor):
                     path.unlink()
@@ -222,7 +222,7 @@ def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
     That is then said on all ranks together.
     """
     try:
-        descriptor = open_to_write(name, os.O_RDWR)
+        descriptor = open_regular(name, os.O_RDWR)
         try:
             if stop > start:
                 os.posix_fallocate(descriptor, start, stop - start)

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpidist.core.files import folder_to_write, open_to_write
+from mpidist.core.files import folder_to_write, open_regular
 from mpidist.core.settings import TRACE
 
 # About 300 MB, which is what viewers still open.
@@ -67,7 +67,7 @@ class TraceFile:
         self.folder = folder
         self._rank = rank
         with folder_to_write(folder, TRACE.name):
-            self._descriptor = open_to_write(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._descriptor = open_regular(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._room = most_events
         self._about: dict[str, Any] = {
             "rank": rank,

@@ -18,7 +18,7 @@ from mpidist.collectives.node import Node
 from mpidist.collectives.objects import broadcast_pickle
 from mpidist.collectives.table import SHIPPED, Table, table_from_json, table_text, table_to_json
 from mpidist.collectives.waiting import Steps
-from mpidist.core.files import check_no_link, replacing
+from mpidist.core.files import NotAFileError, check_no_link, replacing
 from mpidist.core.settings import TUNING_FILE
 from mpidist.topology import import_mpi
 
@@ -105,8 +105,8 @@ def read_if_there(path: str | Path) -> dict[Setup, Table]:
     """
     try:
         check_no_link(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    except NotAFileError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from error
     if Path(path).exists():
         return read(path)
     folder = Path(path).resolve().parent

@@ -1,18 +1,42 @@
-"""Opening the files that mpidist writes, through no symbolic link: another user may have put it where others write."""
+"""Opening files where others may have planted links, pipes and devices, and writing them whole."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shlex
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Neither follow a link nor wait for the other end of a pipe, nor take a terminal for that of this process.
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# What opening a link, a socket and, for writing, a directory fails with.
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
-def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Return a descriptor of a file that is written, which ``path`` names and no symbolic link does.
+
+class NotAFileError(OSError):
+    """Something else than a regular file is where a file belongs.
+
+    >>> raise NotAFileError("/dev/null")
+    Traceback (most recent call last):
+    mpidist.core.files.NotAFileError: /dev/null is no regular file but a directory, a pipe or a device; type: ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        name = os.fspath(path)
+        what = "a directory, a pipe or a device"
+        if os.path.islink(name):
+            what = f"a symbolic link to {os.readlink(name)!r}"
+        super().__init__(
+            f"{name} is no regular file but {what}; type: rm -r {shlex.quote(name)}, or name another place"
+        )
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Return a descriptor of a regular file, which ``path`` names and no symbolic link does.
 
     Folders on the way to it may be links: the user has named them.
 
@@ -22,31 +46,25 @@ def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
         mode: Of a file that is made.
 
     Raises:
-        OSError: It cannot be opened, or is a symbolic link.
+        NotAFileError: There is something else, which was neither read nor written.
+        OSError: It cannot be opened.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, mode)
+        descriptor = os.open(path, flags | _SAFELY, mode)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            check_no_link(path)
-        raise
+        if error.errno not in _NO_FILE:
+            raise
+        raise NotAFileError(path) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFileError(path)
+    return descriptor
 
 
 def check_no_link(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if a file that is to be written is a symbolic link.
-
-    >>> check_no_link("/proc/self")
-    Traceback (most recent call last):
-    OSError: [Errno 40] a symbolic link to '...', and mpidist writes through none; type: rm /proc/self, or name ...
-    """
+    """Raise NotAFileError if a file that is to be written is a symbolic link."""
     if os.path.islink(path):
-        name = os.fspath(path)
-        raise OSError(
-            errno.ELOOP,
-            f"a symbolic link to {os.readlink(name)!r}, and mpidist writes through none; type: rm {shlex.quote(name)}, "
-            "or name another place",
-            name,
-        )
+        raise NotAFileError(path)
 
 
 @contextmanager
@@ -81,7 +99,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     check_no_link(path)
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    descriptor = open_to_write(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         try:
             yield descriptor

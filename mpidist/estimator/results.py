@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import ops_of
-from mpidist.core.files import open_to_write
+from mpidist.core.files import open_regular
 from mpidist.values import Variable
 
 FILE = "eval/metrics.jsonl"
@@ -66,7 +66,7 @@ def append(directory: Path, result: EvalResult) -> None:
     """
     file = directory / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = open_to_write(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with open(descriptor, "a", encoding="utf-8") as stream:
         stream.write(result.to_json() + "\n")
         stream.flush()

@@ -125,7 +125,7 @@ def test_only_regular_files_are_opened(plant: Callable[[Path], None], name: str,
     before, forged = two
     plant(forged / name)
     checkpoint = Checkpoint(**new_objects())
-    with pytest.raises(DamagedCheckpointError, match=rf"{name} is damaged: .* expected a regular file"):
+    with pytest.raises(DamagedCheckpointError, match=rf"{name} is damaged: .* is no regular file but"):
         checkpoint.restore(forged)
     with pytest.warns(UserWarning, match=rf"{name} is damaged.*restored {before} instead"):
         assert checkpoint.restore_latest(before.parent) is not None
@@ -164,7 +164,7 @@ def test_no_lock_is_taken_through_what_was_planted(plant: Callable[[Path], None]
     lock.touch()
     plant(lock)
     before = sorted(tmp_path.parent.rglob("*"))
-    with pytest.raises(OSError, match=r"\.ckpt-1\.lock is a link, .* expected a regular file: remove it"):
+    with pytest.raises(OSError, match=r"\.ckpt-1\.lock is no regular file but a "):
         Checkpoint(step=1).save(tmp_path / "ckpt")
     CheckpointManager(Checkpoint(step=1), tmp_path, 1)
     assert sorted(tmp_path.parent.rglob("*")) == before

@@ -65,7 +65,7 @@ def test_a_link_is_read_and_not_written(tmp_path: Path) -> None:
     merge(tmp_path / "real", HERE, SHIPPED)
     (tmp_path / "link").symlink_to("real")
     assert read(tmp_path / "link") == {HERE: SHIPPED}
-    with pytest.raises(ValueError, match="link cannot be written: a symbolic link to 'real'"):
+    with pytest.raises(ValueError, match="link cannot be written: .* a symbolic link to 'real'"):
         merge(tmp_path / "link", HERE, MPI_ONLY)
 
 
