@@ -13,7 +13,7 @@ from benchmarks.session import Session
 from benchmarks.timing import Case
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
-from mpidist.arrays.dtypes import half_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.staging import StagingRing
 from mpidist.core import settings
@@ -56,8 +56,8 @@ def run_packing(session: Session, model: str) -> None:
 
     cases = [(COPY, "copy", copy, 2 * nbytes, None)]
     for array_name, flat_name, unpacks in WAYS:
-        arrays = [cupy.ones(shape, half_dtype(array_name)) for shape in shapes]
-        flat = cupy.full(count, 2, half_dtype(flat_name))
+        arrays = [cupy.ones(shape, as_dtype(array_name)) for shape in shapes]
+        flat = cupy.full(count, 2, as_dtype(flat_name))
         moved = count * (arrays[0].itemsize + flat.itemsize)
         call, check = _packing(ops, stream, arrays, flat, unpacks)
         cases.append((OURS, way_name(array_name, flat_name, unpacks), call, moved, check))

@@ -11,7 +11,7 @@ from mpidist.cluster_resolver.roles import deal_tasks
 from mpidist.topology.gpus import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.patience import duplicate, limited
-from mpidist.topology.topology import Topology, world_topology
+from mpidist.topology.topology import Topology, has_world, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -66,10 +66,12 @@ class MPIClusterResolver(ClusterResolver):
         if comm is not None and not isinstance(comm, mpi.Intracomm):
             raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
         self._comm = comm
-        world: MPI.Intracomm = mpi.COMM_WORLD
+        shown: MPI.Intracomm = mpi.COMM_WORLD if comm is None else comm
         if comm is None:
-            check_world(world.Get_size())
-        shown = world if comm is None else comm
+            check_world(shown.Get_size())
+            if has_world():
+                # Some of the ranks may have been lost.
+                shown = world_topology().world
         self.rank = shown.Get_rank()
         self.size = shown.Get_size()
         self._tasks = deal_tasks(jobs, self.size)
