@@ -18,6 +18,7 @@ from mpidist.collectives.host_copies import on_host
 from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
 from mpidist.collectives.table import Table, check_table
+from mpidist.collectives.tally import Tally
 from mpidist.collectives.tuning_file import agreed_table
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
@@ -172,6 +173,19 @@ class ArrayCollectives:
     def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has come, to do what ``text`` says (collective)."""
         self._run(self._channel.handshake.open(plan_id(text), text, None), text, options)
+
+    def tally(self, what: str, value: int | float) -> None:
+        """Note what this rank has done by itself, which all ranks must have done alike before their next collective.
+
+        It travels with that one, which is a MismatchError where they have not.
+
+        Args:
+            what: As in "assigning to variable 'w'".
+            value: What must be the same, or a checksum of it.
+        """
+        if self._channel.tally is None:
+            self._channel.tally = Tally()
+        self._channel.tally.add(what, value, user_call_site())
 
     @property
     def shares_memory(self) -> bool:

@@ -34,6 +34,7 @@ from mpidist.collectives.naming import next_name, ranks_in_job
 from mpidist.collectives.node import Node
 from mpidist.collectives.progress import progress
 from mpidist.collectives.side_thread import side_thread
+from mpidist.collectives.tally import Tally
 from mpidist.collectives.trace import WatchedHandshake, watch
 from mpidist.collectives.turn import Turn
 from mpidist.collectives.waiting import Deadline, Steps, drive
@@ -100,6 +101,8 @@ class Channel:
         self._waits = False
         self._has_ended = False
         self.at_exit: list[Callable[[], None]] = []
+        self.tally: Tally | None = None
+        """What this rank has done by itself since the last collective, if anything."""
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
         self._interrupted: BaseException | None = None
@@ -145,6 +148,8 @@ class Channel:
         """
         if self.trace is not None:
             steps = self.trace.blocking(steps, text)
+        if self.tally is not None:
+            steps = self._with_tally(steps)
         with self._turn:
             self._check_usable()
             self.issued = number = self.issued + 1
@@ -154,6 +159,8 @@ class Channel:
 
     def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
         """Start a collective, to be carried out in the order of submission, and return its handle."""
+        if self.tally is not None:
+            steps = self._with_tally(steps)
         make = Work if self.trace is None else self.trace.work
         work = make(self, steps, text, call_site, timeout or self.timeout)
         with self._turn:
@@ -166,6 +173,16 @@ class Channel:
         if not work.is_done and self.size > 1:
             progress.watch(self)
         return work
+
+    def _with_tally(self, steps: Steps[T]) -> Steps[T]:
+        """Return ``steps`` that open with what there is to compare: now, whenever they are carried out."""
+        tally, self.tally = self.tally, None
+
+        def opened() -> Steps[T]:
+            self.handshake.tally = tally
+            return (yield from steps)
+
+        return opened()
 
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""

@@ -88,7 +88,7 @@ class Engine:
             self.last_algorithm = "handshake"
             plan.fill_inline(arrays, handshake.payload(plan.count))
             if not handshake.begin(plan.id):
-                yield from handshake.finish(plan.id, plan.text, call_site)
+                yield from handshake.finish(plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count, plan.formed[0][0]), out)
         if out is not None and plan.packs:
             # One pack may write what another has still to read.
@@ -142,7 +142,7 @@ class Engine:
             algorithm.prepare(job, may_share)
             if number == 0 and call is None:
                 if not handshake.begin(plan.id):
-                    yield from handshake.finish(plan.id, plan.text, call_site)
+                    yield from handshake.finish(plan.text, call_site)
             else:
                 if trace is not None:
                     trace.phase(OTHERS)

@@ -26,6 +26,7 @@ from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.board import FLOATS, Board
 from mpidist.collectives.objects import gather_objects
+from mpidist.collectives.tally import Tally
 from mpidist.collectives.waiting import Steps, until_done
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
@@ -165,6 +166,9 @@ class Handshake:
         self.most_numbers = self._exchange.most_numbers
         """How many numbers may travel in an opening."""
         self._is_over = True
+        self._identity = 0
+        self.tally: Tally | None = None
+        """What goes with the next opening."""
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []
 
@@ -189,19 +193,26 @@ class Handshake:
             PeerError: Another rank failed on its way here.
         """
         if not self.begin(identity):
-            yield from self.finish(identity, text, call_site)
+            yield from self.finish(text, call_site)
 
     def begin(self, identity: int) -> bool:
         """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
+        if self.tally is not None:
+            identity ^= self.tally.identity
+        self._identity = identity
         self._is_over = self._exchange.begin(identity)
-        return self._is_over and self._exchange.all_agree(identity)
+        if self._is_over and self._exchange.all_agree(identity):
+            self.tally = None
+            return True
+        return False
 
-    def finish(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
+    def finish(self, text: str, call_site: str | None) -> Steps[None]:
         """Do what is left of ``open``, with the same arguments."""
         if not self._is_over:
             yield from self._exchange.rest()
-        if not self._exchange.all_agree(identity):
-            yield from self._compare(text, call_site)
+        tally, self.tally = self.tally, None
+        if not self._exchange.all_agree(self._identity):
+            yield from self._compare(text if tally is None else f"{text}, after {tally.text}", call_site)
 
     def totals(self, count: int, dtype: DType) -> Array:
         """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening.
@@ -220,7 +231,7 @@ class Handshake:
             text: The news, as in "rank 3 ...".
             call_site: Line of the user's program.
         """
-        identity = plan_id(kind)
+        identity, self.tally = plan_id(kind), None
         if self.begin(identity):
             return
         if not self._is_over:

@@ -289,9 +289,9 @@ class WatchedHandshake(Handshake):
             self._trace.met()
         return is_done
 
-    def finish(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
+    def finish(self, text: str, call_site: str | None) -> Steps[None]:
         """See ``Handshake``."""
-        yield from super().finish(identity, text, call_site)
+        yield from super().finish(text, call_site)
         self._trace.met()
 
 

@@ -82,6 +82,9 @@ class ExtendedLike(Protocol):
     def _announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that is about to be raised in place of a collective."""
 
+    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
+        """Have the other ranks compare, at the next collective, what this rank has done by itself."""
+
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduce over all replicas and place the result."""
 

@@ -38,6 +38,9 @@ class CentralExtended(ReplicatedExtended):
         """Return the copy of a new variable; ``properties`` are those that ``Variable`` was given."""
         raise NotImplementedError
 
+    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
+        """There are no copies that could differ."""
+
     def _update_device(self, component: Component) -> str:
         """Return the device of this process that is current while ``component`` is updated."""
         return component.device

@@ -21,6 +21,7 @@ from mpidist.strategies.leaves import apart_from
 from mpidist.values import DistributedValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at, place_of
+from mpidist.values.synchronization import tally
 from mpidist.values.variable import update_components
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class StrategyExtended(StrategyHooks):
         """Call ``fn(component, *args, **kwargs)`` for each local component of ``var``, in its update context.
 
         Distributed values in the arguments become the part of the component's replica. No communication: the
-        copies stay equal because the arguments are. In replica context it goes through ``merge_call``.
+        copies stay equal because the arguments are; the ranks compare checksums of theirs at their next collective. In
+        replica context it goes through ``merge_call``.
 
         Args:
             var: A variable of this strategy.
@@ -150,7 +152,9 @@ class StrategyExtended(StrategyHooks):
                 lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
             )
         context.require_cross_replica(self._strategy, "update()", "use merge_call")
-        return self._update(var, fn, tuple(args), kwargs or {}, group)
+        result = self._update(var, fn, tuple(args), kwargs or {}, group)
+        tally(var, f"extended.update() of variable {var._label!r}")
+        return result
 
     def update_non_slot(
         self,

@@ -191,6 +191,14 @@ class StrategyHooks:
             text: Called where there are other ranks; says what is being done, and with what.
         """
 
+    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
+        """Have the other ranks compare, at the next collective, what this rank has done by itself.
+
+        Args:
+            what: As in "assigning to variable 'w'".
+            value: Called where there are other ranks with copies of their own; returns a checksum, or what it was.
+        """
+
     def _distributed(self, value: Any) -> Any:
         """Return the components of a variable as a distributed value; other values unchanged."""
         return value.value() if isinstance(value, Variable) else value

@@ -396,6 +396,10 @@ class ReplicatedExtended(StrategyExtended):
     def _step_agreement(self) -> StepAgreement:
         return StepAgreement(None) if self._comm is None else self._comm.step_agreement()
 
+    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
+        if self._comm is not None:
+            self._comm.tally(what, value())
+
     def _agree_on(self, text: Callable[[], str]) -> None:
         if self._comm is not None:
             self._comm.meet(text())

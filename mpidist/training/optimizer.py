@@ -216,7 +216,7 @@ class Optimizer:
 
         Outside ``run`` the gradients are taken for sums already and every copy is updated by them: they must be the
         same on all ranks, which is checked by their checksums. (Keras raises an error there.) So must be the settings,
-        such as the learning rate, which the ranks compare whenever one has changed.
+        which the ranks compare whenever one has changed, and the learning rate of each step.
 
         The first call makes the optimizer's variables if ``build`` was not called.
 
@@ -254,8 +254,9 @@ class Optimizer:
             # A checksum takes as long as copying them, and is worth it where copies could drift apart.
             strategy.extended._agree_on(
                 lambda: (
-                    f"apply_gradients() of {self._settings()}, outside of strategy.run(), where gradients must be the "
-                    f"same on all ranks: their checksum is {gradient_tools.checksum(gradients):08x}"
+                    f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, outside of "
+                    "strategy.run(), where gradients must be the same on all ranks: their checksum is "
+                    f"{gradient_tools.checksum(gradients):08x}"
                 )
             )
             strategy.extended.update(
@@ -311,6 +312,10 @@ class Optimizer:
         settings = self._settings()
         if settings != self._agreed and has_strategy():
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
+        if self._schedule is not None and context.local_replica_id == 0:
+            # Travels with the gradients.
+            what = f"the learning rate of step {self._step()} by the schedule of {type(self).__name__}"
+            context.strategy.extended._tally(what, lambda: self.learning_rate)
 
     def _agree_on(self, strategy: Strategy, settings: str) -> None:
         strategy.extended._agree_on(lambda: f"apply_gradients() of {settings}")

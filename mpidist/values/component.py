@@ -52,7 +52,8 @@ class Assignable(ReadsAsArray):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
 
-        In cross-replica context give the same value on every rank. Nothing is communicated, but where ranks share one
+        In cross-replica context give the same value on every rank. Nothing is communicated at once; a checksum travels
+        with the next collective of the strategy, which is a MismatchError where ranks differ. But where ranks share one
         copy (CentralStorageStrategy): there it is collective, and the first rank's value counts.
 
         Args:

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ASSIGN, Assignment, as_value_of
 from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import array_of, place_of
+from mpidist.values.placement import array_of, on_host, place_of
 
 if TYPE_CHECKING:
     from mpidist.values.scatter import ScatterOp
@@ -71,6 +72,13 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
         component._assign(how, part)
 
 
+def tally(variable: Variable, what: str) -> None:
+    """Have the ranks compare, when they next meet, the copies of a variable that each of them has changed by itself."""
+    if variable.synchronization == VariableSynchronization.ON_READ:
+        return
+    variable.distribute_strategy.extended._tally(what, lambda: checksum(on_host(variable.values[0]._local_array())))
+
+
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, DistributedValues) else value
@@ -99,6 +107,7 @@ class _OnWrite:
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         _write_all(variable, how, value)
+        tally(variable, f"{how.__name__.lower()} of variable {variable._label!r} outside of strategy.run()")
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
         if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):

@@ -21,7 +21,7 @@ from mpidist.values import scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
-from mpidist.values.synchronization import Policy, policy_for
+from mpidist.values.synchronization import Policy, policy_for, tally
 
 if TYPE_CHECKING:
     from mpidist.values.composite import CompositeVariable
@@ -331,6 +331,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                 with self._strategy.scope():
                     for component in self._components:
                         component._scatter(how, slices)
+                    tally(self, f"{how.name} of variable {self._label!r} outside of strategy.run()")
         return self
 
     def _check_belongs_here(self, frame: Frame) -> None:
