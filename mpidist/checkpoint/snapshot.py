@@ -53,6 +53,16 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
     return Snapshot(manifest, arrays)
 
 
+def describe_objects(checkpoint: Checkpoint) -> str:
+    """Return what a checkpoint holds, without the values: what ranks compare."""
+    leaves = checkpoint._collect("keeping")
+    arrays = {**leaves.variables, **leaves.arrays}
+    kinds = {key: f"{array.dtype}{tuple(array.shape)}" for key, array in arrays.items()}
+    kinds.update({key: type(holder[place]).__name__ for key, (holder, place) in leaves.places.items()})
+    kinds.update({key: f"{type(iterator).__name__}" for key, iterator in leaves.iterators.items()})
+    return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
+
+
 def restore_snapshot(checkpoint: Checkpoint, snapshot: Snapshot | None) -> None:
     """Give the objects of ``checkpoint`` the values of the first rank's snapshot, if it has one; collective."""
 

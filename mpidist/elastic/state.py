@@ -6,7 +6,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.snapshot import Snapshot, restore_snapshot, take_snapshot
+from mpidist.checkpoint.snapshot import Snapshot, describe_objects, restore_snapshot, take_snapshot
 from mpidist.topology import world_topology
 from mpidist.topology.patience import limited
 from mpidist.topology.topology import has_world
@@ -55,11 +55,14 @@ class State:
     _tracked: Checkpoint | None
     _last: _Commit
     _commits: int
+    # What all ranks have said to have in common.
+    _agreed: str
 
     def __init__(self, **values: Any) -> None:
         for name in values:
             _check_name(name)
-        self.__dict__.update(_values=values, _tracked=None, _commits=0, _last=_Commit(0, _pickled(values), None))
+        first = _Commit(0, _pickled(values), None)
+        self.__dict__.update(_values=values, _tracked=None, _agreed="", _commits=0, _last=first)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,7 +117,7 @@ class State:
                 "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "
                 "State(...)"
             )
-        self.__dict__["_tracked"] = tracked
+        self.__dict__.update(_tracked=tracked, _agreed="")
         # The first rank has the newest commit, see `_take_over`.
         restore_snapshot(tracked, self._last.snapshot)
 
@@ -122,10 +125,23 @@ class State:
         """Keep a copy of everything, to go on from; collective: call it on every rank, after the same step.
 
         Every rank keeps all of it, so it survives as long as one rank does.
+
+        Raises:
+            MismatchError: Ranks track other objects, or have other values, by name or shape or kind. They say what they
+                have where that is new.
         """
         values = _pickled(self._values)
+        if self._tracked is not None:
+            self._agree_on_objects(self._tracked)
         snapshot = self._last.snapshot if self._tracked is None else take_snapshot(self._tracked)
         self.__dict__.update(_commits=self._commits + 1, _last=_Commit(self._commits + 1, values, snapshot))
+
+    def _agree_on_objects(self, tracked: Checkpoint) -> None:
+        described = f"commit() of the values {sorted(self._values)} and of {describe_objects(tracked)}"
+        if described != self._agreed:
+            strategy: Any = tracked._strategy("commit()")
+            strategy.extended._agree_on(lambda: described)
+            self.__dict__["_agreed"] = described
 
     def _names(self) -> list[str]:
         tracked = [] if self._tracked is None else self._tracked._objects

@@ -13,6 +13,7 @@ import mpidist
 from mpidist import elastic
 from tests.elastic.test_run import needs_ulfm
 from tests.support.ranks.jobs import run_script
+from tests.support.ranks.pool import run
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
@@ -149,3 +150,34 @@ def test_arrays_among_the_values_are_copied_by_a_commit() -> None:
     state.commit()
     assert state.best.tolist() == [1, 1]
     assert state.names == ["a", "b"]
+
+
+def _commits_what_differs(kind: str) -> str:
+    from mpi4py import MPI
+
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        is_odd = MPI.COMM_WORLD.rank == 1
+        with strategy.scope():
+            objects = {"w": mpidist.Variable(np.zeros(2)), "names": ["a"]}
+            if is_odd and kind == "another name":
+                objects["v"] = objects.pop("w")
+        state = elastic.State(step=0)
+        state.track(**objects)
+        try:
+            state.commit()
+            if kind == "a list that grew":
+                state.commit()
+                if is_odd:
+                    state.names.append("b")
+                state.commit()
+            strategy.reduce("SUM", 1.0, axis=None)
+        except mpidist.MismatchError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("kind", ["another name", "a list that grew"])
+def test_ranks_that_track_other_objects_are_told_at_the_commit(kind: str) -> None:
+    for found in run(_commits_what_differs, 2, kind):
+        assert "commit() of the values ['step'] and of names/0: str, " in found
+    assert run(_commits_what_differs, 2, "nothing differs") == ["no error"] * 2
