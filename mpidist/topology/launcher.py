@@ -21,6 +21,7 @@ from mpidist.topology.environments import (
 from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
 from mpidist.topology.start_commands import command_for
+from mpidist.topology.start_watch import watch_start
 
 __all__ = [
     "LauncherInfo",
@@ -74,7 +75,7 @@ def prepare_environment() -> None:
     ``OMPI_MCA_osc=^ucx`` always, ``OMPI_MCA_mpi_yield_when_idle=1`` where the launcher put more ranks on this
     node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``, and
     ``OMPI_MCA_btl=^ofi`` where the launcher put all ranks on one node, which may save a second. Other MPI libraries
-    ignore these variables. ``import mpidist`` calls this.
+    ignore these variables. Has the start watched, too (``start_watch``). ``import mpidist`` calls this.
 
     Raises:
         LauncherVariableError: A launcher's variable is malformed, and MPI runs already; before that
@@ -96,6 +97,7 @@ def prepare_environment() -> None:
     missing = {name: value for name, value in needed.items() if name not in os.environ}
     if mpi is None or not mpi.Is_initialized():
         os.environ.update({**_quick_start(info), **missing, **os.environ})
+        watch_start(info)
         return
     if missing and info is not None and info.size != 1 and mpi.Get_library_version().startswith("Open MPI"):
         export = " ".join(f"{name}='{value}'" for name, value in missing.items())

@@ -1,0 +1,119 @@
+"""Watching MPI start: a rank that never comes leaves the others in MPI_Init for ever, where nothing else can speak.
+
+mpi4py keeps Python's lock while MPI starts, so no thread could act. A child process does: it says which rank, on which
+host, has waited for ``MPIDIST_WARN_AFTER`` seconds, and ends it after ``MPIDIST_TIMEOUT``. The child lives until MPI has
+started; making it takes a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+from mpidist.core import settings
+from mpidist.topology.environments import LauncherInfo
+
+_MODULE = "mpi4py.MPI"
+_STDERR = 2
+
+
+def watch_start(info: LauncherInfo | None) -> None:
+    """Have the start of MPI watched, unless this rank is alone or MPI has started already."""
+    if info is None or info.size == 1 or _MODULE in sys.modules:
+        return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(info))
+
+
+class _Finder(MetaPathFinder):
+    """Finds mpi4py.MPI, once, with a loader that has its start watched; leaves all else to the other finders."""
+
+    def __init__(self, info: LauncherInfo) -> None:
+        self._info = info
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._info)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a module that starts MPI."""
+
+    def __init__(self, loader: Loader, info: LauncherInfo) -> None:
+        self._loader = loader
+        self._info = info
+        self._end_of_watch: int | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        # Here, where the module is not among the others yet, whom a fork would find it half made.
+        self._end_of_watch = _begin(self._info)
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            self._loader.exec_module(module)
+        finally:
+            if self._end_of_watch is not None:
+                os.close(self._end_of_watch)
+
+
+def _begin(info: LauncherInfo) -> int:
+    """Begin to watch; returns a descriptor whose end is the end of it, also where this process is killed."""
+    seconds = settings.WARN_AFTER.read(), settings.TIMEOUT.read()
+    me = f"mpidist: rank {info.rank}{'' if info.size is None else f' of {info.size}'} on host {os.uname().nodename}"
+    reading, writing = os.pipe()
+    _start(reading, writing, seconds, me)
+    os.close(reading)
+    return writing
+
+
+def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) -> None:
+    rank = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, such as those of a BLAS, which the child has no use for.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        # A child of a child, so that nobody has to wait for it, in a group of its own.
+        if os.fork() == 0:
+            os.setsid()
+            os.close(writing)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)
+            _watch(reading, rank, seconds, me)
+    finally:
+        os._exit(0)
+
+
+def _watch(reading: int, rank: int, seconds: tuple[float, float], me: str) -> NoReturn:
+    warn_after, limit = seconds
+    for until, since, and_then in ((min(warn_after, limit), 0.0, ""), (limit, min(warn_after, limit), ", and ends")):
+        if select.select([reading], [], [], until - since)[0]:
+            os._exit(0)
+        text = (
+            f"{me} has waited {until:g} s for MPI to start{and_then}: another rank has ended before, was killed, or "
+            "has not come to it. Expected: every rank imports mpi4py.MPI or makes its strategy; python -m mpidist "
+            "doctor examines how the job was started\n"
+        )
+        os.write(_STDERR, text.encode())
+    os.kill(rank, signal.SIGKILL)
+    os._exit(0)
