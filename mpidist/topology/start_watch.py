@@ -1,7 +1,7 @@
 """Watching MPI start: a rank that never comes leaves the others in MPI_Init for ever, where nothing else can speak.
 
 mpi4py keeps Python's lock while MPI starts, so no thread could act. A child process does: it says which rank, on which
-host, has waited for ``MPIDIST_WARN_AFTER`` seconds, and ends it after ``MPIDIST_TIMEOUT``. The child lives until MPI has
+host, has waited for ``MPIDIST_WARN_AFTER`` seconds, and ends it after ``MPIDIST_TIMEOUT``. It lives until MPI has
 started; making it takes a few milliseconds.
 """
 
