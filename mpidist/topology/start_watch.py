@@ -30,15 +30,21 @@ def watch_start(info: LauncherInfo | None) -> None:
     """Have the start of MPI watched, unless this rank is alone or MPI has started already."""
     if info is None or info.size == 1 or _MODULE in sys.modules:
         return
+    try:
+        seconds = settings.WARN_AFTER.read(), settings.TIMEOUT.read()
+    except ValueError:
+        # Not here: whatever reads it next says what is wrong with it, and doctor could not be imported to do so.
+        return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(info))
+        sys.meta_path.insert(0, _Finder(info, seconds))
 
 
 class _Finder(MetaPathFinder):
     """Finds mpi4py.MPI, once, with a loader that has its start watched; leaves all else to the other finders."""
 
-    def __init__(self, info: LauncherInfo) -> None:
+    def __init__(self, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._info = info
+        self._seconds = seconds
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,21 +54,22 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._info)
+            spec.loader = _Loader(spec.loader, self._info, self._seconds)
         return spec
 
 
 class _Loader(Loader):
     """Loads a module that starts MPI."""
 
-    def __init__(self, loader: Loader, info: LauncherInfo) -> None:
+    def __init__(self, loader: Loader, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._loader = loader
         self._info = info
+        self._seconds = seconds
         self._end_of_watch: int | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         # Here, where the module is not among the others yet, whom a fork would find it half made.
-        self._end_of_watch = _begin(self._info)
+        self._end_of_watch = _begin(self._info, self._seconds)
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -73,9 +80,8 @@ class _Loader(Loader):
                 os.close(self._end_of_watch)
 
 
-def _begin(info: LauncherInfo) -> int:
+def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int:
     """Begin to watch; returns a descriptor whose end is the end of it, also where this process is killed."""
-    seconds = settings.WARN_AFTER.read(), settings.TIMEOUT.read()
     me = f"mpidist: rank {info.rank}{'' if info.size is None else f' of {info.size}'} on host {os.uname().nodename}"
     reading, writing = os.pipe()
     _start(reading, writing, seconds, me)

@@ -187,6 +187,9 @@ def test_assigning_in_update_context(strategy: Any, synchronization: Any, aggreg
         mine = per_replica(strategy, of_replica)
         strategy.extended.update(variable, lambda c, x, m=method: getattr(c, m)(x), args=(mine,))
         check_components(strategy, variable, lambda i, h=how: h(BASE, of_replica(i)))
+        if synchronization == ON_WRITE and len(strategy.extended.local_replica_ids) < strategy.num_replicas_in_sync:
+            with pytest.raises(mpidist.MismatchError, match=r"extended\.update\(\) of variable"):
+                strategy.reduce("SUM", 1.0, axis=None)
 
 
 def test_integers_and_means(strategy: Any) -> None:
