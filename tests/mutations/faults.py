@@ -153,6 +153,22 @@ _COLLECTIVES = (
         ranks=2,
     ),
     Fault(
+        "what a rank has assigned by itself is not told the others",
+        "mpidist/collectives/handshake.py",
+        "identity ^= self.tally.identity",
+        "identity ^= 0",
+        ("tests/strategies/test_drift.py",),
+        ranks=2,
+    ),
+    Fault(
+        "small sums are formed in float64",
+        "mpidist/collectives/board.py",
+        "self._views(self._page, count).astype(dtype, copy=False)",
+        "self._views(self._page, count)",
+        ("tests/collectives/test_order_of_sums.py",),
+        ranks=3,
+    ),
+    Fault(
         "two calls of other structures are taken for the same",
         "mpidist/collectives/plan.py",
         "{signature_text(signature, on_device)}{structure}{_options_text(options)}",
