@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,16 +13,24 @@ from mpidist.arrays.convert import Array
 _PIECES, _PIECE_BYTES = 16, 64 << 10
 
 
-def checksum(array: Array) -> int:
-    """Return the CRC-32 of the bytes of an array in host memory, of a large one that of pieces of it.
+def checksum(array: Array, bring: Callable[[Array], Array]) -> int:
+    """Return the CRC-32 of the bytes of an array, of one above 1 MiB that of pieces of it.
 
-    >>> checksum(np.arange(3)) == checksum(np.arange(3) + 1)
+    Args:
+        array: On the host or a device.
+        bring: Copies what is looked at to the host.
+
+    >>> checksum(np.arange(3), np.asarray) == checksum(np.arange(3) + 1, np.asarray)
     False
     """
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if data.size <= _PIECES * _PIECE_BYTES:
-        return zlib.crc32(data.data)
-    found = 0
-    for start in np.linspace(0, data.size - _PIECE_BYTES, _PIECES, dtype=np.int64):
-        found = zlib.crc32(data[start : start + _PIECE_BYTES].data, found)
+    flat = array.reshape(-1)
+    if array.nbytes <= _PIECES * _PIECE_BYTES:
+        return zlib.crc32(_bytes(bring(flat)))
+    found, size = 0, _PIECE_BYTES // array.dtype.itemsize
+    for start in np.linspace(0, flat.size - size, _PIECES, dtype=np.int64).tolist():
+        found = zlib.crc32(_bytes(bring(flat[start : start + size])), found)
     return found
+
+
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data

@@ -54,12 +54,11 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
 
 
 def describe_objects(checkpoint: Checkpoint) -> str:
-    """Return what a checkpoint holds, without the values: what ranks compare."""
+    """Return what a checkpoint holds and all ranks must, without the values: lists may grow on one rank alone."""
     leaves = checkpoint._collect("keeping")
-    arrays = {**leaves.variables, **leaves.arrays}
-    kinds = {key: f"{array.dtype}{tuple(array.shape)}" for key, array in arrays.items()}
-    kinds.update({key: type(holder[place]).__name__ for key, (holder, place) in leaves.places.items()})
-    kinds.update({key: f"{type(iterator).__name__}" for key, iterator in leaves.iterators.items()})
+    kinds = {key: f"{variable.dtype}{tuple(variable.shape)}" for key, variable in leaves.variables.items()}
+    kinds.update({key: f"{array.dtype}{array.shape}" for key, array in leaves.arrays.items() if "/" not in key})
+    kinds.update({key: type(iterator).__name__ for key, iterator in leaves.iterators.items() if "/" not in key})
     return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
 
 

@@ -167,6 +167,14 @@ class MPIClusterResolver(ClusterResolver):
         names = [job for job, _ in self._tasks]
         return all(name in jobs for name in names) and "chief" not in names[1:]
 
+    def is_of(self, comm: MPI.Intracomm) -> bool:
+        """Whether the ranks of ``comm`` are those of this resolver; local."""
+        mpi = import_mpi()
+        base = self._comm
+        if base is None:
+            base = world_topology().world if has_world() else mpi.COMM_WORLD
+        return bool(mpi.Comm.Compare(comm, base) != mpi.UNEQUAL)
+
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
         """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
 

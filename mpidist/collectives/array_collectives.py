@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -174,18 +174,32 @@ class ArrayCollectives:
         """Return once every rank has come, to do what ``text`` says (collective)."""
         self._run(self._channel.handshake.open(plan_id(text), text, None), text, options)
 
-    def tally(self, what: str, value: int | float) -> None:
-        """Note what this rank has done by itself, which all ranks must have done alike before their next collective.
+    @contextmanager
+    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
+        """Have the other ranks compare, at the next collective, what this rank changes by itself in the block.
 
-        It travels with that one, which is a MismatchError where they have not.
+        That collective is a MismatchError where they have not changed it alike.
 
         Args:
-            what: As in "assigning to variable 'w'".
-            value: What must be the same, or a checksum of it.
+            label: What is changed, the same on all ranks.
+            what: How, as in "assign of variable 'w'".
+            checksum: Of what is changed, as it is.
         """
+        tally = self._tally()
+        tally.before(label, checksum)
+        try:
+            yield
+        finally:
+            tally.after(label, checksum(), f"{what} at {user_call_site()}")
+
+    def done(self, label: str, what: str, checksum: int) -> None:
+        """Do what :meth:`changing` does where there is no state to be compared, but what was done."""
+        self._tally().add(label, checksum, f"{what} at {user_call_site()}")
+
+    def _tally(self) -> Tally:
         if self._channel.tally is None:
             self._channel.tally = Tally()
-        self._channel.tally.add(what, value, user_call_site())
+        return self._channel.tally
 
     @property
     def shares_memory(self) -> bool:

@@ -1,48 +1,76 @@
-"""Tally: what a rank has done by itself since its last collective, and all ranks must have done alike.
+"""Tally: what a rank has changed by itself since its last collective, and must be alike on all ranks.
 
-Copies of a variable drift apart where ranks assign different values to them, and no message passes. So the sum of what
-was assigned travels with the next collective, in the number that opens it (``handshake``), and costs no message either.
+Copies of a variable drift apart where ranks assign different values to them, and no message passes. So checksums of
+what was changed travel with the next collective, in the number that opens it (``handshake``), which costs no message.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 # What a report shows.
 _MOST_LINES = 4
 
 
+class _Change(NamedTuple):
+    """What became of one thing: how it was at first, how it is now, and the last act."""
+
+    before: int
+    now: int
+    what: str
+
+
 class Tally:
-    """A running sum of acts and values, and the lines of the program that they come from.
+    """The things that were changed, each with a checksum of how it is now.
+
+    What is again as it was does not count: a rank may go to averaged weights and back.
 
     >>> mine, theirs = Tally(), Tally()
     >>> for tally in (mine, theirs):
-    ...     tally.add("assigning to variable 'w'", 17, "train.py:7")
+    ...     tally.before("w", lambda: 17)
+    ...     tally.after("w", 18, "assign of variable 'w' at train.py:7")
     >>> mine.identity == theirs.identity
     True
-    >>> theirs.add("assigning to variable 'w'", 18, "train.py:9")
-    >>> mine.identity == theirs.identity
-    False
+    >>> theirs.after("w", 17, "assign of variable 'w' at train.py:9")
+    >>> mine.identity == theirs.identity, theirs.identity
+    (False, 0)
     """
 
     def __init__(self) -> None:
-        self.identity = 0
-        self._lines: list[str] = []
-        self._left_out = 0
+        self._changes: dict[str, _Change] = {}
 
-    def add(self, what: str, value: int | float, call_site: str) -> None:
-        """Note one more act: what, with which value or checksum of one, and where in the program."""
-        self.identity = zlib.crc32(f"{what} {value!r}".encode(), self.identity)
-        if len(self._lines) == _MOST_LINES:
-            self._lines.pop()
-            self._left_out += 1
-        shown = f"checksum {value:08x}" if isinstance(value, int) else f"{value!r}"
-        self._lines.append(f"{what} ({shown}, at {call_site})")
+    def before(self, label: str, checksum: Callable[[], int]) -> None:
+        """Note how a thing is, which is about to be changed; ``checksum`` is called for one that is not known yet."""
+        if label not in self._changes:
+            found = checksum()
+            self._changes[label] = _Change(found, found, "")
+
+    def after(self, label: str, checksum: int, what: str) -> None:
+        """Note how a thing is that ``what`` has changed."""
+        self._changes[label] = _Change(self._changes[label].before, checksum, what)
+
+    def add(self, label: str, checksum: int, what: str) -> None:
+        """Note what was done, with which value, where only the sequence of such acts can be compared."""
+        before = self._changes.get(label, _Change(0, 0, "")).now
+        self._changes[label] = _Change(0, zlib.crc32(f"{before} {checksum}".encode()), what)
+
+    def _changed(self) -> list[tuple[str, _Change]]:
+        return [(label, change) for label, change in sorted(self._changes.items()) if change.now != change.before]
+
+    @property
+    def identity(self) -> int:
+        """One number for all of it; 0 where nothing has changed."""
+        found = 0
+        for label, change in self._changed():
+            found = zlib.crc32(f"{label} {change.now}".encode(), found)
+        return found
 
     @property
     def text(self) -> str:
-        """The acts, for the message where ranks differ: the first ones and the last."""
-        lines = list(self._lines)
-        if self._left_out:
-            lines.insert(-1, f"{self._left_out} more")
-        return "; ".join(lines)
+        """What was changed, for the message where ranks differ."""
+        changed = self._changed()
+        lines = [f"{change.what} (checksum {change.now & 0xFFFFFFFF:08x})" for _, change in changed[:_MOST_LINES]]
+        more = len(changed) - len(lines)
+        return "; ".join([*lines, *([f"{more} more"] if more else [])])

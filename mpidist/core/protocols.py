@@ -82,8 +82,11 @@ class ExtendedLike(Protocol):
     def _announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that is about to be raised in place of a collective."""
 
-    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
-        """Have the other ranks compare, at the next collective, what this rank has done by itself."""
+    def _changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a block that changes what the ranks have in common, for each by itself; they compare it afterwards."""
+
+    def _done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+        """Have the ranks compare what each has done by itself, where there is no state to be compared."""
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduce over all replicas and place the result."""

@@ -36,7 +36,8 @@ class CrossDeviceOps:
 
     A class of your own overrides ``reduce_implementation`` or ``batch_reduce_implementation``, which combine the values
     of a rank's replicas, as in TensorFlow, where there are no others. To be used by several ranks it says also how
-    their results are combined: by ``between_ranks_implementation``, an extension.
+    their results are combined: by ``between_ranks_implementation``, an extension. Neither is called for IndexedSlices,
+    nor where there is one replica in all.
 
     Args:
         comm: The ranks to combine; a strategy that is given the object puts in its own. Without one, only the
@@ -278,7 +279,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
         structure: str,
     ) -> list[Any]:
-        found = None if self.crosses_ranks else self._among_devices(op, pairs, divisor, options)
+        found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
         if found is not None:
             return found
         totals, dtypes = self._of_this_rank(op, pairs, options)

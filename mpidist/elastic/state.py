@@ -127,8 +127,8 @@ class State:
         Every rank keeps all of it, so it survives as long as one rank does.
 
         Raises:
-            MismatchError: Ranks track other objects, or have other values, by name or shape or kind. They say what they
-                have where that is new.
+            MismatchError: Ranks track other variables, arrays or iterators, by name, shape or kind, or have values of
+                other names. They say what they have where that is new.
         """
         values = _pickled(self._values)
         if self._tracked is not None:

@@ -7,6 +7,7 @@ applied once. CentralStorageStrategy and the parameter server strategies differ 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mpidist.arrays.convert import Array
@@ -38,8 +39,13 @@ class CentralExtended(ReplicatedExtended):
         """Return the copy of a new variable; ``properties`` are those that ``Variable`` was given."""
         raise NotImplementedError
 
-    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
-        """There are no copies that could differ."""
+    def _changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        del label, what, checksum
+        # There are no copies that could differ.
+        return nullcontext()
+
+    def _done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+        """What the ranks have in common is changed by one of them."""
 
     def _update_device(self, component: Component) -> str:
         """Return the device of this process that is current while ``component`` is updated."""

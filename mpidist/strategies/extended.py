@@ -21,7 +21,7 @@ from mpidist.strategies.leaves import apart_from
 from mpidist.values import DistributedValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at, place_of
-from mpidist.values.synchronization import tally
+from mpidist.values.synchronization import changing
 from mpidist.values.variable import update_components
 
 if TYPE_CHECKING:
@@ -152,9 +152,8 @@ class StrategyExtended(StrategyHooks):
                 lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
             )
         context.require_cross_replica(self._strategy, "update()", "use merge_call")
-        result = self._update(var, fn, tuple(args), kwargs or {}, group)
-        tally(var, f"extended.update() of variable {var._label!r}")
-        return result
+        with changing(var, "extended.update()"):
+            return self._update(var, fn, tuple(args), kwargs or {}, group)
 
     def update_non_slot(
         self,

@@ -191,13 +191,19 @@ class StrategyHooks:
             text: Called where there are other ranks; says what is being done, and with what.
         """
 
-    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
-        """Have the other ranks compare, at the next collective, what this rank has done by itself.
+    def _changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a block that changes what the ranks have in common, for each by itself; they compare it afterwards.
 
         Args:
-            what: As in "assigning to variable 'w'".
-            value: Called where there are other ranks with copies of their own; returns a checksum, or what it was.
+            label: What is changed, the same on all ranks.
+            what: How, as in "assign of variable 'w'".
+            checksum: Called where other ranks have copies of their own.
         """
+        del label, what, checksum
+        return nullcontext()
+
+    def _done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+        """Have the ranks compare what each has done by itself, where there is no state to be compared; see above."""
 
     def _distributed(self, value: Any) -> Any:
         """Return the components of a variable as a distributed value; other values unchanged."""

@@ -71,11 +71,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_options(options)
         resolver = cluster_resolver or resolver_of_job(communicator)
         with _training_ranks(resolver, communicator) as ranks:
+            if isinstance(resolver, MPIClusterResolver) and resolver.is_of(ranks):
+                # Collective the first time; a program asks it where one task alone comes.
+                resolver.cluster_spec()
             several = ranks.Get_size() > 1
             comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
-        if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(TRAINING_JOBS):
-            # Collective the first time; a program asks it where one task alone comes.
-            resolver.cluster_spec()
         if comm is not None:
             _check_tasks(resolver, comm)
         extended = ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver)

@@ -396,9 +396,12 @@ class ReplicatedExtended(StrategyExtended):
     def _step_agreement(self) -> StepAgreement:
         return StepAgreement(None) if self._comm is None else self._comm.step_agreement()
 
-    def _tally(self, what: str, value: Callable[[], int | float]) -> None:
+    def _changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        return nullcontext() if self._comm is None else self._comm.changing(label, what, checksum)
+
+    def _done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         if self._comm is not None:
-            self._comm.tally(what, value())
+            self._comm.done(label, what, checksum())
 
     def _agree_on(self, text: Callable[[], str]) -> None:
         if self._comm is not None:

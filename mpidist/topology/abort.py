@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ _LAUNCHER_READS_SECONDS = 0.2
 # How long MPI may take to hand the news to the launcher.
 _ABORT_SECONDS = 5
 _STDERR = 2
-_MPIRUN_OF_OPEN_MPI_5 = "prterun-"
+_DAEMONS_OF_OPEN_MPI_5 = ("prterun", "prted")
 # mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
 _APART_SECONDS, _MOST_APART = 0.3, 8
 # How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
@@ -38,22 +39,32 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 def end_job(code: int = EXIT_CODE) -> NoReturn:
     """End the job with ``code``, which is not 0; this process also where nobody can be told of it.
 
-    Under mpirun of Open MPI 5 the rank exits, and mpirun ends the others. Anywhere else it calls MPI_Abort. On a host
-    that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps Python's
-    lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line "Timeout
-    (0:00:05)!" and the stacks of its threads on stderr. Where the launcher can be told it is quicker.
+    As a child of mpirun of Open MPI 5 the rank exits, and mpirun ends the others. Anywhere else it calls MPI_Abort. On
+    a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
+    Python's lock. So a thread of faulthandler, which does not need it, ends this process after 5 s, under a line
+    "Timeout (0:00:05)!" and the stacks of its threads on stderr. Where the launcher can be told it is quicker.
     """
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     if can_go_on() and len(lost_ranks(world)) == world.Get_size() - 1:
         # mpirun --with-ft of Open MPI 5 returns 0 where the last rank aborts.
         os._exit(code)
-    if os.environ.get("PMIX_NAMESPACE", "").startswith(_MPIRUN_OF_OPEN_MPI_5) and not is_fault_tolerant():
+    if _mpirun_sees_the_end_of_this_process() and not is_fault_tolerant():
         # Its mpirun 5.0.11 deadlocks in one job of 40 where ranks abort while others end: PMIx_server_deregister_client
         # waits for a thread of PMIx that waits for it. Where they exit it does not, and ends the job as well.
         os._exit(code)
     faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
     world.Abort(code)
     raise AssertionError("MPI_Abort came back")
+
+
+def _mpirun_sees_the_end_of_this_process() -> bool:
+    """Whether mpirun of Open MPI 5 has started this process itself, and not a script that may go on without it."""
+    try:
+        parent = Path("/proc", str(os.getppid()), "comm").read_text().strip()
+    except OSError:
+        # It is gone, or there is no /proc.
+        return False
+    return parent in _DAEMONS_OF_OPEN_MPI_5
 
 
 def status_of_failure(code: int) -> int:

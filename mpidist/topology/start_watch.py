@@ -7,6 +7,7 @@ started; making it takes a few milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import select
@@ -40,19 +41,23 @@ def watch_start(info: LauncherInfo | None) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds mpi4py.MPI, once, with a loader that has its start watched; leaves all else to the other finders."""
+    """Finds mpi4py.MPI, until it is loaded, with a loader that has its start watched; nothing else."""
 
     def __init__(self, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._info = info
         self._seconds = seconds
+        self._asks_others = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _MODULE:
+        if fullname != _MODULE or self._asks_others:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks_others = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks_others = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._info, self._seconds)
         return spec
@@ -69,23 +74,43 @@ class _Loader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         # Here, where the module is not among the others yet, whom a fork would find it half made.
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         self._end_of_watch = _begin(self._info, self._seconds)
-        return self._loader.create_module(spec)
+        try:
+            return self._loader.create_module(spec)
+        except BaseException:  # the library cannot be loaded, and the program may go on without
+            self._stop()
+            raise
 
     def exec_module(self, module: ModuleType) -> None:
         try:
             self._loader.exec_module(module)
         finally:
-            if self._end_of_watch is not None:
-                os.close(self._end_of_watch)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._end_of_watch is not None:
+            os.close(self._end_of_watch)
+            self._end_of_watch = None
 
 
-def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int:
-    """Begin to watch; returns a descriptor whose end is the end of it, also where this process is killed."""
+def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
+    """Begin to watch; returns a descriptor whose end is the end of it, also where this process is killed.
+
+    A process that may have no more children or descriptors starts MPI all the same; None then.
+    """
     me = f"mpidist: rank {info.rank}{'' if info.size is None else f' of {info.size}'} on host {os.uname().nodename}"
-    reading, writing = os.pipe()
-    _start(reading, writing, seconds, me)
-    os.close(reading)
+    try:
+        reading, writing = os.pipe()
+    except OSError:
+        return None
+    try:
+        _start(reading, writing, seconds, me)
+    except OSError:
+        os.close(writing)
+        return None
+    finally:
+        os.close(reading)
     return writing
 
 
@@ -96,7 +121,9 @@ def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) ->
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
-        os.waitpid(child, 0)
+        # Gone already where the program ignores SIGCHLD.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
         return
     try:
         # A child of a child, so that nobody has to wait for it, in a group of its own.

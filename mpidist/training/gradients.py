@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.checksum import checksum as checksum_of
 from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.training.checks import check_is_float
@@ -54,7 +53,7 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
 
 
 def checksum(gradients: Iterable[Any]) -> int:
-    """Return a checksum of gradients, of distributed values that of the first.
+    """Return the CRC-32 of the bytes of gradients, of distributed values that of the first.
 
     >>> checksum([np.array([1.0, 2.0])]) == checksum([np.array([1.0, 3.0])])
     False
@@ -64,7 +63,7 @@ def checksum(gradients: Iterable[Any]) -> int:
         first = gradient.values[0] if isinstance(gradient, DistributedValues) else gradient
         arrays = [first.values, first.indices] if isinstance(first, IndexedSlices) else [array_of(first)]
         for array in arrays:
-            found = zlib.crc32(checksum_of(on_host(array)).to_bytes(4, "little"), found)
+            found = zlib.crc32(np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data, found)
     return found
 
 

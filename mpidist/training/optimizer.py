@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -314,8 +315,9 @@ class Optimizer:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
         if self._schedule is not None and context.local_replica_id == 0:
             # Travels with the gradients.
-            what = f"the learning rate of step {self._step()} by the schedule of {type(self).__name__}"
-            context.strategy.extended._tally(what, lambda: self.learning_rate)
+            rate = self.learning_rate
+            what = f"the learning rate {rate!r} of step {self._step()} by the schedule"
+            context.strategy.extended._done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
 
     def _agree_on(self, strategy: Strategy, settings: str) -> None:
         strategy.extended._agree_on(lambda: f"apply_gradients() of {settings}")

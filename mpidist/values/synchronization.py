@@ -21,6 +21,8 @@ are laid out over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpidist.arrays.checksum import checksum
@@ -72,11 +74,26 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
         component._assign(how, part)
 
 
-def tally(variable: Variable, what: str) -> None:
-    """Have the ranks compare, when they next meet, the copies of a variable that each of them has changed by itself."""
-    if variable.synchronization == VariableSynchronization.ON_READ:
+@contextmanager
+def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
+    """A block in which this rank changes the copies of a variable by itself; the ranks compare them afterwards.
+
+    Args:
+        variable: Of any synchronization: ON_READ copies may differ, and copies that one rank made are its own.
+        how: What is done to it.
+        rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
+    """
+    if variable.synchronization == VariableSynchronization.ON_READ or variable._is_copy:
+        yield
         return
-    variable.distribute_strategy.extended._tally(what, lambda: checksum(on_host(variable.values[0]._local_array())))
+    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable._label!r}"
+    with extended._changing(variable._label, what, lambda: checksum(variable.values[0]._local_array(), on_host)):
+        yield
+    if rows is not None:
+        parts = (rows.values, rows.indices)
+        extended._done(
+            f"rows of {variable._label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts))
+        )
 
 
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
@@ -106,8 +123,8 @@ class _OnWrite:
         context._meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        _write_all(variable, how, value)
-        tally(variable, f"{how.__name__.lower()} of variable {variable._label!r} outside of strategy.run()")
+        with changing(variable, f"{how.__name__.lower()} outside of strategy.run()"):
+            _write_all(variable, how, value)
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
         if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):

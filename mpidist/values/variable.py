@@ -21,7 +21,7 @@ from mpidist.values import scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
-from mpidist.values.synchronization import Policy, policy_for, tally
+from mpidist.values.synchronization import Policy, changing, policy_for
 
 if TYPE_CHECKING:
     from mpidist.values.composite import CompositeVariable
@@ -196,6 +196,8 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         self._policy: Policy = policy_for(synchronization)
         self.name = name
         self._label = strategy.extended._variable_names.label(name) if label is None else label
+        self._is_copy = label is not None
+        self._copies = 0
         self.trainable = trainable
         self.constraint = constraint
         self.synchronization = synchronization
@@ -328,10 +330,9 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             if frame.replica_context is not None and frame.strategy is self._strategy:
                 self._policy.scatter_in_replica(self, frame.replica_context, how, slices)
             else:
-                with self._strategy.scope():
+                with self._strategy.scope(), changing(self, f"{how.name} outside of strategy.run()", slices):
                     for component in self._components:
                         component._scatter(how, slices)
-                    tally(self, f"{how.name} of variable {self._label!r} outside of strategy.run()")
         return self
 
     def _check_belongs_here(self, frame: Frame) -> None:
@@ -356,6 +357,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
                 "copy it inside `with strategy.scope():` of the strategy it was created under"
             )
         parts = [component._copy() for component in self._components]
+        self._copies += 1
         twin: Variable = object.__new__(type(self))
         twin._assemble(
             self._strategy,
@@ -366,8 +368,8 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             constraint=self.constraint,
             synchronization=self.synchronization,
             aggregation=self.aggregation,
-            # A copy may be made on one rank alone.
-            label=self._label,
+            # Not counted among those of the strategy: a copy may be made on one rank alone.
+            label=f"{self._label} (copy {self._copies})",
         )
         memo[id(self)] = twin
         return twin

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+from importlib.machinery import ModuleSpec
+
 import pytest
 
+from mpidist.topology.environments import LauncherInfo
+from mpidist.topology.start_watch import _begin, _Finder, _Loader
 from tests.elastic.test_run import needs_ulfm
 from tests.support.ranks.jobs import run_script
 
@@ -17,6 +26,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
 {start}
 print("started")
 """
+INFO = LauncherInfo("Open MPI mpirun", 0, 2, 0, 2, "OMPI_COMM_WORLD_SIZE")
 LIMITS = {"MPIDIST_WARN_AFTER": "1", "MPIDIST_TIMEOUT": "2"}
 
 
@@ -44,3 +54,41 @@ def test_nothing_is_said_where_all_come() -> None:
     program = "import mpidist\nmpidist.MultiWorkerMirroredStrategy().close()\nimport time; time.sleep(1.5)"
     job = run_script(program, 2, env=LIMITS)
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+class _Fails(importlib.abc.Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        raise ImportError("no libmpi")
+
+
+@pytest.mark.parametrize("handling", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
+def test_the_watch_ends_where_mpi_cannot_be_loaded(handling: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGCHLD, handling)
+    open_files = len(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(ImportError, match="no libmpi"):
+            _Loader(_Fails(), INFO, (60.0, 60.0)).create_module(ModuleSpec("mpi4py.MPI", None))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_process_without_children_starts_mpi_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", refused)
+    assert _begin(INFO, (60.0, 60.0)) is None
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_asking_for_the_module_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = _Finder(INFO, (60.0, 60.0))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    for _ in range(2):
+        spec = importlib.util.find_spec("mpi4py.MPI")
+        assert spec is not None
+        assert isinstance(spec.loader, _Loader)
+    assert finder in sys.meta_path
