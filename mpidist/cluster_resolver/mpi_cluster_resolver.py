@@ -66,12 +66,9 @@ class MPIClusterResolver(ClusterResolver):
         if comm is not None and not isinstance(comm, mpi.Intracomm):
             raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
         self._comm = comm
-        shown: MPI.Intracomm = mpi.COMM_WORLD if comm is None else comm
         if comm is None:
-            check_world(shown.Get_size())
-            if has_world():
-                # Some of the ranks may have been lost.
-                shown = world_topology().world
+            check_world(mpi.COMM_WORLD.Get_size())
+        shown = self._ranks()
         self.rank = shown.Get_rank()
         self.size = shown.Get_size()
         self._tasks = deal_tasks(jobs, self.size)
@@ -170,10 +167,17 @@ class MPIClusterResolver(ClusterResolver):
     def is_of(self, comm: MPI.Intracomm) -> bool:
         """Whether the ranks of ``comm`` are those of this resolver; local."""
         mpi = import_mpi()
-        base = self._comm
-        if base is None:
-            base = world_topology().world if has_world() else mpi.COMM_WORLD
-        return bool(mpi.Comm.Compare(comm, base) != mpi.UNEQUAL)
+        return bool(mpi.Comm.Compare(comm, self._ranks()) != mpi.UNEQUAL)
+
+    def _ranks(self) -> MPI.Intracomm:
+        """Return a communicator of the ranks of this resolver, to be asked and not to be used; local."""
+        if self._comm is not None:
+            return self._comm
+        world: MPI.Intracomm = import_mpi().COMM_WORLD
+        if has_world():
+            # Some of the ranks may have been lost.
+            world = world_topology().world
+        return world
 
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
         """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.

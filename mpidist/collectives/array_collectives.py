@@ -185,12 +185,13 @@ class ArrayCollectives:
             what: How, as in "assign of variable 'w'".
             checksum: Of what is changed, as it is.
         """
-        tally = self._tally()
-        tally.before(label, checksum)
+        known = None if self._channel.tally is None else self._channel.tally.now(label)
+        before = checksum() if known is None else known
         try:
             yield
         finally:
-            tally.after(label, checksum(), f"{what} at {user_call_site()}")
+            # Asked for anew: a collective in the block has taken the one before along.
+            self._tally().change(label, before, checksum(), f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
         """Do what :meth:`changing` does where there is no state to be compared, but what was done."""

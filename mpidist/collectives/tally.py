@@ -7,7 +7,6 @@ what was changed travel with the next collective, in the number that opens it (`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 # What a report shows.
@@ -29,11 +28,10 @@ class Tally:
 
     >>> mine, theirs = Tally(), Tally()
     >>> for tally in (mine, theirs):
-    ...     tally.before("w", lambda: 17)
-    ...     tally.after("w", 18, "assign of variable 'w' at train.py:7")
+    ...     tally.change("w", 17, 18, "assign of variable 'w' at train.py:7")
     >>> mine.identity == theirs.identity
     True
-    >>> theirs.after("w", 17, "assign of variable 'w' at train.py:9")
+    >>> theirs.change("w", 18, 17, "assign of variable 'w' at train.py:9")
     >>> mine.identity == theirs.identity, theirs.identity
     (False, 0)
     """
@@ -41,15 +39,14 @@ class Tally:
     def __init__(self) -> None:
         self._changes: dict[str, _Change] = {}
 
-    def before(self, label: str, checksum: Callable[[], int]) -> None:
-        """Note how a thing is, which is about to be changed; ``checksum`` is called for one that is not known yet."""
-        if label not in self._changes:
-            found = checksum()
-            self._changes[label] = _Change(found, found, "")
+    def now(self, label: str) -> int | None:
+        """Return the checksum of how a thing is, None of one that is not known yet."""
+        return self._changes[label].now if label in self._changes else None
 
-    def after(self, label: str, checksum: int, what: str) -> None:
-        """Note how a thing is that ``what`` has changed."""
-        self._changes[label] = _Change(self._changes[label].before, checksum, what)
+    def change(self, label: str, before: int, now: int, what: str) -> None:
+        """Note the checksums of how a thing was and is that ``what`` has changed."""
+        first = self._changes[label].before if label in self._changes else before
+        self._changes[label] = _Change(first, now, what)
 
     def add(self, label: str, checksum: int, what: str) -> None:
         """Note what was done, with which value, where only the sequence of such acts can be compared."""
