@@ -171,13 +171,11 @@ class MPIClusterResolver(ClusterResolver):
 
     def _ranks(self) -> MPI.Intracomm:
         """Return a communicator of the ranks of this resolver, to be asked and not to be used; local."""
-        if self._comm is not None:
-            return self._comm
-        world: MPI.Intracomm = import_mpi().COMM_WORLD
-        if has_world():
+        ranks: MPI.Intracomm = import_mpi().COMM_WORLD if self._comm is None else self._comm
+        if self._comm is None and has_world():
             # Some of the ranks may have been lost.
-            world = world_topology().world
-        return world
+            ranks = world_topology().world
+        return ranks
 
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
         """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
