@@ -3,6 +3,7 @@
 | where                        | get_strategy | has_strategy | get_replica_context | in_cross_replica_context |
 |------------------------------|--------------|--------------|---------------------|--------------------------|
 | nothing active               | default      | False        | default context     | False                    |
+| inside ``default.run(fn)``   | default      | False        | default context     | False                    |
 | ``with s.scope()``           | s            | True         | None                | True                     |
 | inside ``s.run(fn)``         | s            | True         | context i           | False                    |
 | merge_fn, update function    | s            | True         | None                | True                     |
@@ -164,13 +165,16 @@ def scope(strategy: StrategyLike) -> Iterator[Any]:
     Raises:
         RuntimeError: Another strategy's scope is open, or this is a replica context.
     """
-    frames = _stack.frames
-    if frames:
-        top = frames[-1]
-        if strategy is _default[0].strategy and top.strategy is not strategy:
+    frames, default = _stack.frames, _default[0].strategy
+    top = current_frame()
+    if strategy is default:
+        if top.strategy is not default:
             raise RuntimeError(
                 f"the default strategy's scope must not nest inside that of {type(top.strategy).__name__}"
             )
+        yield strategy
+        return
+    if top.strategy is not default:
         if top.strategy is not strategy:
             raise _mixing(top.strategy, strategy)
         if top.replica_context is not None:
@@ -178,9 +182,6 @@ def scope(strategy: StrategyLike) -> Iterator[Any]:
                 "scope() requires cross-replica context, and this is inside strategy.run(); "
                 "use get_replica_context().merge_call(fn) to get there"
             )
-    elif strategy is _default[0].strategy:
-        yield strategy
-        return
     frame = Frame(strategy)
     frames.append(frame)
     try:
@@ -211,6 +212,11 @@ def outside() -> Iterator[None]:
 
 
 def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
+    if active is _default[0].strategy:
+        return RuntimeError(
+            f"mixing different strategies: {type(given).__name__} is used inside run() or merge_call() of the default "
+            "strategy; enter it there first: `with strategy.scope():`"
+        )
     return RuntimeError(
         f"mixing different strategies: {type(given).__name__} is used inside the scope of "
         f"{type(active).__name__}; build one strategy and use it throughout"

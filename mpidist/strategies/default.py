@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.convert import Array
-from mpidist.core.context import outside, register_default_strategy
+from mpidist.core.context import entered, outside, register_default_strategy
 from mpidist.cross_device_ops.destinations import device_of
 from mpidist.input import InputContext, InputReplicationMode, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
@@ -21,7 +21,8 @@ class DefaultExtended(SingleReplicaExtended):
     """Everything happens in this process, once."""
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        return plain_call(fn, args, kwargs)
+        with entered(default_context._frame):
+            return plain_call(fn, args, kwargs)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -32,6 +33,11 @@ class DefaultExtended(SingleReplicaExtended):
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """The CPU."""
         return ((self._device,),)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """The CPU."""
+        del var_list
+        return (self._device,)
 
     def _device_for(self, array: Array) -> str:
         return device_of(array)
@@ -69,4 +75,5 @@ class DefaultStrategy(Strategy):
 
 
 default_strategy = DefaultStrategy()
-register_default_strategy(default_strategy, ReplicaContext(default_strategy, 0))
+default_context = ReplicaContext(default_strategy, 0)
+register_default_strategy(default_strategy, default_context)

@@ -151,8 +151,7 @@ class StrategyExtended(StrategyHooks):
             return replica.merge_call(
                 lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
             )
-        context.require_cross_replica(self._strategy, "update()", "use merge_call")
-        with changing(var, "extended.update()"):
+        with context.scope(self._strategy), changing(var, "extended.update()"):
             return self._update(var, fn, tuple(args), kwargs or {}, group)
 
     def update_non_slot(

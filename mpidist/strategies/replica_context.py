@@ -11,6 +11,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.values import regroup, select_replica
 from mpidist.values.component import Assignable
+from mpidist.values.distributed import PerReplica, here
 
 if TYPE_CHECKING:
     from mpidist.collectives import FinishedWork, PartOfWork, Work
@@ -192,12 +193,16 @@ class ReplicaContext:
 
 
 def _read_here(value: Any) -> Any:
-    """Return ``value`` with its variables replaced by what they are in this replica."""
+    """Return ``value`` with its variables and PerReplica values replaced by what they are in this replica."""
     if not nest.is_nest(value):
-        return value.value() if isinstance(value, Assignable) else value
-    if not any(isinstance(leaf, Assignable) for leaf in nest.flatten(value)):
+        return _read_leaf(value)
+    if not any(isinstance(leaf, (Assignable, PerReplica)) for leaf in nest.flatten(value)):
         return value
-    return nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, Assignable) else leaf, value)
+    return nest.map_structure(_read_leaf, value)
+
+
+def _read_leaf(leaf: Any) -> Any:
+    return leaf.value() if isinstance(leaf, Assignable) else here(leaf)
 
 
 def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:

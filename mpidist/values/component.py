@@ -67,7 +67,7 @@ class Assignable(ReadsAsArray):
 
         Raises:
             ValueError: Another shape, or a combination of context and aggregation that has no meaning.
-            TypeError: Another dtype, or a distributed value in replica context.
+            TypeError: Another dtype.
         """
         del use_locking, name, read_value
         return self._assign(ASSIGN, value)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.values.operators import ReadsAsArray, refusal
+from mpidist.core.context import current_frame, has_strategy
+from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import array_of
 
 
@@ -37,50 +39,82 @@ class DistributedValues:
         return f"{type(self).__name__}:{{{parts}}}"
 
 
-def _per_replica_message(value: PerReplica) -> str:
-    return (
-        f"a PerReplica value of {len(value.values)} replicas was used as one array; "
-        "use it inside strategy.run(fn, args=(value,)), combine it with strategy.reduce('SUM', value, axis=None), "
-        "or take it apart with strategy.experimental_local_results(value)"
-    )
+class PerReplica(DistributedValues, ReadsAsArray):
+    """Components that differ between replicas.
 
+    Inside ``strategy.run``, and in an update, it is this replica's component, whether it came as an argument or is
+    captured: operators, indexing and attributes are the component's. Elsewhere using it as one array raises ValueError
+    (an attribute: AttributeError), since nobody could say which replica is meant.
 
-_refuse = refusal(_per_replica_message)
-
-
-def _refuse_attribute(value: PerReplica) -> Any:
-    # An AttributeError, so that hasattr() says no.
-    raise AttributeError(_per_replica_message(value))
-
-
-def _refuse_format(value: PerReplica, spec: str) -> str:
-    if spec:
-        raise ValueError(_per_replica_message(value))
-    return repr(value)
-
-
-_REFUSED = """
-__array__ __array_ufunc__ __array_function__ __bool__ __len__ __iter__ __getitem__ __float__ __int__ __index__
-__complex__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
-__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __neg__ __pos__ __abs__ __invert__
-__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rshift__
-"""
-
-
-class PerReplica(DistributedValues):
-    """Components that differ between replicas; an array only inside ``strategy.run``.
-
-    Using it as an array in cross-replica context raises ValueError, since nobody could say which replica is
-    meant.
+    >>> import mpidist
+    >>> with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=None) as strategy:
+    ...     x = strategy.experimental_distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+    ...     strategy.run(lambda: x + 10)
+    PerReplica:{0: 10, 1: 11}
     """
 
+    def _here(self) -> Any:
+        """Return the component of the replica that the context addresses."""
+        frame = current_frame()
+        index = frame.update_replica_id
+        if index is None and frame.replica_context is not None and has_strategy():
+            index = frame.replica_context.local_replica_id
+        if index is None or index >= len(self.values):
+            raise ValueError(
+                f"a PerReplica value of {len(self.values)} replicas was used as one array; "
+                "use it inside strategy.run(fn), combine it with strategy.reduce('SUM', value, axis=None), "
+                "or take it apart with strategy.experimental_local_results(value)"
+            )
+        return self.values[index]
 
-for _name in _REFUSED.split():
-    setattr(PerReplica, _name, _refuse)
-for _name in ("shape", "dtype", "ndim", "size", "T", "numpy"):
-    setattr(PerReplica, _name, property(_refuse_attribute))
+    def _read(self) -> Array:
+        return array_of(self._here())
+
+    def _is_on_device(self) -> bool:
+        return any(map(is_device_array, self.values))
+
+    def __getattr__(self, name: str) -> Any:
+        # Protocols that Python looks for, such as that of copy, are the container's own.
+        if name.startswith("_") or "values" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            component = self._here()
+        except ValueError as error:
+            raise AttributeError(str(error)) from None  # so that hasattr() says no
+        return getattr(component, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._here()[here(key)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._here())
+
+    def __len__(self) -> int:
+        return len(self._here())
+
+
+def here(value: Any) -> Any:
+    """Return ``value``, or this replica's component of a PerReplica."""
+    return value._here() if isinstance(value, PerReplica) else value
+
+
+def _forward(name: str, reflected: bool) -> Callable[..., Any]:
+    # The component's own library computes, which need not be NumPy.
+    function = getattr(operator, name)
+
+    def forward(self: PerReplica, *other: Any) -> Any:
+        operands = [self._here(), *map(here, other)]
+        return function(*(reversed(operands) if reflected else operands))
+
+    return forward
+
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
+for _name in (_ARITHMETIC + " eq ne lt le gt ge neg pos abs invert").split():
+    setattr(PerReplica, f"__{_name.strip('_')}__", _forward(_name, reflected=False))
+for _name in _ARITHMETIC.split():
+    setattr(PerReplica, f"__r{_name.strip('_')}__", _forward(_name, reflected=True))
 PerReplica.__hash__ = object.__hash__  # type: ignore[method-assign]
-setattr(PerReplica, "__format__", _refuse_format)  # noqa: B010 - as the others
 
 
 class Mirrored(DistributedValues, ReadsAsArray):

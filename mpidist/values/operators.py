@@ -136,12 +136,3 @@ def picked(array: Array, key: Any) -> Any:
         part = array[key]
         # CuPy has no read-only views: what shares memory with a variable would be a way around its assign().
         return part.copy() if is_device_array(part) and part.base is not None else part
-
-
-def refusal(message: Callable[[Any], str]) -> Callable[..., Any]:
-    """Return a method that raises ValueError with ``message(self)``."""
-
-    def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ValueError(message(self))
-
-    return refuse

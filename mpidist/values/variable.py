@@ -300,11 +300,6 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._component(frame.update_replica_id)._assign(how, value)
         elif frame.replica_context is not None and frame.strategy is self._strategy:
-            if isinstance(value, DistributedValues):
-                raise TypeError(
-                    f"{type(value).__name__} was assigned to variable {self.name!r} inside strategy.run(); "
-                    "expected this replica's array: pass the value through run(fn, args=(value,))"
-                )
             try:
                 checked = as_value_of(self, value)
             except (TypeError, ValueError) as error:

@@ -256,3 +256,54 @@ def test_creators_nest_inside_the_scope(strategy: Any) -> None:
     assert variable.name == "renamed_v"
     with strategy.scope():
         assert mpidist.Variable(3.0, name="v").name == "v"
+
+
+def test_run_of_the_default_strategy_is_a_replica_context() -> None:
+    default = mpidist.get_strategy()
+    other = mpidist.OneDeviceStrategy("cpu:0")
+    with other.scope():
+        variable = mpidist.Variable(1.0)
+
+    def replica() -> int:
+        check_top_level()
+        refused = {
+            "run": lambda: default.run(int),
+            "reduce": lambda: default.reduce("SUM", 1.0, axis=None),
+            "experimental_distribute_dataset": lambda: default.experimental_distribute_dataset(
+                mpidist.Dataset.range(4).batch(2)
+            ),
+        }
+        for name, call in refused.items():
+            with pytest.raises(RuntimeError, match=name.replace("(", r"\(")):
+                call()
+        with pytest.raises(RuntimeError, match="OneDeviceStrategy.*default strategy"):
+            other.run(int)
+        with default.scope() as entered:
+            assert entered is default
+            check_top_level()
+        default.extended.update(mpidist.Variable(1.0), lambda v: v.assign_add(1.0))
+        other.extended.update(variable, lambda v: v.assign_add(1.0))
+        with other.scope():
+            assert where() == (other, True, None, True)
+            return other.run(lambda: 5)
+
+    assert default.run(replica) == 5
+    assert float(variable.numpy()) == 2.0
+    check_top_level()
+
+
+def test_run_in_a_merge_call_of_the_default_strategy() -> None:
+    def merge(strategy: Any, x: int) -> Any:
+        assert mpidist.in_cross_replica_context()
+        return strategy.run(lambda: (mpidist.get_replica_context().replica_id_in_sync_group, x))
+
+    assert mpidist.get_replica_context().merge_call(merge, args=(3,)) == (0, 3)
+    check_top_level()
+
+
+def test_state_of_no_variable_under_the_default_strategy() -> None:
+    extended = mpidist.get_strategy().extended
+    devices = extended.non_slot_devices([mpidist.Variable(1.0)])
+    assert devices == ("cpu:0",)
+    assert extended.update_non_slot(devices, lambda x: 2 * x, args=(4,)) == 8
+    assert extended.update_non_slot(devices, lambda x: 2 * x, args=(4,), group=False) == (8,)

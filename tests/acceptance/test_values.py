@@ -47,6 +47,50 @@ def test_a_per_replica_is_no_array(use: str) -> None:
     assert all(word in text for word in ("run", "reduce", "local_results"))
 
 
+@pytest.mark.parametrize("strategy", layouts("mirrored*", "multi_worker-*", "central*"), indirect=True)
+def test_a_captured_per_replica_is_this_replicas_value(strategy: Any) -> None:
+    captured = per_replica(strategy, lambda i: np.array([i, 2.0]))
+    n = strategy.num_replicas_in_sync
+    variable = make_variable(strategy, [0.0, 0.0], aggregation=mpidist.VariableAggregation.SUM)
+
+    def replica() -> Any:
+        context = mpidist.get_replica_context()
+        own = np.array([context.replica_id_in_sync_group, 2.0])
+        same(captured + 1, own + 1)
+        same(np.ones(2) - captured, 1 - own)
+        same(captured * captured, own * own)
+        same(np.maximum(captured, 1.0), np.maximum(own, 1.0))
+        same(captured @ captured, own @ own)
+        same(np.asarray(captured, np.float32), own.astype(np.float32))
+        same(captured == own, [True, True])
+        same(captured[1], 2.0)
+        same(np.stack(list(captured)), own)
+        same(captured.sum(), own.sum())
+        assert (len(captured), captured.shape, f"{captured[1]:.1f}") == (2, (2,), "2.0")
+        same(context.all_reduce("SUM", {"x": captured})["x"], [n * (n - 1) / 2, 2.0 * n])
+        same(context.all_gather(captured, axis=0), np.stack([np.arange(n), np.full(n, 2.0)], 1).ravel())
+        variable.assign_add(captured)
+        return mpidist.compute_average_loss(captured, global_batch_size=2 * n)
+
+    losses = strategy.run(replica)
+    same(variable.numpy(), [n * (n - 1) / 2, 2.0 * n])
+    same(strategy.reduce("SUM", losses, axis=None), (n * (n - 1) / 2 + 2 * n) / (2 * n))
+    with pytest.raises(ValueError, match="used as one array"):
+        captured + 1
+    with strategy.scope(), pytest.raises(ValueError, match="used as one array"):
+        np.asarray(captured)
+
+
+@pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
+def test_a_captured_per_replica_of_other_objects(strategy: Any) -> None:
+    captured = per_replica(strategy, lambda i: "abc"[i:])
+    assert not hasattr(captured, "upper")
+    assert strategy.run(lambda: captured.upper() + captured).values == ("ABCabc", "BCbc")
+    too_few = PerReplica([1])
+    with pytest.raises(ValueError, match="PerReplica value of 1 replicas"):
+        strategy.run(lambda: too_few + 1)
+
+
 def test_per_replica_attributes() -> None:
     value = PerReplica([1, 2], replica_ids=(4, 5))
     assert isinstance(value, mpidist.DistributedValues)

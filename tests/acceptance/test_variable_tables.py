@@ -204,15 +204,14 @@ def test_integers_and_means(strategy: Any) -> None:
     assert whole.dtype == np.int64
 
 
-def test_distributed_values_inside_a_replica(strategy: Any) -> None:
-    if strategy.num_replicas_in_sync == 1:
-        return
+def test_a_captured_value_is_assigned_as_the_argument_is(strategy: Any) -> None:
     value = per_replica(strategy, of_replica)
     for synchronization, aggregation in ((ON_WRITE, SUM), (ON_WRITE, MEAN), (ON_READ, SUM)):
-        variable = make_variable(strategy, BASE, synchronization, aggregation)
-        with pytest.raises((TypeError, mpidist.PeerError)):
-            strategy.run(lambda v=variable: v.assign(value))
-        check_components(strategy, variable, lambda _: BASE)
+        captured, given = (make_variable(strategy, BASE, synchronization, aggregation) for _ in range(2))
+        strategy.run(lambda v=captured: v.assign(value))
+        strategy.run(lambda x, v=given: v.assign(x), args=(value,))
+        for one, other in zip(captured.values, given.values, strict=True):
+            same(one.numpy(), other.numpy())
 
 
 def test_wrong_shapes_and_dtypes_are_refused_and_change_nothing(strategy: Any) -> None:
