@@ -223,7 +223,7 @@ class Save:
             containers=describe_containers(self._leaves),
             iterators=tuple(self._leaves.iterators),
             kept=self._options.kept,
-            is_shared=extended_of(self._strategy).experimental_between_graph,
+            is_shared=extended_of(self._strategy)._spans_ranks(),
             run_calls=self._run_calls,
             classes=self._leaves.classes(),
         )

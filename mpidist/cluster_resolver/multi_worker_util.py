@@ -44,6 +44,8 @@ def _validated(cluster_spec: Cluster | None, task_type: str | None, task_id: int
         raise ValueError(f"cluster_spec has the jobs {unknown}; expected only {', '.join(TASK_TYPES)}")
     if task_type not in TASK_TYPES:
         raise ValueError(f"task_type is {task_type!r}; expected one of {', '.join(TASK_TYPES)}")
+    if task_type == "evaluator" and task_type not in spec.jobs:
+        return spec, task_id
     if task_type not in spec.jobs:
         raise ValueError(f"task_type is {task_type!r}; expected a job of the cluster: {', '.join(spec.jobs)}")
     for job in ("chief", "evaluator"):
@@ -60,7 +62,7 @@ def _validated(cluster_spec: Cluster | None, task_type: str | None, task_id: int
 def is_chief(cluster_spec: Cluster | None = None, task_type: str | None = None, task_id: int | None = None) -> bool:
     """Return whether a task is the chief: ``chief`` itself, or worker 0 of a cluster without one; local.
 
-    The evaluator is outside the training cluster, and so the chief of its own.
+    The evaluator is outside the training cluster, also where ``cluster_spec`` has none, and so the chief of its own.
 
     Args:
         cluster_spec: A ClusterSpec or a dict of jobs.
@@ -129,7 +131,7 @@ def has_worker(cluster_spec: Cluster) -> bool:
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
     """Return the device path of the task that leads collectives, or ``""`` where there are none; local.
 
-    There are none in an empty cluster, with a single worker, for the evaluator, and with parameter servers.
+    That is the chief, or worker 0. There are none in an empty cluster and for the evaluator.
 
     Raises:
         ValueError: As :func:`is_chief`.
@@ -139,8 +141,7 @@ def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> st
     """
     if not normalize_cluster_spec(cluster_spec):
         return ""
-    spec, task_id = _validated(cluster_spec, task_type, task_id)
-    workers = task_count(spec, "chief") + task_count(spec, "worker")
-    if task_type == "evaluator" or task_count(spec, "ps") > 0 or workers == 1:
+    spec, _ = _validated(cluster_spec, task_type, task_id)
+    if task_type == "evaluator":
         return ""
     return f"/job:{'chief' if task_count(spec, 'chief') else 'worker'}/replica:0/task:0"

@@ -25,7 +25,8 @@ def gpus_of_task(
     Args:
         environ: The environment to read.
         layout: Where the tasks are.
-        gpus_per_node: GPUs of each node, instead of what Slurm says.
+        gpus_per_node: GPUs of each node, instead of what Slurm says; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
+            number of them.
         gpus_per_task: How many the task is to have; all that are its own by default.
 
     Raises:
@@ -39,6 +40,8 @@ def gpus_of_task(
         return []
     visible = _visible(environ, on_node)
     is_own = _are_own(environ, on_node)
+    if gpus_per_node not in (None, len(visible)) and not is_own:
+        visible = [str(gpu) for gpu in range(on_node)]
     tasks, place = (1, 0) if is_own else (most_tasks, layout.places[layout.rank][1])
     each = len(visible) // tasks if gpus_per_task is None else gpus_per_task
     if each * tasks > len(visible):

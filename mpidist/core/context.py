@@ -89,13 +89,18 @@ def get_strategy() -> StrategyLike:
     return current_frame().strategy
 
 
+def is_default(strategy: StrategyLike) -> bool:
+    """Whether ``strategy`` is the default one."""
+    return strategy is _default[0].strategy
+
+
 def has_strategy() -> bool:
     """Whether the current strategy is another than the default one.
 
     >>> has_strategy()
     False
     """
-    return current_frame().strategy is not _default[0].strategy
+    return not is_default(current_frame().strategy)
 
 
 def get_replica_context() -> ReplicaContextLike | None:
@@ -153,7 +158,7 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
         )
     frames.clear()
     _stack.global_frame = None
-    if strategy is not None and strategy is not _default[0].strategy:
+    if strategy is not None and not is_default(strategy):
         _stack.global_frame = Frame(strategy)
         frames.append(_stack.global_frame)
 
@@ -165,16 +170,15 @@ def scope(strategy: StrategyLike) -> Iterator[Any]:
     Raises:
         RuntimeError: Another strategy's scope is open, or this is a replica context.
     """
-    frames, default = _stack.frames, _default[0].strategy
-    top = current_frame()
-    if strategy is default:
-        if top.strategy is not default:
+    frames, top = _stack.frames, current_frame()
+    if is_default(strategy):
+        if not is_default(top.strategy):
             raise RuntimeError(
                 f"the default strategy's scope must not nest inside that of {type(top.strategy).__name__}"
             )
         yield strategy
         return
-    if top.strategy is not default:
+    if not is_default(top.strategy):
         if top.strategy is not strategy:
             raise _mixing(top.strategy, strategy)
         if top.replica_context is not None:
@@ -212,7 +216,7 @@ def outside() -> Iterator[None]:
 
 
 def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
-    if active is _default[0].strategy:
+    if is_default(active):
         return RuntimeError(
             f"mixing different strategies: {type(given).__name__} is used inside run() or merge_call() of the default "
             "strategy; enter it there first: `with strategy.scope():`"
@@ -244,7 +248,7 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
 def require_scope(strategy: StrategyLike, method: str) -> None:
     """Raise RuntimeError unless ``strategy``'s scope (or its cross-replica context) is entered."""
     top = current_frame()
-    if strategy is _default[0].strategy and top.strategy is strategy:
+    if is_default(strategy) and top.strategy is strategy:
         return
     if top.strategy is not strategy or top.replica_context is not None:
         if _stack.frames and top.strategy is not strategy:

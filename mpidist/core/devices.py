@@ -16,6 +16,10 @@ _DEVICE = re.compile(
 )
 
 
+# What TensorFlow calls a process that belongs to no cluster.
+_THIS_PROCESS = ("localhost", 0)
+
+
 class Device(NamedTuple):
     """A parsed device string; ``job`` and ``task`` are None for a device of this process."""
 
@@ -39,16 +43,18 @@ def parse_device(text: str) -> Device:
 
     >>> str(parse_device("/job:worker/task:0/device:GPU:1"))
     '/job:worker/task:0/device:GPU:1'
-    >>> str(parse_device("CPU"))
-    'cpu:0'
+    >>> str(parse_device("CPU")), str(parse_device("/job:localhost/replica:0/task:0/device:CPU:1"))
+    ('cpu:0', 'cpu:1')
     """
     if not isinstance(text, str):
         raise TypeError(f"device is {text!r} of type {type(text).__name__}; expected a string such as 'cpu:0'")
     match = _DEVICE.match(text)
     if match is None or (match["job"] is None) != (match["task"] is None):
         raise ValueError(f"device is {text!r}; expected 'cpu:0', 'gpu:1' or '/job:worker/task:0/device:GPU:1'")
-    task = None if match["task"] is None else int(match["task"])
-    return Device(match["kind"].lower(), int(match["index"] or 0), match["job"], task)
+    kind, number = match["kind"].lower(), int(match["index"] or 0)
+    if match["task"] is None or (match["job"], int(match["task"])) == _THIS_PROCESS:
+        return Device(kind, number)
+    return Device(kind, number, match["job"], int(match["task"]))
 
 
 def canonical_device(text: str) -> str:

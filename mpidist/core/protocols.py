@@ -67,6 +67,10 @@ class ExtendedLike(Protocol):
     def _variable_names(self) -> Any:
         """What its variables are called (a VariableNames)."""
 
+    @property
+    def _is_central(self) -> bool:
+        """Whether each variable has one copy, which all replicas share."""
+
     def _create_variable(self, **kwargs: Any) -> Any:
         """Create a variable as the strategy keeps it."""
 

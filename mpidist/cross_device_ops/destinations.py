@@ -12,6 +12,8 @@ from mpidist.values.component import Component
 from mpidist.values.placement import place_at
 
 HOST = "cpu:0"
+# A number is nowhere; ``np.generic`` comes out of reductions, and goes into them as a destination again.
+_PYTHON = (bool, int, float, complex, str)
 
 
 def destination_devices(destinations: Any) -> tuple[str, ...]:
@@ -31,7 +33,8 @@ def destination_devices(destinations: Any) -> tuple[str, ...]:
         return tuple(device_of(value, f"cpu:{i}") for i, value in enumerate(destinations.values))
     if isinstance(destinations, str) and destinations:
         return (HOST if destinations == "host" else canonical_device(destinations),)
-    if isinstance(destinations, IndexedSlices) or (is_array_like(destinations) and not isinstance(destinations, str)):
+    is_array = is_array_like(destinations) and not isinstance(destinations, _PYTHON)
+    if is_array or isinstance(destinations, IndexedSlices):
         return (device_of(destinations),)
     raise ValueError(
         f"destinations is {destinations!r} of type {type(destinations).__name__}; expected a variable, a distributed "

@@ -111,7 +111,7 @@ class State:
                 raise ValueError(f"track() was given {name!r}, which is a value of the state; choose another name")
         tracked = Checkpoint(**objects)
         strategy: Any = tracked._strategy("track()")
-        if objects and not strategy.extended.experimental_between_graph and _is_job_of_several():
+        if objects and not strategy.extended._spans_ranks() and _is_job_of_several():
             raise RuntimeError(
                 f"track() was given {sorted(objects)}, which belong to this process alone; expected objects of a "
                 "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "

@@ -56,10 +56,13 @@ class WorkerExtended(ParameterServerExtended):
         """Whether this is the chief, or the first worker."""
         return self._worker_id == 0
 
-    @property
-    def experimental_between_graph(self) -> bool:
-        """True: every worker runs the program."""
+    def _spans_ranks(self) -> bool:
         return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this is the chief: the workers share their variables."""
+        return self.should_checkpoint
 
     def _sharing_input(self) -> InputWorkers:
         """Return the input workers for the next dataset: those that shuffle without a seed must do so alike."""

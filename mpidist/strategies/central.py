@@ -28,6 +28,8 @@ class CentralExtended(ReplicatedExtended):
     A variable's synchronization means nothing here: there is one copy, and each is ON_WRITE.
     """
 
+    _is_central = True
+
     def _create_variable(self, **kwargs: Any) -> Variable:
         name, dtype, shape = kwargs["name"], kwargs.pop("dtype"), kwargs.pop("shape")
         with self._shared_errors(f"creating variable {name!r}"):

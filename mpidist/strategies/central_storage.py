@@ -51,6 +51,11 @@ class CentralStorageExtended(CentralExtended):
         """The one device that has all variables."""
         return (self._parameter_device,)
 
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True, as in TensorFlow."""
+        return True
+
     def _make_component(self, array: Array, properties: dict[str, Any]) -> Component:
         name = properties["name"]
         if self._writer is not None:
@@ -81,9 +86,9 @@ class CentralStorageExtended(CentralExtended):
 class CentralStorageStrategy(Strategy):
     """Synchronous training on one node with one copy of each variable (tf.distribute.experimental's strategy).
 
-    What replicas assign is combined by the variable's aggregation and applied once; ``synchronization`` means nothing.
-    The numbers are those of MirroredStrategy, which takes as much memory for variables and optimizer as there are
-    replicas.
+    What replicas assign is combined by the variable's aggregation and applied once; what they scatter is applied as
+    each gives it, whatever the aggregation (as TensorFlow does); ``synchronization`` means nothing. The numbers are
+    otherwise those of MirroredStrategy, which takes as much memory for variables and optimizer as there are replicas.
 
     Two ways to use it. Several devices in one process: the copy is on ``parameter_device``. Or the ranks of one node:
     start with ``mpirun``, and the copy is in memory that they share. Then making, copying and assigning a variable is

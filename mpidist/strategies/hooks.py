@@ -35,6 +35,8 @@ class StrategyHooks:
     # What is current in its scopes and merge functions; None for the host alone.
     _first_gpu: Place | None = None
 
+    _is_central = False
+
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._frame = Frame(strategy)
@@ -69,13 +71,13 @@ class StrategyHooks:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether several ranks run the program."""
-        return self._in_multi_worker_mode()
+        """Whether several ranks run the program; always true of a CentralStorageStrategy, as in TensorFlow."""
+        return self._spans_ranks()
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this rank is the one that initializes: the chief."""
-        return self.should_checkpoint
+        """True: every rank initializes its variables."""
+        return True
 
     @property
     def should_checkpoint(self) -> bool:
@@ -98,6 +100,10 @@ class StrategyHooks:
 
     def _in_multi_worker_mode(self) -> bool:
         return False
+
+    def _spans_ranks(self) -> bool:
+        """Whether several ranks run the program."""
+        return self._in_multi_worker_mode()
 
     def _use_merge_call(self) -> bool:
         """Whether reductions in replica context need the other local replicas to be collected first."""

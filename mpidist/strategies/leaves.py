@@ -87,6 +87,27 @@ def copied(value: Any) -> Any:
     return restored(value, copy_of(to_array(value)))
 
 
+def check_returned(leaves: Sequence[Any]) -> None:
+    """Raise TypeError where one of ``leaves`` cannot be what a replica function computed."""
+    for leaf in leaves:
+        if leaf is None or isinstance(leaf, (str, bytes)):
+            raise TypeError(
+                f"reduce() was given {leaf!r}; expected arrays or numbers: "
+                + (
+                    "the function given to strategy.run() returned nothing, end it with `return loss`"
+                    if leaf is None
+                    else "have the function given to strategy.run() return them"
+                )
+            )
+
+
+def as_result(value: Any) -> Any:
+    """Return ``value``, a number or an array of NumPy without axes as a NumPy number: there is one kind of them."""
+    if isinstance(value, NUMBERS) or (type(value) is np.ndarray and value.ndim == 0):
+        return np.asarray(value)[()]
+    return value
+
+
 def apart_from(result: Any, given: Any) -> Any:
     """Return ``result``, or a copy of it where it shares memory with ``given``, a leaf that it was made of.
 

@@ -47,7 +47,7 @@ def reduce_over_axis(
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
     if op is not ReduceOp.MEAN:
-        return extended._reduce(op, parts, along)
+        return extended._reduce(op, _as_contributions(extended, parts), along)
     contributions = _as_contributions(extended, [*parts, *counts])
     totals = extended._reduce(ReduceOp.SUM, contributions, f"mean of {along}")
     results = []
@@ -59,14 +59,13 @@ def reduce_over_axis(
 
 
 def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
-    """Return what to sum for a mean: values that are equal on all replicas count on each of them."""
-    in_one_process = not extended._in_multi_worker_mode() and extended._num_replicas_in_sync > 1
+    """Return what to combine: along an axis, values that are equal on all replicas count on each of them."""
     contributions = []
     for part in parts:
         if isinstance(part, Mirrored):
             part = PerReplica(part.values, part.replica_ids)
-        elif in_one_process and not isinstance(part, DistributedValues):
-            part = PerReplica((part,) * len(extended.local_replica_ids))
+        elif extended._num_replicas_in_sync > 1 and not isinstance(part, DistributedValues):
+            part = PerReplica((part,) * len(extended.local_replica_ids), extended.local_replica_ids)
         contributions.append(part)
     return contributions
 

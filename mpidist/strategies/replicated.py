@@ -226,7 +226,7 @@ class ReplicatedExtended(StrategyExtended):
     def _reduce_plain(self, op: ReduceOp, value: Any) -> Any:
         if op in (ReduceOp.SUM, ReduceOp.PROD) and self._total > 1:
             array = None if isinstance(value, IndexedSlices) else to_array(value)
-            is_zero = array is not None and array.ndim == 0 and op is ReduceOp.SUM and array == 0
+            is_zero = array is not None and op is ReduceOp.SUM and not array.any()
             if not is_zero:
                 raise ValueError(
                     f"{op.name} of a value that is not distributed, {value!r}, over {self._total} replicas is "

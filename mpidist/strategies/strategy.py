@@ -13,7 +13,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
 from mpidist.input import InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.strategies import logical_devices
-from mpidist.strategies.leaves import apart_from
+from mpidist.strategies.leaves import apart_from, as_result, check_returned
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
 from mpidist.values import DistributedValues
 from mpidist.values.placement import Place
@@ -121,34 +121,37 @@ class Strategy:
             reduce_op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
             value: What ``run`` returned: a PerReplica, or a nest of them. A plain value belongs to its rank: with
                 several ranks each rank's value counts once; in one process with several replicas SUM of anything
-                but 0 is refused, since nobody could say how often it should count.
-            axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first;
-                sizes along it may differ between replicas, and MEAN divides by the number of all elements.
+                but zeros is refused, since nobody could say how often it should count.
+            axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first, a
+                plain value in each of the rank's replicas; sizes along it may differ between replicas, and MEAN divides
+                by the number of all elements.
 
         Returns:
-            A NumPy array or number (the kind of the input where that is another library's); for arrays on devices one
+            A NumPy array, a NumPy number for what has no axes (the kind of the input where that is another library's);
+            for arrays on devices one
             on the device of the first replica, which ``float()`` waits for. It shares no memory with ``value``, and is
             the caller's to change, or read-only where ranks of a node share it; tensors of PyTorch have no gradients.
 
         Raises:
             RuntimeError: Called in replica context.
             ValueError: Unknown operation, axis out of range, or replicas that differ in shape.
-            TypeError: An axis that is no int, tuple or None.
+            TypeError: An axis that is no int, tuple or None; None or a string among the values.
 
         >>> import mpidist
         >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
-        [1, 2, 3, 6]
+        [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
         with self._extended._shared_errors("reduce()"):
             context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
             check_axis(axis)
-        leaves, structure = nest.flatten(value), nest.describe(value)
+            leaves, structure = nest.flatten(value), nest.describe(value)
+            check_returned(leaves)
         if axis is None:
             results = self._extended._reduce(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        return nest.pack_like(value, list(map(apart_from, results, leaves)))
+        return nest.pack_like(value, [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
@@ -172,6 +175,8 @@ class Strategy:
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
+
+        A nest gives a nest for each local replica, also where all in it are plain values.
 
         >>> import mpidist
         >>> mpidist.get_strategy().experimental_local_results(5)
@@ -282,9 +287,9 @@ def local_results(value: Any, num_local: int) -> tuple[Any, ...]:
     """Return the components of this rank in ``value``, a structure per local replica where it is nested."""
     if isinstance(value, DistributedValues):
         return value.values
-    leaves = nest.flatten(value)
-    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+    if not nest.is_nest(value):
         return (value,)
+    leaves = nest.flatten(value)
     return tuple(
         nest.pack_like(value, [leaf.values[i] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves])
         for i in range(num_local)

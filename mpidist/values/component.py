@@ -52,9 +52,10 @@ class Assignable(ReadsAsArray):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
 
-        In cross-replica context give the same value on every rank. Nothing is communicated at once; a checksum travels
-        with the next collective of the strategy, which is a MismatchError where ranks differ. But where ranks share one
-        copy (CentralStorageStrategy): there it is collective, and the first rank's value counts.
+        In cross-replica context give the same value on every rank, or a PerReplica, of which copy r gets the value r.
+        Nothing is communicated at once; a checksum travels with the next collective of the strategy, which is a
+        MismatchError where ranks differ. But where ranks share one copy (CentralStorageStrategy): there it is
+        collective, and the first rank's value counts.
 
         Args:
             value: Array or number of the variable's shape, on the host or any device: it is copied to where the
@@ -67,6 +68,7 @@ class Assignable(ReadsAsArray):
 
         Raises:
             ValueError: Another shape, or a combination of context and aggregation that has no meaning.
+            RuntimeError: Inside the scope of another strategy than the variable's, where it can only be read.
             TypeError: Another dtype.
         """
         del use_locking, name, read_value
@@ -91,7 +93,8 @@ class Assignable(ReadsAsArray):
 
         In replica context the rows of all replicas are gathered first (collective) by the variable's
         aggregation: SUM takes all of them, MEAN all divided by the number of replicas, ONLY_FIRST_REPLICA those
-        of replica 0. The same holds for the other scatter methods.
+        of replica 0. Where the replicas share one copy (CentralStorageStrategy, parameter servers) all are taken,
+        whatever the aggregation. The same holds for the other scatter methods.
 
         Raises:
             TypeError: Not an IndexedSlices.

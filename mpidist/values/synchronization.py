@@ -4,7 +4,7 @@ Writing (n replicas, n > 1):
 
 | synchronization, aggregation | in replica context | in cross-replica context |
 |---|---|---|
-| ON_WRITE, NONE | ValueError | the value goes to every copy |
+| ON_WRITE, NONE | ValueError | the value goes to every copy; the value r of a PerReplica to copy r |
 | ON_WRITE, SUM | sum of the replicas' values, to every copy | the value goes to every copy |
 | ON_WRITE, MEAN | mean of the replicas' values, to every copy | the value goes to every copy |
 | ON_WRITE, ONLY_FIRST_REPLICA | value of replica 0, to every copy | the value goes to every copy |
@@ -30,7 +30,7 @@ from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ASSIGN, Assignment, as_value_of
-from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.distributed import DistributedValues, PerReplica
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.placement import array_of, on_host, place_of
 
@@ -61,11 +61,14 @@ class Policy(Protocol):
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
-    if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
-        raise ValueError(
-            f"a {type(value).__name__} was assigned to variable {variable.name!r} in cross-replica context; expected "
-            "one value: reduce it first with strategy.reduce(...), or assign inside strategy.run()"
-        )
+    if isinstance(value, PerReplica):
+        if len(value.values) != len(variable.values):
+            raise ValueError(
+                f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r} of "
+                f"{len(variable.values)} copies; expected one value: reduce it first with strategy.reduce(...), or "
+                "assign inside strategy.run()"
+            )
+        variable._is_compared = False
     for i, component in enumerate(variable.values):
         if isinstance(value, DistributedValues):
             part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
@@ -79,11 +82,12 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
     """A block in which this rank changes the copies of a variable by itself; the ranks compare them afterwards.
 
     Args:
-        variable: Of any synchronization: ON_READ copies may differ, and copies that one rank made are its own.
+        variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
+            that one rank copied are its own.
         how: What is done to it.
         rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
     """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable._is_copy:
+    if variable.synchronization == VariableSynchronization.ON_READ or not variable._is_compared:
         yield
         return
     extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable._label!r}"
@@ -123,6 +127,9 @@ class _OnWrite:
         context._meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            _write_all(variable, how, value)
+            return
         with changing(variable, f"{how.__name__.lower()} outside of strategy.run()"):
             _write_all(variable, how, value)
 
@@ -143,7 +150,11 @@ class _OnWrite:
                 slices = IndexedSlices(slices.values[:0], slices.indices[:0], slices.dense_shape)
         else:
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
+        self._scatter_rows(op, variable, context, how, slices)
 
+    def _scatter_rows(
+        self, op: ReduceOp, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
+    ) -> None:
         def merged(strategy: StrategyLike, values: Any) -> None:
             combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
@@ -160,6 +171,18 @@ class _OnWrite:
                 "the replicas become one; create it with aggregation=mpidist.VariableAggregation.SUM, MEAN or "
                 "ONLY_FIRST_REPLICA"
             )
+
+
+class _Central(_OnWrite):
+    """There is one copy, into which every replica scatters: in TensorFlow too, aggregation is for assignments alone."""
+
+    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        """All of them have a meaning."""
+
+    def scatter_in_replica(
+        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
+    ) -> None:
+        self._scatter_rows(ReduceOp.SUM, variable, context, how, slices)
 
 
 class _OnRead:
@@ -209,8 +232,11 @@ class _OnRead:
 
 _ON_WRITE = _OnWrite()
 _ON_READ = _OnRead()
+_CENTRAL = _Central()
 
 
-def policy_for(synchronization: VariableSynchronization) -> Policy:
-    """Return the rules of a synchronization."""
+def policy_for(synchronization: VariableSynchronization, is_central: bool) -> Policy:
+    """Return the rules of a synchronization, or those of variables that have one copy for all replicas."""
+    if is_central:
+        return _CENTRAL
     return _ON_READ if synchronization == VariableSynchronization.ON_READ else _ON_WRITE

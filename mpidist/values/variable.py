@@ -14,7 +14,15 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import as_dtype, check_transportable
-from mpidist.core.context import Frame, current_frame, entered, get_strategy, has_strategy, variable_creators
+from mpidist.core.context import (
+    Frame,
+    current_frame,
+    entered,
+    get_strategy,
+    has_strategy,
+    is_default,
+    variable_creators,
+)
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
@@ -193,10 +201,11 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         self._components = tuple(components)
         for component in self._components:
             component.container = self
-        self._policy: Policy = policy_for(synchronization)
+        self._policy: Policy = policy_for(synchronization, strategy.extended._is_central)
         self.name = name
         self._label = strategy.extended._variable_names.label(name) if label is None else label
-        self._is_copy = label is not None
+        # Whether the ranks compare what they assign.
+        self._is_compared = label is None
         self._copies = 0
         self.trainable = trainable
         self.constraint = constraint
@@ -331,11 +340,14 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         return self
 
     def _check_belongs_here(self, frame: Frame) -> None:
-        if (
-            frame.replica_context is not None
-            and frame.strategy is not self._strategy
-            and frame.strategy.num_replicas_in_sync > 1
-        ):
+        if frame.strategy is self._strategy or is_default(frame.strategy):
+            return
+        if not is_default(self._strategy):
+            raise RuntimeError(
+                f"variable {self.name!r} of {type(self._strategy).__name__} was assigned inside the scope of "
+                f"{type(frame.strategy).__name__}, where it can only be read; leave that scope first"
+            )
+        if frame.replica_context is not None and frame.strategy.num_replicas_in_sync > 1:
             raise RuntimeError(
                 f"variable {self.name!r} was created outside the scope of {type(frame.strategy).__name__} and assigned "
                 "in its run(), where every rank would change a value of its own; create it inside "

@@ -239,7 +239,11 @@ def test_scatter_in_cross_replica_context(strategy: Any) -> None:
 
 
 def test_scatter_of_the_first_replica(strategy: Any) -> None:
-    for name, expected in (("scatter_update", 0.0), ("scatter_min", 0.0), ("scatter_max", 3.0), ("scatter_add", 3.0)):
+    n = strategy.num_replicas_in_sync
+    # One copy takes what every replica scatters, one after the other.
+    last, total = (n - 1.0, n * (n - 1) / 2) if is_central(strategy) else (0.0, 0.0)
+    table = {"scatter_update": last, "scatter_min": 0.0, "scatter_max": max(3.0, last), "scatter_add": 3.0 + total}
+    for name, expected in table.items():
         variable = make_variable(strategy, np.full(2, 3.0), aggregation=FIRST)
         strategy.run(lambda v=variable, m=name: getattr(v, m)(slices([float(replica_id())], [1])))
         check_components(strategy, variable, lambda _, e=expected: np.array([3.0, e]))
@@ -260,12 +264,20 @@ def test_scatter_refusals(strategy: Any) -> None:
             getattr(variable, name)(slices([[1.0, 2.0]], [0]))
     if n == 1:
         return
+    if is_central(strategy):
+        for aggregation in (NONE, SUM, MEAN, FIRST):
+            variable = make_variable(strategy, np.full(2, 2.0), aggregation=aggregation)
+            strategy.run(lambda v=variable: v.scatter_add(good))
+            check_components(strategy, variable, lambda _: np.array([2.0 + n, 2.0]))
+            strategy.run(lambda v=variable: v.scatter_max(slices([replica_id() + 5.0], [1])))
+            check_components(strategy, variable, lambda _: np.array([2.0 + n, n + 4.0]))
+        return
     for name in names[4:]:
         for aggregation in (SUM, MEAN):
             variable = make_variable(strategy, np.zeros(2), aggregation=aggregation)
             with pytest.raises((NotImplementedError, mpidist.PeerError)):
                 strategy.run(lambda v=variable, m=name: getattr(v, m)(good))
-    for aggregation in () if is_central(strategy) else (SUM, MEAN, FIRST, NONE):
+    for aggregation in (SUM, MEAN, FIRST, NONE):
         variable = make_variable(strategy, np.zeros(2), ON_READ, aggregation)
         for name in names:
             with pytest.raises(NotImplementedError):

@@ -74,7 +74,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_written_together_and_read_in_any_layout(strategy: mpidist.Strategy, async_save: bool, tmp_path: Path) -> None:
-    together = strategy.extended.experimental_between_graph
+    together = strategy.extended._spans_ranks()
     with of_all_ranks(tmp_path) as shared:
         folder = tmp_path if not together else shared / f"ranks-from-{first_rank_of(strategy)}"
         mine = model(strategy, 5.0)

@@ -24,9 +24,9 @@ SERVERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["e:1", "f:1"]}
         (CHIEF, ("evaluator", 0), True, 0, 1, ""),
         (WORKERS, ("worker", 0), True, 0, 2, "/job:worker/replica:0/task:0"),
         (WORKERS, ("worker", 1), False, 1, 2, "/job:worker/replica:0/task:0"),
-        (SERVERS, ("worker", 1), False, 2, 3, ""),
-        ({"worker": ["a:1"]}, ("worker", 0), True, 0, 1, ""),
-        ({"chief": ["a:1"]}, ("chief", 0), True, 0, 1, ""),
+        (SERVERS, ("worker", 1), False, 2, 3, "/job:chief/replica:0/task:0"),
+        ({"worker": ["a:1"]}, ("worker", 0), True, 0, 1, "/job:worker/replica:0/task:0"),
+        ({"chief": ["a:1"]}, ("chief", 0), True, 0, 1, "/job:chief/replica:0/task:0"),
     ],
 )
 def test_roles(form, cluster, task, chief, number, workers, leader) -> None:
@@ -39,11 +39,17 @@ def test_roles(form, cluster, task, chief, number, workers, leader) -> None:
 
 def test_parameter_servers_have_no_number() -> None:
     assert util.is_chief(SERVERS, "ps", 0) is False
-    assert util.collective_leader(SERVERS, "ps", 1) == ""
+    assert util.collective_leader(SERVERS, "ps", 1) == "/job:chief/replica:0/task:0"
     with pytest.raises(ValueError, match="task_type is 'ps'"):
         util.id_in_cluster(SERVERS, "ps", 0)
     with pytest.raises(ValueError, match="task_type is 'ps'"):
         util.worker_count(SERVERS, "ps")
+
+
+def test_an_evaluator_need_not_be_in_the_cluster() -> None:
+    assert util.is_chief(WORKERS, "evaluator", 0) is True
+    assert util.id_in_cluster(WORKERS, "evaluator", 0) == 0
+    assert util.collective_leader(WORKERS, "evaluator", 0) == ""
 
 
 def test_has_worker() -> None:

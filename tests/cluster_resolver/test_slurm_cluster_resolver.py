@@ -182,6 +182,8 @@ def test_mpirun_that_goes_round_the_hosts_is_noticed(environ) -> None:
         ("0,1,2,3", 3, {"gpus_per_node": 4, "gpus_per_task": 1}, "1"),
         ("4,5", 1, {"gpus_per_node": 2}, "5"),
         (None, 1, {"gpus_per_node": 2}, "1"),
+        ("7", 1, {"gpus_per_node": 4}, "2,3"),  # what is said by hand wins
+        ("", 0, {"gpus_per_node": 4, "gpus_per_task": 1}, "0"),
         ("0,1", 1, {"gpus_per_node": 2, "auto_set_gpu": False}, "0,1"),
         ("1", 1, {"gpus_per_node": 2}, "1"),  # bound by Slurm already
         ("0", 1, {"gpus_per_node": 1}, "0"),  # two tasks share one

@@ -1,0 +1,84 @@
+"""What running TensorFlow beside mpidist corrected (tf_distribute, section 19), where no other file has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from tests.acceptance.checks import is_default, local_ids, make_variable, same
+from tests.support.ranks.layouts import layouts, per_replica
+
+pytestmark = pytest.mark.counts
+
+
+def test_a_plain_value_along_an_axis_counts_in_every_replica(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
+    value = np.arange(6.0).reshape(2, 3)
+    for axis in (0, 1, (0, 1)):
+        same(strategy.reduce("SUM", value, axis=axis), n * value.sum(axis))
+        same(strategy.reduce("MEAN", value, axis=axis), value.mean(axis))
+        same(strategy.reduce("MAX", value, axis=axis), value.max(axis))
+
+
+def test_zeros_of_any_shape_are_their_own_sum(strategy: Any) -> None:
+    same(strategy.reduce("SUM", np.zeros((2, 2)), axis=None), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, "returned nothing"), ("loss", "'loss'"), ({"a": None}, "nothing")])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_what_a_function_without_return_gives(strategy: Any, given: Any, said: str, axis: int | None) -> None:
+    with pytest.raises((TypeError, mpidist.PeerError), match=said):
+        strategy.reduce("SUM", strategy.run(lambda: given), axis=axis)
+
+
+def test_a_nest_has_an_entry_for_each_local_replica(strategy: Any) -> None:
+    nest = {"a": 1, "b": (np.ones(2), None)}
+    parts = strategy.experimental_local_results(nest)
+    assert len(parts) == len(local_ids(strategy))
+    assert all(part["a"] == 1 and part["b"][1] is None for part in parts)
+    assert strategy.experimental_local_results(5) == (5,)
+
+
+def test_results_without_axes_are_numbers_of_numpy(strategy: Any) -> None:
+    for value in (per_replica(strategy, float), per_replica(strategy, lambda i: np.array(float(i))), 0.0, np.zeros(())):
+        assert type(strategy.reduce("SUM", value, axis=None)) is np.float64
+    assert type(strategy.reduce("MEAN", per_replica(strategy, lambda i: np.ones(2)), axis=0)) is np.float64
+    assert type(strategy.reduce("MAX", 3, axis=None)) is np.int64
+    variable = make_variable(strategy, 1.0)
+    assert type(strategy.reduce("MEAN", variable, axis=None)) is np.float64
+
+
+def test_a_number_is_no_destination(strategy: Any) -> None:
+    value = per_replica(strategy, float)
+    for destinations in (3, 3.0, True, None, [], ""):
+        with pytest.raises((ValueError, mpidist.PeerError)) as raised:
+            strategy.extended.reduce_to("SUM", value, destinations=destinations)
+        assert "destinations is" in str(raised.value)
+
+
+def test_another_strategys_variable_is_read_in_a_scope_and_not_assigned(strategy: Any) -> None:
+    variable, is_ordinary = make_variable(strategy, 2.0), is_default(strategy)
+    with mpidist.OneDeviceStrategy("cpu:0").scope():
+        assert float(variable) + 1 == 3.0
+        if is_ordinary:
+            variable.assign(2.0)
+            return
+        for write in (variable.assign, variable.assign_add):
+            with pytest.raises(RuntimeError, match="OneDeviceStrategy"):
+                write(5.0)
+    assert float(variable) == 2.0
+
+
+@pytest.mark.parametrize("strategy", layouts("multi_worker-*", "mirrored*"), indirect=True)
+def test_gathering_along_a_negative_axis(strategy: Any) -> None:
+    value = per_replica(strategy, lambda i: np.full((2, i), float(i)))
+    n = strategy.num_replicas_in_sync
+    same(strategy.gather(value, axis=-1), np.concatenate([np.full((2, i), float(i)) for i in range(n)], -1))
+
+
+def test_this_process_by_the_name_that_tensorflow_has_for_it() -> None:
+    strategy = mpidist.OneDeviceStrategy("/job:localhost/replica:0/task:0/device:CPU:0")
+    assert strategy.extended.worker_devices == ("cpu:0",)
