@@ -38,3 +38,14 @@ def check_fraction(name: str, value: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"{name} is {value!r}; expected a number from 0 to below 1")
     return float(value)
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return a hyper-parameter that must be more than 0.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected a number of more than 0")
+    return float(value)

@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist import Checkpoint, IndexedSlices
 from mpidist.core.errors import PeerError
-from mpidist.optimizers import SGD, Adam, GradientAccumulator, Optimizer, aggregate_gradients
+from mpidist.optimizers import SGD, Adam, AdamW, GradientAccumulator, Optimizer, RMSprop, aggregate_gradients
 from mpidist.parameter_server import ShardedVariable
 from mpidist.values import Mirrored
 from tests.acceptance.checks import FIRST, MEAN, NONE, ON_READ, SUM, make_variable
@@ -22,7 +22,8 @@ from tests.support.ranks.layouts import layouts, per_replica
 MAKERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: SGD(0.1),
     "momentum": lambda: SGD(0.1, momentum=0.9),
-    "adam": lambda: Adam(0.1),
+    "adamw": lambda: AdamW(0.1),
+    "rmsprop": lambda: RMSprop(0.1, momentum=0.9, centered=True),
 }
 ROWS = 7
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.optimizers import SGD, Adam
+from mpidist.optimizers import SGD, Adam, AdamW, RMSprop
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Request
 from mpidist.parameter_server.remote import component_of
@@ -116,7 +116,8 @@ def optimizers() -> list[Any]:
         SGD(schedule, momentum=0.9),
         SGD(0.1, momentum=0.9, nesterov=True),
         Adam(0.05),
-        Adam(schedule, beta_1=0.8, epsilon=1e-5),
+        AdamW(schedule, beta_1=0.8, epsilon=1e-5),
+        RMSprop(schedule, momentum=0.9, centered=True),
     ]
 
 
@@ -170,7 +171,7 @@ def same_bits(strategy: Any) -> int:
 
 
 def test_one_worker_gets_the_bits_of_one_process() -> None:
-    assert on_workers(same_bits, 2, 1) == [20]
+    assert on_workers(same_bits, 2, 1) == [24]
 
 
 # No read is torn ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def trained(strategy: Any) -> dict[str, Any]:
         "sgd": mpidist.optimizers.SGD(0.1),
         "momentum": mpidist.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
         "adam": mpidist.optimizers.Adam(0.01),
+        "rmsprop": mpidist.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
     }
     with strategy.scope():
         weights = {name: mpidist.Variable(start, name=name) for name in kinds}

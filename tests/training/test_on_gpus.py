@@ -17,6 +17,8 @@ OPTIMIZERS: list[Callable[[], Any]] = [
     lambda: mpidist.optimizers.SGD(0.1, momentum=0.9),
     lambda: mpidist.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     lambda: mpidist.optimizers.Adam(0.1),
+    lambda: mpidist.optimizers.AdamW(0.1),
+    lambda: mpidist.optimizers.RMSprop(0.1, momentum=0.9, centered=True),
 ]
 
 

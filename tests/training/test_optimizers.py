@@ -1,4 +1,4 @@
-"""SGD and Adam: their formulas against slow ones, the sum over replicas, contexts, dtypes, sparse gradients."""
+"""Optimizers: their formulas against slow ones, the sum over replicas, contexts, dtypes, sparse gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.optimizers import SGD, Adam, Optimizer
+from mpidist.optimizers import SGD, Adam, AdamW, Optimizer, RMSprop
 from mpidist.values import Mirrored
 from tests.support.ranks.layouts import layouts, per_replica
 
@@ -19,6 +19,9 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": lambda **more: SGD(0.1, momentum=0.9, **more),
     "nesterov": lambda **more: SGD(0.1, momentum=0.9, nesterov=True, **more),
     "adam": lambda **more: Adam(0.1, **more),
+    "adamw": lambda **more: AdamW(0.1, weight_decay=0.2, **more),
+    "rmsprop": lambda **more: RMSprop(0.1, rho=0.8, epsilon=1e-3, **more),
+    "centered": lambda **more: RMSprop(0.1, rho=0.8, momentum=0.5, epsilon=1e-3, centered=True, **more),
 }
 
 
@@ -29,11 +32,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def reference(kind: str, value: float, gradients: list[float]) -> float:
     """Written from the docstrings, one number at a time."""
-    m = s = 0.0
+    m = s = a = 0.0
     for t, g in enumerate(gradients, 1):
         if kind == "sgd":
             value -= 0.1 * g
-        elif kind == "adam":
+        elif kind in ("rmsprop", "centered"):
+            s = 0.8 * s + (1 - 0.8) * g * g
+            a = 0.8 * a + (1 - 0.8) * g if kind == "centered" else 0.0
+            m = (0.5 * m if kind == "centered" else 0.0) + 0.1 * g / math.sqrt(s - a * a + 1e-3)
+            value -= m
+        elif kind in ("adam", "adamw"):
+            value -= value * 0.1 * 0.2 if kind == "adamw" else 0.0
             m += (1 - 0.9) * (g - m)
             s += (1 - 0.999) * (g * g - s)
             value -= 0.1 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (math.sqrt(s) + 1e-7)
@@ -92,6 +101,21 @@ def test_where_no_strategy_is_active(kind: str) -> None:
     for g in (1.0, 2.0, -1.0):
         optimizer.apply_gradients([(g, v)])
     assert v.numpy() == pytest.approx(reference(kind, 1.0, [1.0, 2.0, -1.0]), rel=1e-12)
+
+
+def test_steps_computed_by_hand() -> None:
+    v = mpidist.Variable(1.0)
+    RMSprop(0.5, rho=0.75, epsilon=1e-12).apply_gradients([(3.0, v)])  # 3 / sqrt(9 / 4) = 2
+    assert v.numpy() == pytest.approx(0.0, abs=1e-10)
+    v.assign(1.0)
+    centered = RMSprop(1.5, rho=0.5, momentum=0.5, epsilon=1e-12, centered=True)
+    # 1.5 * 2 / sqrt(2 - 1) = 3; then half of that and 3 / sqrt(3 - 1.5 ** 2).
+    for expected in (-2.0, -3.5 - 2 * math.sqrt(3)):
+        centered.apply_gradients([(2.0, v)])
+        assert v.numpy() == pytest.approx(expected)
+    v.assign(2.0)
+    AdamW(0.5, weight_decay=0.25).apply_gradients([(7.0, v)])  # any first step of Adam is the rate: 2 - 1 / 4 - 1 / 2
+    assert v.numpy() == pytest.approx(1.25)
 
 
 def test_across_replicas_gradients_are_sums_already(strategy: mpidist.Strategy) -> None:
@@ -315,7 +339,16 @@ def test_wrong_gradients() -> None:
 
 @pytest.mark.parametrize(
     "make_wrong",
-    [lambda: SGD(momentum=1.0), lambda: Adam(beta_1=-0.1), lambda: Adam(beta_2=1), lambda: Adam(epsilon=0)],
+    [
+        lambda: SGD(momentum=1.0),
+        lambda: Adam(beta_1=-0.1),
+        lambda: Adam(beta_2=1),
+        lambda: Adam(epsilon=0),
+        lambda: AdamW(weight_decay=-0.1),
+        lambda: RMSprop(rho=1.0),
+        lambda: RMSprop(momentum=-1),
+        lambda: RMSprop(epsilon=0),
+    ],
 )
 def test_wrong_parameters(make_wrong: Callable[[], Optimizer]) -> None:
     with pytest.raises(ValueError, match="expected a number"):
