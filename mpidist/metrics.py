@@ -1,5 +1,5 @@
 """Metrics: public names only."""
 
-from mpidist.training import Accuracy, Mean, Metric, Sum
+from mpidist.training import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
 
-__all__ = ["Accuracy", "Mean", "Metric", "Sum"]
+__all__ = ["Accuracy", "Mean", "Metric", "SparseCategoricalAccuracy", "Sum"]

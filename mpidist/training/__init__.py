@@ -4,7 +4,7 @@ from mpidist.training.adam import Adam, AdamW
 from mpidist.training.gradient_accumulator import GradientAccumulator
 from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm
 from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
-from mpidist.training.metrics import Accuracy, Mean, Metric, Sum
+from mpidist.training.metrics import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
 from mpidist.training.optimizer import Optimizer
 from mpidist.training.random import common_rng, replica_rng, set_seed
 from mpidist.training.rmsprop import RMSprop
@@ -20,6 +20,7 @@ __all__ = [
     "Metric",
     "Optimizer",
     "RMSprop",
+    "SparseCategoricalAccuracy",
     "Sum",
     "aggregate_gradients",
     "clip_by_global_norm",

@@ -51,6 +51,23 @@ class Metric:
         """Whether each replica has totals of its own; strategies that keep one copy of a variable keep no others."""
         return all(total.synchronization == VariableSynchronization.ON_READ for total in self._totals.values())
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the metric, and return what it has come to where it is called; takes what ``update_state`` takes.
+
+        Inside ``strategy.run`` that is the metric over what this replica alone has been given, which takes no messages
+        beyond those of ``update_state``; ``result`` is over all replicas. Of common totals it is the same.
+
+        >>> metric = Mean()
+        >>> metric([1.0, 2.0]), metric(6.0)
+        (np.float64(1.5), np.float64(3.0))
+        """
+        self.update_state(*args, **kwargs)
+        return self._made_of(self._values())
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add to the totals of this replica; see the subclasses."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement update_state()")
+
     def result(self) -> Any:
         """Return the metric over all that every replica has been given since the last reset.
 
@@ -60,10 +77,10 @@ class Metric:
             A NumPy scalar, the same everywhere; totals on a device are waited for.
         """
         context = get_replica_context()
-        sums = [total.value() for total in self._totals.values()]
+        sums = self._values()
         if context is not None and has_strategy() and self._has_copies:
             sums = context.all_reduce("SUM", sums)
-        return self._result_of(*(on_host(to_array(value))[()] for value in sums))
+        return self._made_of(sums)
 
     def reset_state(self) -> None:
         """Start anew. No communication; call it on every rank, outside ``strategy.run``."""
@@ -72,6 +89,12 @@ class Metric:
 
     # The older of the two names that Keras has had for it.
     reset_states = reset_state
+
+    def _values(self) -> list[Any]:
+        return [total.value() for total in self._totals.values()]
+
+    def _made_of(self, sums: list[Any]) -> Any:
+        return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
     def _result_of(self, *sums: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not implement _result_of()")
@@ -185,6 +208,46 @@ class Accuracy(Mean):
         place = place_of_operands((true, predicted))
         with place.current():
             hits = np.equal(place.brings(true), place.brings(predicted))
+        super().update_state(hits, sample_weight)
+
+
+class SparseCategoricalAccuracy(Mean):
+    """How often the class with the highest score is the true one (tf.keras.metrics.SparseCategoricalAccuracy).
+
+    Args:
+        name: For the names of its variables.
+        dtype: Dtype of total and count.
+
+    >>> metric = SparseCategoricalAccuracy()
+    >>> metric.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0]])
+    >>> metric.result()
+    np.float64(0.5)
+    """
+
+    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: Any = "float64") -> None:
+        super().__init__(name, dtype)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+        """Compare classes of this replica with the highest scores; see ``Sum.update_state``.
+
+        Args:
+            y_true: True classes, as numbers from 0; a last axis of length 1 more is allowed.
+            y_pred: Scores or probabilities, along the last axis those of each class. Of equal ones the first counts.
+            sample_weight: A number or an array that broadcasts against the classes.
+
+        Raises:
+            ValueError: Shapes that do not fit, no classes, or weights that do not broadcast.
+        """
+        true, scores = array_of(y_true, "y_true"), array_of(y_pred, "y_pred")
+        rows = scores.shape[:-1]
+        if not scores.ndim or not scores.shape[-1] or true.shape not in (rows, (*rows, 1)):
+            raise ValueError(
+                f"y_true has shape {true.shape} and y_pred {scores.shape}; expected a class for each row of scores, "
+                "y_true of y_pred.shape[:-1]; labels that are one-hot: y_true.argmax(axis=-1)"
+            )
+        place = place_of_operands((true, scores))
+        with place.current():
+            hits = np.equal(place.brings(true), place.brings(scores).argmax(axis=-1).reshape(true.shape))
         super().update_state(hits, sample_weight)
 
 

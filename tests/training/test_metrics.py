@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import mpidist
-from mpidist.metrics import Accuracy, Mean, Sum
+from mpidist.metrics import Accuracy, Mean, SparseCategoricalAccuracy, Sum
 from tests.support.ranks.layouts import layouts, per_replica
 
 pytestmark = pytest.mark.counts
@@ -56,6 +58,64 @@ def test_accuracy_compares_labels_of_one_shape() -> None:
     assert accuracy.result() == 0.75
     with pytest.raises(ValueError, match="argmax"):
         accuracy.update_state([1, 2], [[0.1, 0.9], [0.3, 0.7]])
+
+
+SCORES = [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0], [0.4, 0.2, 0.4], [0.0, 0.0, 1.0]]
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("y_true", "weights", "expected"),
+    [
+        ([2, 1, 0, 0], None, 2 / 4),  # the first of equal scores counts
+        ([2, 1, 0, 0], [0.7, 0.3, 0.0, 0.0], 0.3),
+        ([[2], [1], [0], [0]], [1, 2, 3, 4], (2 + 3) / 10),
+        ([2.0, 1.0, 1.0, 2.0], 5.0, 2 / 4),
+    ],
+)
+def test_the_highest_score_of_true_classes(y_true: Any, weights: Any, expected: float) -> None:
+    accuracy = SparseCategoricalAccuracy()
+    accuracy.update_state(y_true, SCORES, weights)
+    assert accuracy.result() == pytest.approx(expected)
+    images = SparseCategoricalAccuracy(name="pixels", dtype="float32")
+    twice = [weights, weights] if isinstance(weights, list) else weights
+    assert images([y_true, y_true], [SCORES, SCORES], twice) == pytest.approx(expected)
+    assert (images.result().dtype, images.variables[0].name) == (np.float32, "pixels/total")
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("y_true", "y_pred"), [([0, 1], SCORES), (SCORES, SCORES), (0, 1.0), ([0], np.ones((1, 0)))])
+def test_classes_that_do_not_fit_the_scores(y_true: Any, y_pred: Any) -> None:
+    with pytest.raises(ValueError, match=r"y_true has shape .* and y_pred .*expected a class for each row"):
+        SparseCategoricalAccuracy().update_state(y_true, y_pred)
+
+
+def test_a_call_updates_and_returns_what_this_replica_has_come_to(strategy: mpidist.Strategy) -> None:
+    with strategy.scope():
+        mean = Mean()
+    results = strategy.run(
+        lambda i: (mean(i), mean([i + 2, i + 4], sample_weight=[1, 3])), args=(per_replica(strategy, float),)
+    )
+    everything = range(strategy.num_replicas_in_sync)
+
+    def expected(ids: Any) -> tuple[float, float]:
+        return sum(ids) / len(ids), sum(5 * i + 14 for i in ids) / (5 * len(ids))
+
+    for i, result in zip(
+        strategy.extended.local_replica_ids, strategy.experimental_local_results(results), strict=True
+    ):
+        assert result == pytest.approx(expected([i] if mean._has_copies else everything))
+    assert mean.result() == pytest.approx(expected(everything)[1])
+
+
+def test_a_call_of_one_replica_alone_sends_nothing(strategy: mpidist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with strategy.scope():
+        mean = Mean()
+    if not mean._has_copies:
+        return
+    for name in ("_replica_ctx_all_reduce", "_reduce"):
+        monkeypatch.setattr(strategy.extended, name, lambda *_, **__: pytest.fail("the replicas communicated"))
+    strategy.run(lambda: mean(1.0))
 
 
 def test_dtype_and_names() -> None:
