@@ -90,6 +90,10 @@ class Metric:
     # The older of the two names that Keras has had for it.
     reset_states = reset_state
 
+    def __repr__(self) -> str:
+        # Not the result, which takes all ranks.
+        return f"<{type(self).__name__} {self.name!r}>"
+
     def _values(self) -> list[Any]:
         return [total.value() for total in self._totals.values()]
 

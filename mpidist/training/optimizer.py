@@ -401,6 +401,12 @@ class Optimizer:
         """Return the slots of a variable by name; empty before ``build``."""
         return dict(self._slots.get(variable, {}))
 
+    def __repr__(self) -> str:
+        # Not the rate that a schedule gives now: the step may be known to a server alone.
+        schedule = self._schedule
+        rate = f"{_name_of(schedule)}(step)" if schedule is not None else repr(self._numbers.get("learning_rate"))
+        return f"<{type(self).__name__} learning_rate={rate}>"
+
     # Helpers --------------------------------------------------------------------------------------------------
 
     def _step(self) -> int:
@@ -439,6 +445,11 @@ class Optimizer:
         for key, value in self._deferred.items():
             values.setdefault(key, value)
         self._deferred = values
+
+
+def _name_of(schedule: Callable[[int], float]) -> str:
+    name: str = getattr(schedule, "__name__", type(schedule).__name__)
+    return name
 
 
 def _entered(strategy: Strategy) -> AbstractContextManager[Any]:

@@ -118,6 +118,12 @@ def test_a_call_of_one_replica_alone_sends_nothing(strategy: mpidist.Strategy, m
     strategy.run(lambda: mean(1.0))
 
 
+def test_what_a_metric_is_shown_as(strategy: mpidist.Strategy) -> None:
+    with strategy.scope():
+        metric = Mean(name="loss")
+    assert repr(metric) == "<Mean 'loss'>"
+
+
 def test_dtype_and_names() -> None:
     mean = Mean(name="loss", dtype="float32")
     mean.update_state(np.float32(0.1))

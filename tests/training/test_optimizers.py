@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,20 @@ def test_where_no_strategy_is_active(kind: str) -> None:
     for g in (1.0, 2.0, -1.0):
         optimizer.apply_gradients([(g, v)])
     assert v.numpy() == pytest.approx(reference(kind, 1.0, [1.0, 2.0, -1.0]), rel=1e-12)
+
+
+@pytest.mark.one_rank
+def test_what_an_optimizer_is_shown_as() -> None:
+    optimizer = Adam(name="mine")
+    assert repr(optimizer) == "<Adam learning_rate=0.001>"
+    optimizer.learning_rate = mpidist_dtype  # type: ignore[assignment]
+    assert repr(optimizer) == "<Adam learning_rate=mpidist_dtype(step)>"
+    # Where the step is known to a server alone nobody asks for it.
+    optimizer._iterations = object()  # type: ignore[assignment]
+    optimizer.learning_rate = partial(max, 0.1)
+    assert repr(optimizer) == "<Adam learning_rate=partial(step)>"
+    # A twin for a server is told the rate with each update.
+    assert repr(optimizer.rule()) == "<Adam learning_rate=None>"
 
 
 def test_steps_computed_by_hand() -> None:
