@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives import objects, packing
 from mpidist.collectives.array_collectives import ArrayCollectives, Call
@@ -18,6 +18,7 @@ from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.host_copies import on_host
 from mpidist.collectives.movement_plan import check_has_axis
 from mpidist.collectives.plan import signature_of, signature_text
+from mpidist.collectives.reading import Rebuild, read, read_out, restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.waiting import Steps
 from mpidist.collectives.work import Work
@@ -39,10 +40,13 @@ class Communicator(ArrayCollectives):
     same point all get a MismatchError that shows what each wanted and where. Nothing waits for ever: after the
     deadline of the call (30 minutes, ``MPIDIST_TIMEOUT``) CollectiveTimeoutError is raised.
 
-    ``value`` is an array, a number, or a flat list or tuple of them that travels together. Arrays of other
-    libraries (CuPy, PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind that went in.
-    Arrays on a GPU stay there: a rank keeps to one device, and what a call returns is ready in the order of the
-    stream that is current where it returns, which need not have come so far yet.
+    ``value`` is an array, a number, or a nest of them that travels together: lists, tuples, named tuples and dicts,
+    in one another, of the same structure on all ranks. Results have that structure; mappings that are no dicts come out
+    as dicts, generators and the values of a dict as lists. Entries of dicts are told apart by their keys.
+
+    Arrays of other libraries (CuPy, PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind
+    that went in. Arrays on a GPU stay there: a rank keeps to one device, and what a call returns is ready in the order
+    of the stream that is current where it returns, which need not have come so far yet.
 
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
@@ -82,7 +86,7 @@ class Communicator(ArrayCollectives):
 
         Args:
             op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
-            value: Array, number, or list or tuple of them; equal shapes and dtypes on all ranks.
+            value: Array, number, or nest of them; equal structure, shapes and dtypes on all ranks.
             out: Where to put the result, of the same structure, shapes and dtypes; a new array by default.
             options: Laid over those of the communicator.
 
@@ -92,17 +96,19 @@ class Communicator(ArrayCollectives):
 
         Raises:
             TypeError: A dtype that cannot be reduced: bool, object, big-endian.
-            MismatchError: Ranks differ in operation, shapes, dtypes or options.
+            MismatchError: Ranks differ in operation, structure, shapes, dtypes or options.
+            ValueError: ``out`` does not fit the value.
             CollectiveTimeoutError: The other ranks did not come in time.
 
         >>> comm = Communicator()
         >>> comm.all_reduce("MEAN", [2.0, np.array([1, 2])])
         [np.float64(2.0), array([1., 2.])]
+        >>> comm.all_reduce("MEAN", {"w": np.ones(2), "b": (3.0,)})
+        {'w': array([1., 1.]), 'b': (np.float64(3.0),)}
         >>> comm.close()
         """
-        op, arrays, rebuild = self._read(op, value)
-        outs = None if out is None else self._unwrap(out)[0]
-        return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs))
+        op, arrays, outs, structure, rebuild = self._read(op, value, out)
+        return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs, note=structure))
 
     def all_reduce_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
         """Start an :meth:`all_reduce` and return its handle (collective).
@@ -115,8 +121,8 @@ class Communicator(ArrayCollectives):
         np.float64(3.0)
         >>> comm.close()
         """
-        op, arrays, rebuild = self._read(op, value)
-        return self.reduce_arrays_async(op, arrays, self.size, options=options).then(rebuild)
+        op, arrays, _, structure, rebuild = self._read(op, value)
+        return self.reduce_arrays_async(op, arrays, self.size, options=options, note=structure).then(rebuild)
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
@@ -134,10 +140,10 @@ class Communicator(ArrayCollectives):
     def _reduce_call(
         self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None, call_site: str | None
     ) -> tuple[Call[list[Array]], Finish]:
-        op, arrays, rebuild = self._read(op, value)
+        op, arrays, _, structure, rebuild = self._read(op, value)
         root = self._check_root(root)
         copies, bring_back = on_host(arrays)
-        plan = self._plan(f"reduce to rank {root}", op, copies, self.size, options, "")
+        plan = self._plan(f"reduce to rank {root}", op, copies, self.size, options, structure)
         steps = self._engine.reduce_to(plan, copies, root, call_site)
         if self.rank != root:
             return (steps, plan.text), _nothing
@@ -177,7 +183,7 @@ class Communicator(ArrayCollectives):
         start, stop = slices(len(array), self.size)[self.rank]
         shape = (stop - start, *array.shape[1:])
         steps = self._engine.reduce_scatter(plan, array, call_site)
-        return (steps, plan.text), lambda flat: _restore(value, bring_back([flat.reshape(shape)])[0])
+        return (steps, plan.text), lambda flat: restore(value, bring_back([flat.reshape(shape)])[0])
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class Communicator(ArrayCollectives):
         """Concatenate the arrays of all ranks along ``axis``, in rank order (collective; MPI_Allgatherv).
 
         Args:
-            value: Array, or list or tuple of arrays, of at least one dimension. Sizes along ``axis`` may differ
+            value: Array, or nest of arrays, of at least one dimension. Sizes along ``axis`` may differ
                 between ranks and may be 0; dtypes and other dimensions must be equal.
             axis: Where to concatenate; may be negative.
             options: Laid over those of the communicator.
@@ -199,34 +205,34 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        arrays, rebuild = self._unwrap(value)
-        return rebuild(self.gather_arrays(arrays, axis, options=options))
+        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
+        return rebuild(self.gather_arrays(arrays, axis, options=options, note=structure))
 
     def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start an :meth:`all_gather` and return its handle (collective)."""
-        arrays, rebuild = self._unwrap(value)
+        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
         copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        work = self._submit(*self._gather_call(copies, axis, "", call_site), call_site, options)
+        work = self._submit(*self._gather_call(copies, axis, structure, call_site), call_site, options)
         return work.then(bring_back).then(rebuild)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
 
         Args:
-            value: Array, number, or list or tuple of them; on ranks other than ``root`` it tells shape and dtype.
+            value: Array, number, or nest of them; on ranks other than ``root`` it tells structure, shape and dtype.
             root: Whose value it is.
             options: Laid over those of the communicator.
         """
-        arrays, rebuild = self._unwrap(value)
-        return rebuild(self.broadcast_arrays(arrays, root, options=options))
+        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
+        return rebuild(self.broadcast_arrays(arrays, root, options=options, note=structure))
 
     def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`broadcast` and return its handle (collective)."""
-        arrays, rebuild = self._unwrap(value)
+        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
         copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        work = self._submit(*self._broadcast_call(copies, root, "", call_site), call_site, options)
+        work = self._submit(*self._broadcast_call(copies, root, structure, call_site), call_site, options)
         return work.then(bring_back).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
@@ -325,23 +331,15 @@ class Communicator(ArrayCollectives):
         part.Free()
         return group
 
-    def _unwrap(self, value: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
-        """Return the arrays of a value, and the function that makes the result look like the value."""
-        return self._read(ReduceOp.SUM, value)[1:]
-
-    def _read(self, op: ReduceOp | str, value: Any) -> tuple[ReduceOp, list[Array], Callable[[list[Array]], Any]]:
-        """Return an operation, the arrays of a value, and the function that makes the result look like the value."""
+    def _read(
+        self, op: ReduceOp | str, value: Any, out: Any = None
+    ) -> tuple[ReduceOp, list[Array], list[Array] | None, str, Rebuild]:
+        """Return an operation, the arrays of a value and of ``out``, their structure, and what makes the result."""
         try:
             op = ReduceOp.of(op)
-            if isinstance(value, (list, tuple)):
-                kind = type(value)
-                return (
-                    op,
-                    [to_array(v) for v in value],
-                    lambda results: kind(_restore(v, r) for v, r in zip(value, results, strict=True)),
-                )
-            return op, [to_array(value)], lambda results: _restore(value, results[0])
-        except (TypeError, ValueError) as error:
+            arrays, structure, rebuild = read(value)
+            return op, arrays, None if out is None else read_out(out, structure), structure, rebuild
+        except Exception as error:  # a generator may raise whatever it likes
             self.announce(error, "reading its arguments")
             raise
 
@@ -372,8 +370,3 @@ def _is_c_int(value: Any, smallest: int) -> bool:
 
 def _nothing(_: Any) -> None:
     return None
-
-
-def _restore(value: Any, result: Array) -> Any:
-    restore = restorer(value)
-    return result if restore is None else restore(result)

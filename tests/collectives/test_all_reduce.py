@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from functools import reduce
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -147,6 +150,77 @@ def test_out_receives_the_result(comm: Communicator, count: int) -> None:
         np.testing.assert_array_equal(target, expected("SUM", comm.size, value.shape, value.dtype))
 
 
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def nested(rank: int) -> dict[str, Any]:
+    """Two leaves of each, and a rank's own values in them."""
+    x, y = np.full((2, 1), 1.0 + rank), 2.0 * rank
+    return {
+        "dict": {"b": [x, (y,)], "a": {}},
+        "ordered": OrderedDict(w=x, b=y),
+        "named": Pair(x, y),
+        "mapping": MappingProxyType({"w": x, "b": y}),
+        "values": {"w": x, "b": y}.values(),
+        "generator": (v for v in (x, y)),
+        "generator in a dict": {"g": (v for v in (x,)), "y": y},
+    }
+
+
+RESULTS = {
+    "dict": lambda x, y: {"b": [x, (y,)], "a": {}},
+    "ordered": lambda x, y: OrderedDict(w=x, b=y),
+    "named": Pair,
+    "mapping": lambda x, y: {"w": x, "b": y},
+    "values": lambda x, y: [x, y],
+    "generator": lambda x, y: [x, y],
+    "generator in a dict": lambda x, y: {"g": [x], "y": y},
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_nests_come_back_as_they_went_in(comm: Communicator, kind: str) -> None:
+    n = comm.size
+    total = RESULTS[kind](np.full((2, 1), n + sum(range(n)) + 0.0), np.float64(2.0 * sum(range(n))))
+    last = RESULTS[kind](np.full((2, 1), float(n)), np.float64(2.0 * (n - 1)))
+
+    def value() -> Any:
+        return nested(comm.rank)[kind]
+
+    def check(got: Any, expected: Any) -> None:
+        assert type(got) is type(expected)
+        assert repr(got) == repr(expected)
+
+    check(comm.all_reduce("SUM", value()), total)
+    check(comm.all_reduce_async("SUM", value()).wait(), total)
+    check(comm.broadcast(value(), n - 1), last)
+    check(comm.broadcast_async(value(), n - 1).wait(), last)
+    for got in (comm.reduce("SUM", value()), comm.reduce_async("SUM", value()).wait()):
+        if comm.rank == 0:
+            check(got, total)
+        else:
+            assert got is None
+
+
+def test_a_gathered_nest_and_out_of_the_structure_of_the_value(comm: Communicator) -> None:
+    rows = {"b": np.full((1, 2), comm.rank), "a": (np.zeros((comm.rank, 1)),)}
+    for got in (comm.all_gather(rows), comm.all_gather_async(rows).wait()):
+        assert (list(got), got["a"][0].shape) == (["b", "a"], (sum(range(comm.size)), 1))
+        np.testing.assert_array_equal(got["b"][:, 0], range(comm.size))
+    out = {"a": (np.empty(2),), "b": np.empty(3)}
+    got = comm.all_reduce("SUM", {"b": np.ones(3), "a": (np.zeros(2),)}, out=out)
+    assert got["b"] is out["b"]
+    np.testing.assert_array_equal(out["b"], comm.size)
+
+
+def test_a_leaf_that_is_no_array_is_named(comm: Communicator) -> None:
+    for value, name in (({"w": 1.0, "kind": ["text"]}, r"value\['kind'\]\[0\]"), ([1.0, "text"], r"value\[1\]")):
+        with pytest.raises(TypeError, match=f"{name} is of type str"):
+            comm.all_reduce("SUM", value)
+
+
 def test_out_may_be_the_input(comm: Communicator) -> None:
     mine = value_of(comm.rank, (300,), "f8")
     comm.all_reduce("SUM", mine, out=mine)
@@ -183,6 +257,19 @@ def test_numbers_come_back_as_numpy_scalars(comm: Communicator) -> None:
 def test_what_cannot_be_reduced(comm: Communicator, value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         comm.all_reduce("SUM", value)
+
+
+@pytest.mark.one_rank
+def test_one_array_takes_few_calls() -> None:
+    """What stands between a program and a small message is counted, as times differ from machine to machine."""
+    array, calls = np.ones(4), []
+    with Communicator() as comm:
+        for _ in range(3):
+            comm.all_reduce("SUM", array)
+        sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
+        comm.all_reduce("SUM", array)
+        sys.setprofile(None)
+    assert len(calls) - 1 <= 58  # the last one is setprofile
 
 
 def test_complex_numbers_have_no_maximum(comm: Communicator) -> None:

@@ -101,6 +101,21 @@ KINDS = {
     "arrays in another order": Kind(
         lambda c: c.all_reduce("SUM", [ROWS, LARGE]), lambda c: c.all_reduce("SUM", [LARGE, ROWS])
     ),
+    "keys": Kind(
+        lambda c: c.all_reduce("SUM", {"a": ROWS, "b": ROWS}), lambda c: c.all_reduce("SUM", {"a": ROWS, "c": ROWS})
+    ),
+    "list or dict": Kind(lambda c: c.all_gather({"a": ROWS}), lambda c: c.all_gather([ROWS])),
+    "nesting": Kind(lambda c: c.broadcast([ROWS, [1.0]]), lambda c: c.broadcast([[ROWS], 1.0])),
+    "a generator that fails": Kind(
+        lambda c: c.all_reduce("SUM", [ROWS]),
+        lambda c: c.all_reduce("SUM", (ROWS / [][i] for i in range(1))),
+        own_error=IndexError,
+    ),
+    "out of another structure": Kind(
+        lambda c: c.all_reduce("SUM", {"a": ROWS}, out={"a": np.empty((4, 2))}),
+        lambda c: c.all_reduce("SUM", {"a": ROWS}, out={"b": np.empty((4, 2))}),
+        own_error=ValueError,
+    ),
     "method": Kind(lambda c: c.all_reduce("SUM", ROWS), lambda c: c.broadcast(ROWS)),
     "barrier or gather": Kind(lambda c: c.barrier(), lambda c: c.all_gather(ROWS)),
     "reduce_scatter or all_reduce": Kind(lambda c: c.reduce_scatter("SUM", ROWS), lambda c: c.all_reduce("SUM", ROWS)),
@@ -166,6 +181,14 @@ LEGITIMATE = {
     "timeout_seconds": (with_options(timeout_seconds=5.0), with_options(timeout_seconds=6.0)),
     "out": (lambda c: c.all_reduce("SUM", LARGE), lambda c: c.all_reduce("SUM", LARGE, out=np.empty(100_000))),
     "a list or a tuple": (lambda c: c.all_reduce("SUM", [ROWS, 1.0]), lambda c: c.all_reduce("SUM", (ROWS, 1.0))),
+    "a list or a generator": (
+        lambda c: c.all_reduce("SUM", [ROWS, 1.0]),
+        lambda c: c.all_reduce("SUM", (value for value in (ROWS, 1.0))),
+    ),
+    "order of keys": (
+        lambda c: list(c.all_reduce("SUM", {"a": 1.0, "b": 2.0}).values()),
+        lambda c: list(c.all_reduce("SUM", {"b": 2.0, "a": 1.0}).values())[::-1],
+    ),
     "strides": (lambda c: c.all_reduce("SUM", ROWS.T), lambda c: c.all_reduce("SUM", np.ones((2, 4)))),
 }
 

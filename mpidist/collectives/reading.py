@@ -1,0 +1,113 @@
+"""Reading: the arrays in what is given to a Communicator, the structure they are in, and results of that structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.core import nest
+
+# Makes what the caller gets of the arrays that a collective gives.
+Rebuild = Callable[[list[Array]], Any]
+
+_ARRAYS = {np.ndarray}
+
+
+class _Opens(dict[type, bool]):
+    """Whether the values of a type hold others, in an order, and are no nests; a memo, as for nests."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = opens = issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
+        return opens
+
+
+_opens = _Opens()
+
+
+def read(value: Any) -> tuple[list[Array], str, Rebuild]:
+    """Return the arrays of a value, its structure as ranks compare it, and what makes a result like it.
+
+    A mapping that is no dict comes out as a dict, and what can only be gone through, such as a generator or the values
+    of a dict, as a list. The structure of an array, and of a list or tuple of arrays, is "": their order is all there
+    is to compare.
+
+    Raises:
+        TypeError: A leaf that is no array.
+
+    >>> arrays, structure, rebuild = read({"b": [np.ones(2), 3.0], "a": (x for x in [1])})
+    >>> structure
+    "{'a': [*], 'b': [*, *]}"
+    >>> rebuild([2 * array for array in arrays])
+    {'b': [array([2., 2.]), np.float64(6.0)], 'a': [np.int64(2)]}
+    """
+    kind = type(value)
+    if kind is np.ndarray:
+        return [value], "", _only
+    if kind is list or kind is tuple:
+        samples = {type(leaf): leaf for leaf in value}
+        if samples.keys() <= _ARRAYS:
+            # Most lists: without a call for each array.
+            return list(value), "", kind
+        if not any(nest.is_nest(sample) or _opens[of] for of, sample in samples.items()):
+            return _to_arrays(value, value), "", lambda results: kind(_restored(value, results))
+        return _read_nest(value)
+    if nest.is_nest(value):
+        return _read_nest(value)
+    if _opens[kind]:
+        return read(_opened(value))
+    make = restorer(value)
+    return [to_array(value)], "", _only if make is None else lambda results: make(results[0])
+
+
+def read_out(out: Any, structure: str) -> list[Array]:
+    """Return the arrays of ``out``.
+
+    Raises:
+        ValueError: It is of another structure than the value.
+        TypeError: A leaf that is no array.
+    """
+    arrays, given, _ = read(out)
+    if given != structure:
+        flat = "an array, or a list of arrays"
+        raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
+    return arrays
+
+
+def _read_nest(value: Any) -> tuple[list[Array], str, Rebuild]:
+    leaves = nest.flatten(value)
+    if any(_opens[kind] for kind in {*map(type, leaves)}):
+        value = nest.map_structure(_opened, value)
+        leaves = nest.flatten(value)
+    arrays = _to_arrays(value, leaves)
+    return arrays, nest.describe(value), lambda results: nest.pack_like(value, _restored(leaves, results))
+
+
+def _to_arrays(value: Any, leaves: Sequence[Any]) -> list[Array]:
+    try:
+        return [to_array(leaf) for leaf in leaves]
+    except TypeError:
+        # Once more, for an error that says where.
+        return [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
+
+
+def _restored(leaves: Sequence[Any], results: list[Array]) -> list[Any]:
+    return [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+
+
+def restore(value: Any, result: Array) -> Any:
+    """Return ``result`` as the kind of array, or the number, that ``value`` is."""
+    make = restorer(value)
+    return result if make is None else make(result)
+
+
+def _opened(leaf: Any) -> Any:
+    if not _opens[type(leaf)]:
+        return leaf
+    return nest.map_structure(_opened, dict(leaf) if isinstance(leaf, Mapping) else list(leaf))
+
+
+def _only(results: list[Array]) -> Array:
+    return results[0]
