@@ -104,11 +104,7 @@ class ArrayCollectives:
         """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
-            try:
-                _check_out(plan, out)
-            except ValueError as error:
-                self.announce(error, "checking out")
-                raise
+            self._check_out(plan, out)
         if plan.on_device:
             call = self._device_call(plan, arrays, out, options)
             try:
@@ -125,14 +121,24 @@ class ArrayCollectives:
         divisor: int,
         *,
         options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
         note: str = "",
     ) -> Work:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
+        if out is not None:
+            self._check_out(plan, out)
         call_site = user_call_site()
-        call = self._device_call(plan, arrays, None, options) if plan.on_device else None
-        work = self._submit(self._engine.all_reduce(plan, arrays, None, call_site, call), plan.text, call_site, options)
+        call = self._device_call(plan, arrays, out, options) if plan.on_device else None
+        work = self._submit(self._engine.all_reduce(plan, arrays, out, call_site, call), plan.text, call_site, options)
         return work if call is None else work.then(call.join).before_return(call.wait_here)
+
+    def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
+        try:
+            _check_out(plan, out)
+        except ValueError as error:
+            self.announce(error, "checking out")
+            raise
 
     def _device_call(
         self,

@@ -110,10 +110,12 @@ class Communicator(ArrayCollectives):
         op, arrays, outs, structure, rebuild = self._read(op, value, out)
         return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs, note=structure))
 
-    def all_reduce_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
+    def all_reduce_async(
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
+    ) -> Work:
         """Start an :meth:`all_reduce` and return its handle (collective).
 
-        ``value`` must not be changed before the handle is done.
+        ``value`` and ``out`` must not be changed before the handle is done, and ``out`` says nothing before.
 
         >>> comm = Communicator()
         >>> work = comm.all_reduce_async("MAX", 3.0)
@@ -121,8 +123,9 @@ class Communicator(ArrayCollectives):
         np.float64(3.0)
         >>> comm.close()
         """
-        op, arrays, _, structure, rebuild = self._read(op, value)
-        return self.reduce_arrays_async(op, arrays, self.size, options=options, note=structure).then(rebuild)
+        op, arrays, outs, structure, rebuild = self._read(op, value, out)
+        work = self.reduce_arrays_async(op, arrays, self.size, options=options, out=outs, note=structure)
+        return work.then(rebuild)
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""

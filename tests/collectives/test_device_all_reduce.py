@@ -107,14 +107,15 @@ def test_arrays_on_the_host_among_them_stay_there(cupy: Any, comm: Communicator)
 
 
 @GPUS
-def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator) -> None:
+@pytest.mark.parametrize("is_started", [False, True])
+def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator, is_started: bool) -> None:
     values = values_of(comm.rank)
     out = [cupy.empty(value.shape, value.dtype) for value in values]
     # One that is not contiguous, and one that is written where it is read.
     out[0] = cupy.empty((values[0].size, 2), "f4")[:, 0]
     given = on_devices(cupy, values)
     out[2] = given[2]
-    got = comm.all_reduce("SUM", given, out=out)
+    got = comm.all_reduce_async("SUM", given, out=out).wait() if is_started else comm.all_reduce("SUM", given, out=out)
     assert all(result is target for result, target in zip(got, out, strict=True))
     check(got, summed(comm.size), cupy)
     with pytest.raises(

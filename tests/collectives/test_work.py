@@ -26,6 +26,21 @@ def test_the_bits_are_those_of_the_blocking_call(comm: Communicator) -> None:
         assert comm.all_reduce_async("MEAN", value).wait().tobytes() == comm.all_reduce("MEAN", value).tobytes()
 
 
+@pytest.mark.parametrize("count", [4, 50_000])
+def test_results_go_to_out(comm: Communicator, count: int) -> None:
+    value = {"b": np.full(count, 1.0), "a": [np.arange(count) + comm.rank]}
+    out = {"b": np.zeros(count), "a": [value["a"][0]]}
+    works = [comm.all_reduce_async("SUM", value, out=out), comm.all_reduce_async("SUM", 1.0)]
+    assert works[1].wait() == comm.size
+    got = works[0].wait()
+    assert got["b"] is out["b"]
+    assert got["a"][0] is out["a"][0]
+    np.testing.assert_array_equal(out["b"], comm.size)
+    np.testing.assert_array_equal(out["a"][0], comm.size * np.arange(count) + sum(range(comm.size)))
+    with pytest.raises(ValueError, match=r"out has float64\(3,\); expected float64\(4,\)"):
+        comm.all_reduce_async("SUM", np.ones(4), out=np.ones(3))
+
+
 def test_a_blocking_call_finishes_earlier_works_first(comm: Communicator) -> None:
     work = comm.all_reduce_async("SUM", [1.0, np.ones(3)])
     assert comm.all_reduce("SUM", 2.0) == 2 * comm.size
