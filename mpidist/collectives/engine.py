@@ -90,8 +90,8 @@ class Engine:
             if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count, plan.formed[0][0]), out)
-        if out is not None and plan.packs:
-            # One pack may write what another has still to read.
+        if out is not None and plan.read_late:
+            # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
             return (
@@ -102,13 +102,12 @@ class Engine:
                 call.leave()
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
-        """Return ``arrays``, with copies of those in host memory that may share it with one of ``out``."""
-        if not plan.on_device:
-            return copies_of_overlapping(arrays, out)
-        on_host = [index for index, is_on_device in enumerate(plan.on_device) if not is_on_device]
-        copies = copies_of_overlapping([arrays[index] for index in on_host], [out[index] for index in on_host])
+        """Return ``arrays``, with copies of those that results may be written to before they have been read."""
+        if plan.on_device:
+            out = [target for target, is_on_device in zip(out, plan.on_device, strict=True) if not is_on_device]
+        late = [arrays[index] for index in plan.read_late]
         apart = list(arrays)
-        for index, copy in zip(on_host, copies, strict=True):
+        for index, copy in zip(plan.read_late, copies_of_overlapping(late, out, self._pool), strict=True):
             apart[index] = copy
         return apart
 

@@ -59,17 +59,39 @@ def divided(flat: Array, divisor: int | None) -> Array:
     return flat
 
 
-def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
-    """Return ``arrays`` with copies of those that may share memory with one of ``out``.
+def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
+    """Return ``arrays`` with copies, in memory of ``pool``, of those that may share memory with one of ``out``.
 
     >>> whole = np.zeros(4)
     >>> start, end = whole[:2], whole[1:]
-    >>> first, second = copies_of_overlapping([start, end], [whole[2:]])
+    >>> first, second = copies_of_overlapping([start, end], [whole[2:]], Pool())
     >>> first is start, second is end
     (True, False)
     """
     if len(arrays) == len(out) == 1:
-        return [arrays[0].copy() if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
+        return [_copied(arrays[0], pool) if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
+    overlap = _by_owners(arrays, out)
+    if overlap is None:
+        overlap = _by_addresses(arrays, out)
+    return [_copied(array, pool) if does else array for array, does in zip(arrays, overlap, strict=True)]
+
+
+def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | None:
+    """Return which arrays overlap with ``out``, None where that takes their addresses.
+
+    Memory that NumPy has given to one array is no other's: only views of one owner need a closer look, unless one is in
+    both lists. Asking for an address takes ten times as long as asking for the owner.
+    """
+    owners = [array if array.base is None else array.base for array in arrays]
+    written = {id(owner): owner for owner in [array if array.base is None else array.base for array in out]}
+    if not all([type(owner) is np.ndarray and owner.flags.owndata for owner in (*owners, *written.values())]):
+        return None
+    share = [id(owner) in written for owner in owners]
+    same = {*map(id, out)}
+    return share if all([id(array) in same for array, does in zip(arrays, share, strict=True) if does]) else None
+
+
+def _by_addresses(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool]:
     targets = sorted(_bounds(target) for target in out if target.size)
     starts = [start for start, _ in targets]
     # The furthest end of all targets up to each: they may contain one another.
@@ -78,8 +100,14 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list
     for array in arrays:
         low, high = _bounds(array) if array.size else (0, 0)
         before = bisect_left(starts, high)
-        result.append(array.copy() if before and ends[before - 1] > low else array)
+        result.append(bool(before and ends[before - 1] > low))
     return result
+
+
+def _copied(array: Array, pool: Pool) -> Array:
+    copy = pool.take(array.shape, array.dtype)
+    copy[...] = array
+    return copy
 
 
 def overlapping(array: Array, others: Sequence[Array]) -> bool:
@@ -113,6 +141,10 @@ class Pack:
         dtype: Dtype in which the reduction is formed.
         source_dtype: Dtype of the arrays.
         result_dtype: Dtype of the results.
+
+    Attributes:
+        indices: See above.
+        apart: Those of them that travel from and to where they are, if they lie in one piece.
     """
 
     def __init__(
@@ -123,6 +155,7 @@ class Pack:
         source_dtype: DType,
         result_dtype: DType,
     ) -> None:
+        self.indices = indices
         self.dtype = dtype
         self._result_dtype = result_dtype
         self._shapes = shapes
@@ -134,7 +167,7 @@ class Pack:
         apart = [i for i in indices if i not in set(self._together)]
         if len(apart) > MOST_PIECES:
             self._together, apart = list(indices), []
-        self._apart = apart
+        self.apart: Sequence[int] = apart
         self._in_buffer = frozenset(self._together)
         self._slots = self._make_slots()
         buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
@@ -161,13 +194,13 @@ class Pack:
             for index, start, stop, shape in self._slots:
                 np.copyto(buffer[start:stop].reshape(shape), arrays[index])
             pieces.append(buffer)
-        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self._apart])
+        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.apart])
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
         """Return flat arrays for the result, of ``self.counts`` elements: those of ``out`` where possible."""
         pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
-        for index in self._apart:
+        for index in self.apart:
             array = out[index]
             fits = array.flags.c_contiguous
             pieces.append(array.reshape(-1) if fits else pool.take(array.size, self.dtype))
@@ -185,7 +218,7 @@ class Pack:
             buffer = pieces[0].astype(self._result_dtype, copy=False)
             for index, start, stop, shape in self._slots:
                 results[index] = buffer[start:stop].reshape(shape)
-        for index, piece in zip(self._apart, pieces[bool(self._together) :], strict=True):
+        for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
             results[index] = piece.reshape(self._shapes[index])
         if out is None and len(self._sizes) > 1:
             for index in self._sizes:
@@ -194,7 +227,7 @@ class Pack:
         if out is not None:
             for index in self._sizes:
                 if index in self._in_buffer or not out[index].flags.c_contiguous:
-                    np.copyto(out[index], results[index])
+                    out[index][...] = results[index]
                 results[index] = out[index]
 
 
@@ -265,6 +298,14 @@ class Reduction:
             pieces.append(flat[start : start + count])
             start += count
         return pieces
+
+    def of_one_rank(self) -> list[Array]:
+        """Return the result where there are no other ranks: copies of the input, divided, in the targets if any."""
+        targets = self.targets()
+        for piece, target in zip(self.pieces, targets, strict=True):
+            target[...] = piece
+            divided(target, self.divisor)
+        return targets
 
     def finish(self, flat: Array) -> list[Array]:
         """Divide a flat result by the divisor and return its pieces, in the targets where there are any."""

@@ -86,6 +86,9 @@ class ReductionPlan:
         on_device: See :func:`which_on_device`.
         note: What else all ranks must agree on, such as the structure that the arrays came from.
 
+    Attributes:
+        read_late: Which arrays in host memory are still to be read when the first results are written.
+
     Raises:
         TypeError: A dtype that ``op`` cannot reduce.
     """
@@ -132,6 +135,10 @@ class ReductionPlan:
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack)
+        # All but those that the first pack copies into its buffer.
+        self.read_late = [
+            index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
+        ]
 
     def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> None:
         alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}

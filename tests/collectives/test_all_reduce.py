@@ -259,17 +259,30 @@ def test_what_cannot_be_reduced(comm: Communicator, value: Any, message: str) ->
         comm.all_reduce("SUM", value)
 
 
+def calls_of(comm: Communicator, value: Any, out: Any = None) -> int:
+    """Count the calls of functions: what stands between a program and its message, on whatever machine."""
+    calls: list[str] = []
+    for _ in range(3):
+        comm.all_reduce("SUM", value, out=out)
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
+    comm.all_reduce("SUM", value, out=out)
+    sys.setprofile(None)
+    return len(calls) - 1  # the last one is setprofile
+
+
 @pytest.mark.one_rank
 def test_one_array_takes_few_calls() -> None:
-    """What stands between a program and a small message is counted, as times differ from machine to machine."""
-    array, calls = np.ones(4), []
     with Communicator() as comm:
-        for _ in range(3):
-            comm.all_reduce("SUM", array)
-        sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
-        comm.all_reduce("SUM", array)
-        sys.setprofile(None)
-    assert len(calls) - 1 <= 58  # the last one is setprofile
+        assert calls_of(comm, np.ones(4)) <= 58
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_small_arrays_take_no_more_calls_with_out(is_in_place: bool) -> None:
+    values = [np.ones(40) for _ in range(50)]
+    out = values if is_in_place else [np.ones(40) for _ in range(50)]
+    with Communicator() as comm:
+        assert calls_of(comm, values, out) <= calls_of(comm, values)
 
 
 def test_complex_numbers_have_no_maximum(comm: Communicator) -> None:

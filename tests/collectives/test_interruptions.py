@@ -200,6 +200,15 @@ def test_out_that_is_another_input(comm: Communicator) -> None:
     np.testing.assert_array_equal(first, 7.0 * comm.size)
 
 
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 47])
+def test_out_that_is_another_small_input(comm: Communicator, bytes_per_pack: int) -> None:
+    from mpidist.experimental import CommunicationOptions
+
+    values = [np.full(3, float(k)) for k in range(4)]
+    comm.all_reduce("MAX", values, out=values[::-1], options=CommunicationOptions(bytes_per_pack=bytes_per_pack))
+    assert [value.tolist() for value in values] == [[3.0 - k] * 3 for k in range(4)]
+
+
 def test_a_masked_array_is_refused(comm: Communicator) -> None:
     with pytest.raises(TypeError, match=r"masked.*filled\(0\)"):
         comm.all_reduce("SUM", np.ma.masked_array([1.0, 2.0], mask=[False, True]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpidist.collectives import packing
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.mpi_types import chunks
 from mpidist.collectives.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size
@@ -102,5 +106,47 @@ def test_targets_that_contain_one_another_are_looked_at_to_their_end() -> None:
     whole = np.zeros(10)
     behind_the_inner, apart = whole[5:6], np.zeros(1)
     # The inner one begins later and ends earlier than the outer one.
-    taken = copies_of_overlapping([behind_the_inner, apart], [whole[:8], whole[1:2]])
+    taken = copies_of_overlapping([behind_the_inner, apart], [whole[:8], whole[1:2]], Pool())
     assert [one is other for one, other in zip(taken, [behind_the_inner, apart], strict=True)] == [False, True]
+
+
+def test_memory_of_one_owner_is_told_apart_by_addresses() -> None:
+    whole = np.arange(10.0)
+    backwards, of_bytes = whole[::-1][:3], np.frombuffer(whole, np.uint8)[:8]
+    inputs = [whole[4:], whole[:2], backwards, of_bytes]
+    taken = copies_of_overlapping(inputs, [whole[3:6], np.empty(1)], Pool())
+    assert [one is other for one, other in zip(taken, inputs, strict=True)] == [False, True, True, True]
+    for one, other in zip(taken, inputs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def separate(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [np.ones(3) for _ in range(count)], [np.ones(3) for _ in range(count)]
+
+
+def of_two_blocks(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return list(np.ones((count, 3))), list(np.ones((count, 3)))
+
+
+def in_place(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    values = list(np.ones((count, 3)))
+    return values, values
+
+
+@pytest.mark.parametrize("make", [separate, of_two_blocks, in_place])
+def test_no_address_is_asked_for_where_the_owners_of_the_memory_tell(
+    make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_bounds", lambda _: pytest.fail("an address was asked for"))
+    values, out = make(5)
+    taken = copies_of_overlapping(values, out, Pool())
+    assert [one is other for one, other in zip(taken, values, strict=True)] == [make is not in_place] * 5
+
+
+def test_addresses_are_asked_for_once_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = packing._bounds
+    monkeypatch.setattr(packing, "_bounds", lambda array: (asked.append(array), real(array))[1])
+    whole = np.ones((100, 3))
+    copies_of_overlapping(list(whole[:50]), list(whole[50:]), Pool())
+    assert len(asked) == 100

@@ -194,10 +194,9 @@ _COLLECTIVES = (
     Fault(
         "an input that is also the result of another array is overwritten before it is read",
         "mpidist/collectives/packing.py",
-        "if before and ends[before - 1] > low else array)",
-        "if before and ends[before - 1] > high else array)",
-        ("tests/collectives/test_interruptions.py",),
-        ranks=2,
+        "bool(before and ends[before - 1] > low)",
+        "bool(before and ends[before - 1] > high)",
+        ("tests/collectives/test_packing.py",),
     ),
     Fault(
         "a mean over several nodes is divided inside the node, too",
