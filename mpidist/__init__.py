@@ -60,6 +60,7 @@ from mpidist.strategies import (  # noqa: E402
     ReplicaContext,
     Strategy,
     StrategyExtended,
+    TPUStrategy,
 )
 from mpidist.training import (  # noqa: E402
     common_rng,
@@ -135,6 +136,7 @@ __all__ = [
     "Server",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "TrainContext",
     "TrainSpec",
     "Variable",

@@ -6,12 +6,12 @@ from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.first_use import on_first_use
 from mpidist.core.options import CollectiveHints, CommunicationOptions
 from mpidist.input import ValueContext
-from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
+from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy, TPUStrategy
 
 if TYPE_CHECKING:
     from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
     from mpidist.checkpoint.termination import TerminationConfig
-    from mpidist.experimental import partitioners
+    from mpidist.experimental import coordinator, partitioners
     from mpidist.parameter_server.remote import cache_variable_reads
     from mpidist.parameter_server.sharded_variable import ShardedVariable
     from mpidist.parameter_server.strategy import ParameterServerStrategy
@@ -24,6 +24,7 @@ else:
             "ShardedVariable": "mpidist.parameter_server.sharded_variable",
             "TerminationConfig": "mpidist.checkpoint.termination",
             "cache_variable_reads": "mpidist.parameter_server.remote",
+            "coordinator": "mpidist.experimental.coordinator",
             "partitioners": "mpidist.experimental.partitioners",
         },
     )
@@ -40,8 +41,10 @@ __all__ = [
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "ShardedVariable",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "cache_variable_reads",
+    "coordinator",
     "partitioners",
 ]

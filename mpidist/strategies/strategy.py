@@ -11,7 +11,8 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core import context, nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
-from mpidist.input import InputContext, InputOptions, ValueContext, whole_elements
+from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
+from mpidist.input.elements import owned
 from mpidist.strategies import logical_devices
 from mpidist.strategies.leaves import apart_from, as_result, check_returned
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
@@ -104,7 +105,7 @@ class Strategy:
                 raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
             if options is not None and not isinstance(options, RunOptions):
                 raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
-            context.require_cross_replica(self, "run()", "one replica cannot start replicas: call the function itself")
+            self._require_cross_replica("run()", "one replica cannot start replicas: call the function itself")
         except Exception as error:
             self._extended._announce(error, "run()")
             raise
@@ -142,7 +143,7 @@ class Strategy:
         [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
         with self._extended._shared_errors("reduce()"):
-            context.require_cross_replica(self, "reduce()", "use get_replica_context().all_reduce(op, value)")
+            self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
             check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
@@ -168,7 +169,7 @@ class Strategy:
             NotImplementedError: IndexedSlices.
         """
         with self._extended._shared_errors("gather()"):
-            context.require_cross_replica(self, "gather()", "use get_replica_context().all_gather(value, axis)")
+            self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
         results = self._extended._gather_to_implementation(leaves, axis, nest.describe(value))
         return nest.pack_like(value, list(map(apart_from, results, leaves)))
@@ -198,7 +199,7 @@ class Strategy:
             dataset: A batched ``mpidist.Dataset``.
             options: See ``InputOptions``.
         """
-        context.require_cross_replica(self, "experimental_distribute_dataset()", "call it before run()")
+        self._require_cross_replica("experimental_distribute_dataset()", "call it before run()")
         return self._extended._experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
@@ -208,7 +209,7 @@ class Strategy:
 
         Collective: call it on every rank.
         """
-        context.require_cross_replica(self, "distribute_datasets_from_function()", "call it before run()")
+        self._require_cross_replica("distribute_datasets_from_function()", "call it before run()")
         return self._extended._distribute_datasets_from_function(dataset_fn, options)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -219,8 +220,24 @@ class Strategy:
         The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the bare
         value. Nothing is communicated.
         """
-        context.require_cross_replica(self, "experimental_distribute_values_from_function()", "call it before run()")
+        self._require_cross_replica("experimental_distribute_values_from_function()", "call it before run()")
         return self._extended._experimental_distribute_values_from_function(value_fn)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
+        """Return a dataset of the slices of ``numpy_input`` along axis 0, of which it keeps a copy (deprecated).
+
+        Every rank builds it from its own arrays; nothing is communicated. ``Dataset.from_tensor_slices`` does not copy.
+
+        Args:
+            numpy_input: Nest of arrays of equal first dimension; a list of arrays is stacked into one.
+            session: Ignored.
+
+        >>> import mpidist
+        >>> len(mpidist.get_strategy().experimental_make_numpy_dataset([[1, 2], [3, 4], [5, 6]]))
+        3
+        """
+        del session
+        return Dataset.from_tensor_slices(owned(numpy_input))
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """Return ``tensor``, after checking the id: a replica has one logical device here."""
@@ -242,6 +259,10 @@ class Strategy:
         {'a': 1}
         """
         return copy.deepcopy(config_proto)
+
+    def _require_cross_replica(self, method: str, instead: str) -> None:
+        # Not of ``self``: the default strategy has a second face, that of v1.
+        context.require_cross_replica(self._extended._strategy, method, instead)
 
     def close(self) -> None:
         """Free what the strategy holds (collective). Closing again does nothing."""

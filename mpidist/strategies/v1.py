@@ -1,8 +1,9 @@
-"""The strategies as ``tf.compat.v1`` has them: ``reduce`` without an axis, iterators, datasets of NumPy arrays."""
+"""The strategies as ``tf.compat.v1`` has them: ``reduce`` without an axis, iterators, ``experimental_run``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpidist.core import context
@@ -10,6 +11,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputIterator, InputReplicationMode
 from mpidist.input.input_iterator import check_divisible, dataset_fn_of
 from mpidist.strategies.central_storage import CentralStorageStrategy
+from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy
@@ -22,22 +24,6 @@ class StrategyV1(Strategy):
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Do what ``Strategy.reduce`` does; ``axis`` may be left out (collective)."""
         return super().reduce(reduce_op, value, axis)
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
-        """Return a dataset of the slices of ``numpy_input`` along axis 0.
-
-        Every rank builds it from its own arrays; nothing is communicated.
-
-        Args:
-            numpy_input: Nest of arrays of equal first dimension; a list of arrays is stacked into one.
-            session: Ignored.
-
-        >>> strategy = OneDeviceStrategyV1("cpu:0")
-        >>> len(strategy.experimental_make_numpy_dataset([[1, 2], [3, 4], [5, 6]]))
-        3
-        """
-        del session
-        return Dataset.from_tensor_slices(numpy_input)
 
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
         """Return an iterator over ``dataset``, divided as ``experimental_distribute_dataset`` does (collective).
@@ -53,7 +39,7 @@ class StrategyV1(Strategy):
         >>> iterator.initialize(), iterator.get_next(), iterator.get_next()
         ([], array([0, 1]), array([2, 3]))
         """
-        context.require_cross_replica(self, "make_dataset_iterator()", "call it before run()")
+        self._require_cross_replica("make_dataset_iterator()", "call it before run()")
         check_divisible(dataset, self.num_replicas_in_sync)
         return InputIterator(self._extended._experimental_distribute_dataset(dataset, None))
 
@@ -73,7 +59,7 @@ class StrategyV1(Strategy):
         Raises:
             ValueError: Another replication mode, or ``input_fn`` returned something else.
         """
-        context.require_cross_replica(self, "make_input_fn_iterator()", "call it before run()")
+        self._require_cross_replica("make_input_fn_iterator()", "call it before run()")
         dataset_fn = dataset_fn_of(input_fn, replication_mode)
         return InputIterator(self._extended._distribute_datasets_from_function(dataset_fn, None))
 
@@ -96,6 +82,29 @@ class StrategyV1(Strategy):
         """
         with self.scope():
             return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
+
+
+class DefaultStrategyV1(StrategyV1):
+    """The default strategy in its v1 form: another face of the same object."""
+
+    @contextmanager
+    def scope(self) -> Iterator[Any]:
+        """Do what ``Strategy.scope`` does."""
+        with context.scope(self._extended._strategy):
+            yield self
+
+
+_default_strategy = DefaultStrategyV1(default_strategy.extended)
+
+
+def get_strategy() -> Any:
+    """Return the current strategy of this thread; the default strategy, where none is active, in its v1 form.
+
+    >>> get_strategy().reduce("SUM", 2.0)
+    np.float64(2.0)
+    """
+    current = context.get_strategy()
+    return _default_strategy if context.is_default(current) else current
 
 
 class OneDeviceStrategyV1(StrategyV1, OneDeviceStrategy):

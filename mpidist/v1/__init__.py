@@ -5,7 +5,6 @@ from mpidist.core.context import (
     experimental_set_strategy,
     get_loss_reduction,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
@@ -13,10 +12,12 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
 from mpidist.input import InputContext, InputIterator, InputReplicationMode
+from mpidist.parameter_server.server import Server
 from mpidist.strategies import ReplicaContext, StrategyExtended
 from mpidist.strategies.v1 import MirroredStrategyV1 as MirroredStrategy
 from mpidist.strategies.v1 import OneDeviceStrategyV1 as OneDeviceStrategy
 from mpidist.strategies.v1 import StrategyV1 as Strategy
+from mpidist.strategies.v1 import get_strategy
 from mpidist.v1 import experimental
 from mpidist.values import DistributedValues
 
@@ -34,6 +35,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "cluster_resolver",

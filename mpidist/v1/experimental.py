@@ -3,6 +3,7 @@
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CollectiveHints, CommunicationOptions
 from mpidist.parameter_server.v1_strategy import ParameterServerStrategyV1 as ParameterServerStrategy
+from mpidist.strategies import TPUStrategy
 from mpidist.strategies.v1 import CentralStorageStrategyV1 as CentralStorageStrategy
 from mpidist.strategies.v1 import MultiWorkerMirroredStrategyV1 as MultiWorkerMirroredStrategy
 
@@ -16,4 +17,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
 ]
