@@ -17,6 +17,21 @@ _LIBRARIES = (
 )
 
 
+def is_of_package(file: str) -> bool:
+    """Whether code of ``file`` is mpidist's own."""
+    return file.startswith(_PACKAGE)
+
+
+def is_of_program(file: str) -> bool:
+    """Whether code of ``file`` is neither mpidist's nor that of a library."""
+    return not file.startswith(_LIBRARIES)
+
+
+def path_in_package(file: str) -> str:
+    """Return the path of a file of mpidist without that of the package."""
+    return file.removeprefix(_PACKAGE)
+
+
 def user_call_site(frame: FrameType | None = None) -> str:
     """Return ``file:line (function)`` of the innermost frame outside the package.
 
@@ -30,7 +45,7 @@ def user_call_site(frame: FrameType | None = None) -> str:
         frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE) and code.co_filename != _CONTEXTLIB:
+        if not is_of_package(code.co_filename) and code.co_filename != _CONTEXTLIB:
             return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
         if "works_for_call_site" in code.co_varnames:
             return str(frame.f_locals["works_for_call_site"])
@@ -47,7 +62,7 @@ def program_line(frame: FrameType) -> str:
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
+        if is_of_program(code.co_filename):
             return f"{code.co_filename}:{found.f_lineno} ({code.co_name})"
         found = found.f_back
     return user_call_site(frame)

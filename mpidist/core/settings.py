@@ -101,6 +101,13 @@ FLIGHT_RECORD = Setting(
     "a folder",
     "every rank keeps its last 1,000 collectives there, whatever ends it; python -m mpidist flight shows them",
 )
+FULL_TRACEBACK = Setting(
+    "MPIDIST_FULL_TRACEBACK",
+    False,
+    _flag,
+    "0 or 1",
+    "1: every rank prints the whole traceback of an uncaught exception, also frames inside mpidist (docs/hangs.md)",
+)
 GUARD = Setting(
     "MPIDIST_GUARD",
     True,
@@ -177,6 +184,7 @@ SETTINGS = {
     for s in (
         ABORT_ON_EXCEPTION,
         FLIGHT_RECORD,
+        FULL_TRACEBACK,
         GPU_AWARE_MPI,
         GUARD,
         JOBS,

@@ -9,15 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError
+from mpidist.core.wording import ranks_text
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
+from mpidist.topology.real_stderr import STDERR, flush_output, lasting_stderr, write_last
+from mpidist.topology.same_error import print_once
+from mpidist.topology.tracebacks import read_setting, traceback_text, without_folds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,13 +30,12 @@ EXIT_CODE = 1
 _LAUNCHER_READS_SECONDS = 0.2
 # How long MPI may take to hand the news to the launcher.
 _ABORT_SECONDS = 5
-_STDERR = 2
 _DAEMONS_OF_OPEN_MPI_5 = ("prterun", "prted")
 # mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
 _APART_SECONDS, _MOST_APART = 0.3, 8
 # How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
-# rank, which then speaks for all, a little less.
-_OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.5, 2.0
+# rank, which then speaks for all, so much less that the job has ended before they speak.
+_OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.75, 2.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -52,7 +55,7 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
         # Its mpirun 5.0.11 deadlocks in one job of 40 where ranks abort while others end: PMIx_server_deregister_client
         # waits for a thread of PMIx that waits for it. Where they exit it does not, and ends the job as well.
         os._exit(code)
-    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=_STDERR)
+    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=STDERR)
     world.Abort(code)
     raise AssertionError("MPI_Abort came back")
 
@@ -91,11 +94,13 @@ def status_of_failure(code: int) -> int:
 def install_excepthook() -> None:
     """Make an uncaught exception on one rank end the whole MPI job (``import mpidist`` calls this).
 
-    The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, once, flushes its output and ends the
-    job (:func:`end_job`); the launcher ends the other ranks and returns a code that is not 0. It acts where MPI runs
-    with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor in a forked child. The
-    hook that was there before is called in all cases but one: Python's own, where the job is ended.
-    ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
+    The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
+    (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; frames inside
+    mpidist are one line (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
+    ``sys.stderr`` it is printed on file descriptor 2. The launcher ends the other ranks and returns a code that is not
+    0. It acts where MPI runs with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor
+    in a forked child. The hook that was there before is called in all cases but one: Python's own, where the job is
+    ended. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
     An uncaught exception in a thread ends the job, too: other ranks may wait for what the thread was to do. A rank that
     ends only because of the error of another (PeerError) leaves it to that one to print its traceback and end the job;
@@ -142,35 +147,45 @@ class _Hook:
         world: MPI.Intracomm = mpi.COMM_WORLD
         return None if interactive or forked or world.Get_size() == 1 else world
 
-    def _header(self, world: MPI.Intracomm) -> str:
+    def _name_of(self, world: MPI.Intracomm, ranks: Iterable[int]) -> str:
+        """Return what ranks of this node are named in what they print."""
+        numbers = ranks_text(ranks)
         host = sys.modules["mpi4py.MPI"].Get_processor_name()
-        return f"rank {world.Get_rank()} of {world.Get_size()} on host {host}:\n"
+        return f"rank{'' if numbers.isdigit() else 's'} {numbers} of {world.Get_size()} on host {host}"
 
-    def _text(self, world: MPI.Intracomm, error: BaseException) -> str:
-        """Return what is printed of an error."""
-        if not isinstance(error, PeerError):
-            return "".join(traceback.format_exception(error))
-        # The stack here is of no interest, and the rank that has the error must come to print its own.
-        time.sleep(_OTHERS_SECONDS if world.Get_rank() else _FIRST_RANK_SECONDS)
-        return "".join(traceback.format_exception_only(type(error), error))
-
-    def _end_job(self, world: MPI.Intracomm, text: str, previous: Callable[[], object] | None) -> None:
-        """Print the header and ``text``, call ``previous``, flush, and abort the job whatever happens on the way."""
+    def _end_job(self, world: MPI.Intracomm, tell: Callable[[], object]) -> None:
+        """Call ``tell``, which prints the error, flush, and abort the job whatever happens on the way."""
         try:
             try:
-                # One write, because the lines of several failing ranks would mingle.
-                sys.stderr.write(self._header(world) + text)
-                if previous is not None:
-                    previous()
-                sys.stdout.flush()
+                tell()
             finally:
-                sys.stderr.flush()
+                flush_output()
         finally:
             # Launchers drop what they have not read from their ranks' pipes when a rank aborts.
             time.sleep(_LAUNCHER_READS_SECONDS)
             if is_fault_tolerant():
                 time.sleep(_APART_SECONDS * min(world.Get_rank(), _MOST_APART))
             end_job()
+
+    def _print(self, world: MPI.Intracomm, error: BaseException, title: str = "") -> None:
+        """Print an error that this process ends with, under a title."""
+        rank = world.Get_rank()
+        if isinstance(error, PeerError):
+            # The stack here is of no interest, and the rank that has the error must come to print its own.
+            time.sleep(_OTHERS_SECONDS if rank else _FIRST_RANK_SECONDS)
+            text = title + "".join(traceback.format_exception_only(type(error), error))
+        else:
+            text = title + traceback_text(error)
+        if read_setting()[0]:
+            write_last(f"{self._name_of(world, [rank])}:\n{text}")
+        else:
+            print_once(text, without_folds(text), rank, lambda ranks: self._name_of(world, ranks))
+
+    def _call(self, world: MPI.Intracomm, previous: Callable[[], object]) -> None:
+        """Have the hook that was there before print the error, under the name of this rank."""
+        with lasting_stderr():
+            sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")
+            previous()
 
 
 class _AbortHook(_Hook):
@@ -189,9 +204,9 @@ class _AbortHook(_Hook):
             self.previous(kind, error, trace)
             return
         if self.previous is sys.__excepthook__:
-            self._end_job(world, self._text(world, error), None)
+            self._end_job(world, lambda: self._print(world, error))
         else:
-            self._end_job(world, "", lambda: self.previous(kind, error, trace))
+            self._end_job(world, lambda: self._call(world, lambda: self.previous(kind, error, trace)))
 
 
 class _ThreadHook(_Hook):
@@ -206,12 +221,11 @@ class _ThreadHook(_Hook):
         # sys.exit() in a thread ends the thread.
         if world is None or issubclass(args.exc_type, SystemExit):
             self.previous(args)
-        elif self.previous is threading.__excepthook__:
+        elif self.previous is threading.__excepthook__ and (error := args.exc_value) is not None:
             name = "that has ended" if args.thread is None else args.thread.name
-            text = "" if args.exc_value is None else self._text(world, args.exc_value)
-            self._end_job(world, f"Exception in thread {name}:\n{text}", None)
+            self._end_job(world, lambda: self._print(world, error, f"Exception in thread {name}:\n"))
         else:
-            self._end_job(world, "", lambda: self.previous(args))
+            self._end_job(world, lambda: self._call(world, lambda: self.previous(args)))
 
 
 class _NamingHook(_Hook):
@@ -226,5 +240,5 @@ class _NamingHook(_Hook):
     def __call__(self, unraisable: Any) -> None:
         world = None if self._is_finalizing() else self._world()
         if world is not None and sys.stderr is not None:
-            sys.stderr.write(self._header(world))
+            sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")
         self.previous(unraisable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,28 @@ def test_a_raise_on_one_rank_ends_the_job_while_the_other_waits() -> None:
     assert "in <module>" in done.stderr
     assert "rank 0 of 2" not in done.stderr
     assert "rank 1 said this" in done.stdout
+
+
+# As PyTorch does it, in torch.distributed.init_process_group.
+BUFFERS = """
+import io, sys
+ours = sys.excepthook
+def buffering(*args):
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    ours(*args)
+    stderr.write(sys.stderr.getvalue())
+    sys.stderr = stderr
+sys.excepthook = buffering
+"""
+
+
+def test_ranks_with_the_same_error_print_it_once_also_where_a_buffer_is_in_sys_stderr() -> None:
+    done = run_script(INSTALL + MPI + BUFFERS + "world.Barrier()\nraise ArithmeticError('on all')", 3)
+    assert done.returncode == 1
+    (first,) = re.findall(r"^rank (\d) of 3 on host \S+:\nTraceback", done.stderr, re.MULTILINE)
+    assert done.stderr.count("ArithmeticError: on all") == 1
+    others = {"0": "1-2", "1": "0,2", "2": "0-1"}[first]
+    assert re.search(rf"^ranks {others} of 3 on host \S+: the same error$", done.stderr, re.MULTILINE)
 
 
 def test_keyboard_interrupt_too() -> None:
