@@ -73,7 +73,7 @@ from mpidist.training import (  # noqa: E402
 from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpidist import coordinator, elastic, v1
+    from mpidist import coordinator, elastic, errors, v1
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
     from mpidist.collectives.tuning import tune
     from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
@@ -89,6 +89,7 @@ else:
             "parameter_server": "mpidist.parameter_server",
             "coordinator": "mpidist.coordinator",
             "elastic": "mpidist.elastic",
+            "errors": "mpidist.errors",
             "v1": "mpidist.v1",
             **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
             **dict.fromkeys(("EvalResult", "EvalSpec", "TrainContext", "TrainSpec"), "mpidist.estimator"),
@@ -148,6 +149,7 @@ __all__ = [
     "compute_average_loss",
     "coordinator",
     "elastic",
+    "errors",
     "experimental",
     "experimental_set_strategy",
     "get_loss_reduction",

@@ -1,0 +1,54 @@
+"""Every error of mpidist's own, to be imported from one place: public names only.
+
+Wrong arguments raise ``ValueError``, ``TypeError`` or ``RuntimeError``, as in TensorFlow.
+
+>>> issubclass(RankLostError, PeerError)
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from mpidist.core.errors import (
+    AlgorithmError,
+    CollectiveTimeoutError,
+    DeviceError,
+    LaunchError,
+    MismatchError,
+    NcclFailure,
+    OutOfRangeError,
+    PeerError,
+    RankLostError,
+    RequestTimeoutError,
+)
+from mpidist.core.files import NotAFileError
+from mpidist.core.first_use import on_first_use
+from mpidist.topology.environments import LauncherVariableError
+
+if TYPE_CHECKING:
+    from mpidist.checkpoint.errors import DamagedCheckpointError
+    from mpidist.parameter_server.travelling import CannotTravelError
+else:
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "CannotTravelError": "mpidist.parameter_server.travelling",
+            "DamagedCheckpointError": "mpidist.checkpoint.errors",
+        },
+    )
+
+__all__ = [
+    "AlgorithmError",
+    "CannotTravelError",
+    "CollectiveTimeoutError",
+    "DamagedCheckpointError",
+    "DeviceError",
+    "LaunchError",
+    "LauncherVariableError",
+    "MismatchError",
+    "NcclFailure",
+    "NotAFileError",
+    "OutOfRangeError",
+    "PeerError",
+    "RankLostError",
+    "RequestTimeoutError",
+]

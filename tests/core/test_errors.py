@@ -1,0 +1,47 @@
+"""mpidist.errors has every error that a program can meet."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from mpidist import errors
+from tests.support.ranks.jobs import ROOT
+
+pytestmark = pytest.mark.one_rank
+
+PACKAGE = Path(ROOT, "mpidist")
+
+
+def _modules() -> list[str]:
+    """All modules but those of the commands, whose errors end as lines of their output."""
+    paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    return [".".join(path.parts) for path in paths if "cli" not in path.parts and path.stem != "__main__"]
+
+
+def _errors_of(module: str) -> set[type]:
+    """The exceptions that a module defines, by what its source says, so that few modules have to be loaded."""
+    source = PACKAGE.parent.joinpath(*module.split("."))
+    source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+    named = [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef) and node.bases]
+    public = [name for name in named if not name.startswith("_")]
+    found = [getattr(importlib.import_module(module), name) for name in public]
+    return {kind for kind in found if issubclass(kind, BaseException)}
+
+
+def test_every_exception_of_the_library_is_there() -> None:
+    defined = set().union(*map(_errors_of, _modules()))
+    assert {getattr(errors, name) for name in errors.__all__} == defined
+
+
+def test_every_error_that_documents_name_is_there_or_python_s_own() -> None:
+    named = set()
+    for path in (Path(ROOT, "README.md"), *Path(ROOT, "docs").glob("*.md")):
+        named |= set(re.findall(r"\b[A-Z]\w*(?:Error|Warning|Failure)\b", path.read_text()))
+    others = {name for name in named if name not in errors.__all__ and not hasattr(builtins, name)}
+    assert others == {"CancelledError"}  # of concurrent.futures, as docs/parameter_servers.md says
