@@ -10,6 +10,7 @@ from benchmarks.bars import size_text
 from benchmarks.models import name_of
 from benchmarks.results import Results
 from benchmarks.rows import COPY, OURS, Row
+from mpidist.core.wording import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +27,7 @@ def plot(results: Results, folder: Path, name: str) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SystemExit(f"plots need matplotlib ({error}); type: pip install 'mpidist[bench]'") from None
+        raise SystemExit(f"plots need matplotlib ({error}); type: {pip_install('bench')}") from None
     paths = []
     for operation, draw in (("all_reduce", _draw_sizes), ("batch", _draw_models)):
         rows = [row for row in results.rows if row.operation == operation]

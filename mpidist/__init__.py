@@ -5,10 +5,11 @@ Write a program once against a strategy and start it with ``mpirun -n N python t
 
 from typing import TYPE_CHECKING
 
+from mpidist.core.advice import IN_PLACE_OF
 from mpidist.core.first_use import on_first_use
 from mpidist.core.settings import warn_about_unknown
 from mpidist.core.version import __version__
-from mpidist.topology import install_excepthook, prepare_environment
+from mpidist.topology import install_excepthook, prepare_environment, rank, size
 
 prepare_environment()
 install_excepthook()
@@ -98,7 +99,11 @@ else:
             "Server": "mpidist.parameter_server.server",
             "tune": "mpidist.collectives.tuning",
         },
+        IN_PLACE_OF,
     )
+
+# Not for programs, and not to be shown to those who look what there is.
+del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
 
 __all__ = [
     "SHARD_HINT",
@@ -162,9 +167,11 @@ __all__ = [
     "launch",
     "metrics",
     "optimizers",
+    "rank",
     "replica_rng",
     "scale_regularization_loss",
     "set_seed",
+    "size",
     "train_and_evaluate",
     "tune",
     "v1",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m mpidist COMMAND ...``, which starts one of ``mpidist.cli``."""
+"""The command line: ``python -m mpidist COMMAND ...``, or ``mpidist COMMAND ...``, starts one of ``mpidist.cli``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli import COMMANDS
+from mpidist.core.version import __version__
 from mpidist.topology.environments import LauncherVariableError, read_launcher
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mpidist", description="Tools of mpidist.")
+    parser.add_argument("--version", action="version", version=f"mpidist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
@@ -33,12 +35,12 @@ def _is_first() -> bool:
     return launcher is None or launcher.rank == 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command that ``arguments`` name and return the exit status."""
-    parsed = _parse(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments``, by default those of this process, name and return the exit status."""
+    parsed = _parse(sys.argv[1:] if arguments is None else arguments)
     status: int = COMMANDS[parsed.command].run(parsed)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

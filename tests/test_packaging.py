@@ -68,6 +68,8 @@ def test_the_metadata(wheel: zipfile.ZipFile, metadata: Message) -> None:
     assert metadata["Version"] == __version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
+    entry_points = wheel.read(f"mpidist-{__version__}.dist-info/entry_points.txt").decode()
+    assert entry_points.split("\n", 1) == ["[console_scripts]", "mpidist = mpidist.__main__:main\n"]
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     license_text = wheel.read(f"mpidist-{__version__}.dist-info/licenses/LICENSE").decode()
     assert "Apache License" in license_text

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from mpidist.core.errors import DeviceError
+from mpidist.core.wording import pip_install
 
 # What NVIDIA's driver puts into a Linux machine: the control device, its folder, and the device of WSL.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
@@ -78,8 +79,8 @@ def gpus_may_be_present() -> bool:
 def _missing() -> str:
     seen = "" if gpus_may_be_present() else " This machine shows no NVIDIA driver, either."
     return (
-        "arrays on a GPU need CuPy, which is not installed; type: pip install 'mpidist[cuda13]', or "
-        f"'mpidist[cuda12]' for a driver of CUDA 12 (nvidia-smi shows which).{seen}"
+        f"arrays on a GPU need CuPy, which is not installed; type: {pip_install('cuda13')}, or "
+        f"cuda12 in its place for a driver of CUDA 12 (nvidia-smi shows which).{seen}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.core.enums import ReduceOp
+from mpidist.core.wording import pip_install
 
 DType = np.dtype[Any]
 
@@ -74,7 +75,7 @@ def as_dtype(given: Any) -> DType:
         import ml_dtypes
     except ImportError:
         raise ImportError(
-            "bfloat16 needs the ml_dtypes package; type: pip install 'mpidist[half]', or use float16"
+            f"bfloat16 needs the ml_dtypes package; type: {pip_install('half')}, or use float16"
         ) from None
     dtype = np.dtype(ml_dtypes.bfloat16)
     return dtype

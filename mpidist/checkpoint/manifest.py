@@ -14,6 +14,7 @@ from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.checkpoint.format_rules import NUMPY_DTYPES, check, check_manifest, parse
 from mpidist.checkpoint.safetensors_file import FileRecord, stores
 from mpidist.core.version import __version__
+from mpidist.core.wording import pip_install
 
 FORMAT = "mpidist checkpoint"
 VERSION = 2
@@ -194,7 +195,7 @@ def dtype_of(tensor: Tensor) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise ImportError(
-            f'the checkpoint holds {tensor.dtype}, which needs ml_dtypes; type: pip install "mpidist[half]"'
+            f"the checkpoint holds {tensor.dtype}, which needs ml_dtypes; type: {pip_install('half')}"
         ) from error
     extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, tensor.dtype))
     return extra

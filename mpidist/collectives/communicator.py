@@ -29,6 +29,8 @@ from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
+# Of the names of its base.
+_OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
 # Makes what the caller gets of what a collective gives.
 Finish = Callable[[Any], Any]
 
@@ -359,6 +361,11 @@ class Communicator(ArrayCollectives):
     def __repr__(self) -> str:
         state = f" ({self._channel.unusable})" if self._channel.unusable else ""
         return f"<Communicator rank {self.rank} of {self.size}{state}>"
+
+    def __dir__(self) -> list[str]:
+        """What a program calls; not what strategies do."""
+        for_strategies = {name for name in vars(ArrayCollectives) if not name.startswith("_")} - _OF_PROGRAMS
+        return sorted(set(super().__dir__()) - for_strategies)
 
     def __copy__(self) -> Communicator:
         return self.__deepcopy__({})

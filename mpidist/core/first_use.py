@@ -10,7 +10,7 @@ from typing import Any
 Hooks = tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
-def on_first_use(module: str, homes: Mapping[str, str]) -> Hooks:
+def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str, str] | None = None) -> Hooks:
     """Return ``__getattr__`` and ``__dir__`` for a module that imports some of its names on first use.
 
     The module names the same objects under ``if TYPE_CHECKING``, where type checkers and editors find them.
@@ -18,6 +18,7 @@ def on_first_use(module: str, homes: Mapping[str, str]) -> Hooks:
     Args:
         module: Its ``__name__``; its ``__all__`` lists all names, those that are imported at once too.
         homes: The module that each late name comes from; a submodule is its own home.
+        in_place_of: What to type in place of names that it does not have, and that users may look for in it.
 
     Raises:
         AttributeError: From ``__getattr__``, for a name that the module does not have.
@@ -26,7 +27,10 @@ def on_first_use(module: str, homes: Mapping[str, str]) -> Hooks:
     def getattr_of_module(name: str) -> Any:
         home = homes.get(name)
         if home is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            advice = (in_place_of or {}).get(name)
+            text = f"module {module!r} has no attribute {name!r}" + ("" if advice is None else f": {advice}")
+            # Of these two Python makes its "Did you mean".
+            raise AttributeError(text, name=name, obj=sys.modules[module])
         found = import_module(home)
         value = found if home == f"{module}.{name}" else getattr(found, name)
         setattr(sys.modules[module], name, value)

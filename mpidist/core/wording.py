@@ -1,4 +1,4 @@
-"""How ranks are written in messages."""
+"""How ranks and commands are written in messages."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def pip_install(extra: str) -> str:
+    """Return what to type for an extra of the package, also where there is only a checkout of it.
+
+    >>> print(pip_install("half"))
+    pip install 'mpidist[half]' (in a checkout: pip install '.[half]')
+    """
+    return f"pip install 'mpidist[{extra}]' (in a checkout: pip install '.[{extra}]')"

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from mpidist.core.wording import pip_install
+
 try:
     from cloudpickle import Pickler as _Pickler
     from cloudpickle import register_pickle_by_value  # noqa: F401 - says that this is cloudpickle as we know it
@@ -70,7 +72,7 @@ def pack(value: Any, name_of: Callable[[Any], Any], what: str) -> bytes:
     except CannotTravelError:
         raise
     except Exception as error:  # pickling runs the code of whatever it meets
-        hint = "" if HAS_CLOUDPICKLE else "; for functions of a script type: pip install 'mpidist[coordinator]'"
+        hint = "" if HAS_CLOUDPICKLE else f"; for functions of a script type: {pip_install('coordinator')}"
         raise TypeError(f"{what} cannot be sent to another rank: {type(error).__name__}: {error}{hint}") from error
     return file.getvalue()
 

@@ -2,7 +2,7 @@
 
 from mpidist.topology.abort import end_job, install_excepthook
 from mpidist.topology.launcher import cores_are_short, import_mpi, prepare_environment
-from mpidist.topology.topology import Topology, world_topology
+from mpidist.topology.topology import Topology, rank, size, world_topology
 
 __all__ = [
     "Topology",
@@ -11,5 +11,7 @@ __all__ = [
     "import_mpi",
     "install_excepthook",
     "prepare_environment",
+    "rank",
+    "size",
     "world_topology",
 ]

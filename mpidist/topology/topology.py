@@ -99,3 +99,34 @@ def world_topology() -> Topology:
         with revoking(comm):
             _world.append(Topology(comm))
     return _world[0]
+
+
+def rank() -> int:
+    """Return which rank this process is, from 0; among those that are left, where ranks were lost.
+
+    Local, and the same in every collective and strategy of all ranks. The first use of MPI starts it.
+
+    Raises:
+        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+
+    >>> rank() in range(size())
+    True
+    """
+    return _all_ranks().Get_rank()
+
+
+def size() -> int:
+    """Return the number of ranks, without those that were lost; local, as :func:`rank` is.
+
+    Raises:
+        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+    """
+    return _all_ranks().Get_size()
+
+
+def _all_ranks() -> MPI.Intracomm:
+    if _world:
+        return _world[0].world
+    world: MPI.Intracomm = import_mpi().COMM_WORLD
+    check_world(world.Get_size())
+    return world

@@ -180,7 +180,7 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
             aggregation: VariableAggregation = VariableAggregation.NONE,
         ) -> None: ...
 
-    __signature__ = inspect.signature(_variable_arguments)
+    __signature__ = inspect.signature(_variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
     _whole: CompositeVariable | None = None
 

@@ -297,3 +297,11 @@ def test_links_as_text() -> None:
 
 def test_no_network_as_text() -> None:
     assert network_text(()) == "none but this machine's own"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mpidist", "--version"])  # as the command mpidist is called
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"mpidist {__version__}\n"

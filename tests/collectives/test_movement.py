@@ -78,6 +78,16 @@ def test_split_into_groups(comm: Communicator) -> None:
     assert nobody is None
 
 
+def test_completion_shows_what_a_program_calls(comm: Communicator) -> None:
+    names = {name for name in dir(comm) if not name.startswith("_")}
+    assert {"rank", "size", "all_reduce", "barrier", "split", "close", "last_algorithm"} <= names
+    assert names.isdisjoint({"announce", "meet", "reduce_arrays", "gather_arrays", "shared_errors", "common_memory"})
+
+
+def test_rank_and_size_are_those_of_all_ranks(comm: Communicator) -> None:
+    assert (mpidist.rank(), mpidist.size()) == (comm.rank, comm.size)
+
+
 def test_empty_makes_arrays(comm: Communicator) -> None:
     array = comm.empty((3, 2), "i4")
     assert (array.shape, array.dtype) == ((3, 2), np.dtype("i4"))

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.jobs import ROOT, child_environment
+import mpidist
+from mpidist.core.advice import IN_PLACE_OF
+from tests.support.ranks.jobs import child_environment
 
 pytestmark = pytest.mark.one_rank
 
-FACADES = ["mpidist", "mpidist.experimental"]
+FACADES = ["mpidist", "mpidist.experimental", "mpidist.errors"]
 # What a synchronous program does not need.
-LATE = ("checkpoint", "cli", "coordinator", "elastic", "estimator", "parameter_server", "v1")
+LATE = ("checkpoint", "cli", "coordinator", "elastic", "errors", "estimator", "parameter_server", "v1")
 
 
 def run_python(program: str) -> str:
@@ -46,7 +50,7 @@ def test_rooms_are_there_without_an_import_of_their_own(room: str) -> None:
 @pytest.mark.parametrize("facade", FACADES)
 def test_every_name_is_there_by_attribute_and_by_import(facade: str) -> None:
     names = importlib.import_module(facade).__all__
-    run_python(f"import mpidist, sys; module = sys.modules[{facade!r}]; [getattr(module, name) for name in {names}]")
+    run_python(f"import {facade} as module; [getattr(module, name) for name in {names}]")
     run_python(f"from {facade} import {', '.join(names)}")
 
 
@@ -58,7 +62,7 @@ def test_completion_shows_the_names_and_nothing_else(facade: str) -> None:
 
 @pytest.mark.parametrize("facade", FACADES)
 def test_type_checkers_see_the_same_object_that_a_program_gets(facade: str) -> None:
-    tree = ast.parse(Path(ROOT, *facade.split("."), "__init__.py").read_text())
+    tree = ast.parse(Path(str(importlib.import_module(facade).__file__)).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {
         alias.name: statement.module
@@ -73,7 +77,39 @@ def test_type_checkers_see_the_same_object_that_a_program_gets(facade: str) -> N
 
 
 def test_a_name_that_is_not_there() -> None:
-    import mpidist
-
-    with pytest.raises(AttributeError, match="module 'mpidist' has no attribute 'Varable'"):
+    with pytest.raises(AttributeError, match="module 'mpidist' has no attribute 'Varable'$") as raised:
         mpidist.Varable
+    assert (raised.value.name, raised.value.obj) == ("Varable", mpidist)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("init", "nothing has to be started"),
+        ("shutdown", "nothing has to be ended"),
+        ("get_rank", r"type: mpidist\.rank\(\)"),
+        ("Get_size", r"type: mpidist\.size\(\)"),
+        ("local_rank", "a rank finds its GPU by itself"),
+        ("allreduce", r"mpidist\.Communicator\(\), and comm\.all_reduce"),
+    ],
+)
+def test_a_name_of_another_library_says_what_to_type(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': .*{advice}"):
+        getattr(mpidist, name)
+
+
+def test_no_name_that_is_there_is_advised_against() -> None:
+    assert set(IN_PLACE_OF).isdisjoint(mpidist.__all__)
+    methods = set(re.findall(r"comm\.(\w+)", " ".join(IN_PLACE_OF.values())))
+    assert methods
+    assert methods <= set(dir(mpidist.Communicator))
+
+
+def test_helpers_of_the_import_are_not_left_in_the_module() -> None:
+    left = {name for name in vars(mpidist) if not name.startswith("_")} - set(mpidist.__all__)
+    assert {name for name in left if not inspect.ismodule(getattr(mpidist, name))} == set()
+
+
+def test_a_variable_shows_the_arguments_it_takes() -> None:
+    assert str(inspect.signature(mpidist.Variable)).startswith("(initial_value: 'Any' = None, trainable:")
+    assert str(inspect.signature(mpidist.Variable)).endswith("-> None")
