@@ -80,6 +80,9 @@ class Checkpoint:
         object.__setattr__(self, "_unsettled", None)
         object.__setattr__(self, "_last_leaves", collect(objects))
 
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
         if name not in objects:

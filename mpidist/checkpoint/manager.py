@@ -112,6 +112,9 @@ class CheckpointManager:
         """What is saved."""
         return self._checkpoint
 
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._checkpoint!r} in {self._directory!r}>"
+
     @property
     def directory(self) -> str:
         """Where."""

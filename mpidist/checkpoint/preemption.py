@@ -81,6 +81,9 @@ class PreemptionCheckpointHandler:
         self._is_closed = False
         self._watch: TerminationWatch | None = TerminationWatch(self._config, self._on_notice)
 
+    def __repr__(self) -> str:
+        return f"<PreemptionCheckpointHandler of {self._manager!r}>"
+
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a training step, and save and exit after it if the ranks have agreed on it.
 

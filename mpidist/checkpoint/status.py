@@ -24,6 +24,10 @@ class LoadStatus:
         self._deferred = deferred
         self._is_asked = False
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.missing)} missing, {len(self.unused)} unused, {len(self.deferred)} deferred"
+        return f"<LoadStatus of {self.path!r}: {counts}>"
+
     @property
     def deferred(self) -> tuple[str, ...]:
         """Keys whose values wait for variables that an optimizer has yet to make."""

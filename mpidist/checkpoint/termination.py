@@ -70,6 +70,10 @@ class TerminationConfig:
         self.save_fn = save_fn
         self.signals = tuple(signals)
 
+    def __repr__(self) -> str:
+        asked = self.signals if self.termination_watcher_fn is None else self.termination_watcher_fn
+        return f"<TerminationConfig: {asked!r}, {self.grace_period:g} s of grace>"
+
 
 def _check_grace_period(seconds: Any) -> None:
     if seconds is None:

@@ -37,6 +37,9 @@ class ClusterResolver(ABC):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, with ``rpc_layer`` as its scheme where there is one."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.task_type} {self.task_id}>"
+
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return ``{"GPU": k}`` for the k CUDA devices of this process, ``{}`` for none.
 

@@ -64,6 +64,10 @@ class TFConfigClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         self._environment = environment
 
+    def __repr__(self) -> str:
+        # Without the task: the variable is read when it is asked for, and may be wrong.
+        return f"<{type(self).__name__}>"
+
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster; an empty one without the variable."""
         return self._read()[0]

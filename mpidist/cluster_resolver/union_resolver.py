@@ -45,6 +45,9 @@ class UnionResolver(ClusterResolver):
                 raise TypeError(f"{resolver!r} is of type {type(resolver).__name__}; expected ClusterResolver")
         self._resolvers = resolvers
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(map(repr, self._resolvers))}>"
+
     def cluster_spec(self) -> ClusterSpec:
         """Return the jobs of all resolvers.
 

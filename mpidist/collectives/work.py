@@ -38,6 +38,9 @@ class Work:
         self.waited = 0.0
         self._was_told = False
 
+    def __repr__(self) -> str:
+        return f"<Work {self.text}, {'done' if self.is_done else 'on its way'}>"
+
     def then(self, finish: Callable[[Any], Any]) -> Work:
         """Have ``finish`` turn the result into what ``wait`` returns; returns the handle itself."""
         self._finish.append(finish)
@@ -112,6 +115,9 @@ class FinishedWork:
     def __init__(self, result: Any) -> None:
         self._result = result
 
+    def __repr__(self) -> str:
+        return "<Work, done>"
+
     def done(self) -> bool:
         """Return True."""
         return True
@@ -133,6 +139,9 @@ class PartOfWork:
     def __init__(self, work: Work | FinishedWork | PartOfWork, select: Callable[[Any], Any]) -> None:
         self._work = work
         self._select = select
+
+    def __repr__(self) -> str:
+        return repr(self._work)
 
     def done(self) -> bool:
         """See ``Work``."""

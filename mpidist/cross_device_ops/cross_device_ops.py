@@ -86,6 +86,10 @@ class CrossDeviceOps:
             self._num_replicas = num_replicas
             self._is_bound = comm is not None
 
+    def __repr__(self) -> str:
+        replicas = "no strategy yet" if self._num_replicas is None else f"{self._num_replicas} replicas"
+        return f"<{type(self).__name__} of {replicas if self._comm is None else self._comm}>"
+
     # What users call ----------------------------------------------------------------------------------------
 
     def reduce(

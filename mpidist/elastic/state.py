@@ -64,6 +64,9 @@ class State:
         first = _Commit(0, _pickled(values), None)
         self.__dict__.update(_values=values, _tracked=None, _agreed="", _commits=0, _last=first)
 
+    def __repr__(self) -> str:
+        return f"<State of {self._names()}, committed {self._commits} times>"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

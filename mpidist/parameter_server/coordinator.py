@@ -63,6 +63,9 @@ class ClusterCoordinator:
         self._dispatcher: Dispatcher = extended.dispatch(self._names.find)
         self._numbers = itertools.count()
 
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self._strategy!r}>"
+
     def __reduce__(self) -> NoReturn:
         raise CannotTravelError(
             "a ClusterCoordinator cannot be used in a scheduled function: only the program on the chief schedules; "

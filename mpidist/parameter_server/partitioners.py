@@ -22,6 +22,10 @@ class Partitioner:
     Any callable with the signature of ``__call__`` will do in the place of one.
     """
 
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name.strip('_')}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
+
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """Return the number of shards along each axis of a variable: 1 for all but ``axis``.
 

@@ -61,6 +61,10 @@ class Server:
         else:
             survey(self._resolver)
 
+    def __repr__(self) -> str:
+        state = "not started" if self._link is None else "started"
+        return f"<Server {self._resolver.task_type} {self._resolver.task_id}, {state}>"
+
     def start(self) -> None:
         """Connect with the other ranks (collective); nothing if it has been done."""
         if self._link is None and self._resolver.task_type != _LOCAL:

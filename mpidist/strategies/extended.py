@@ -37,6 +37,9 @@ class StrategyExtended(StrategyHooks):
 
     # Reductions -----------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._strategy!r}>"
+
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
