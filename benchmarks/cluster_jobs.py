@@ -36,6 +36,11 @@ class Job(NamedTuple):
     measures: tuple[str, ...]
 
 
+_EACH_HOST = Job("each host", (1,) * NODES, _IN_BLOCKS, ())
+# Begins the line of a host that does not see the folder.
+_BLIND = "cannot-see"
+
+
 def jobs(sizes: str, algorithms: str) -> list[Job]:
     """Return all jobs.
 
@@ -78,7 +83,8 @@ def main(arguments: list[str]) -> int:
     failed, parts = [], []
     options.out.mkdir(parents=True, exist_ok=True)
     # Every node sees the folder of the results; a temporary one of the system may be another on each.
-    with tempfile.TemporaryDirectory(prefix="cluster-", dir=options.out) as folder:
+    with tempfile.TemporaryDirectory(prefix="cluster-", dir=options.out.resolve()) as folder:
+        _check_seen(folder, hosts, options.seconds)
         for number, job in enumerate(jobs(options.sizes, options.algorithms)):
             print(f"# job {number}: {job.placement} {' '.join(job.measures)}", flush=True)
             measures = [*job.measures, *common, "--placement", job.placement, "--out", folder, "--name", str(number)]
@@ -99,10 +105,28 @@ def main(arguments: list[str]) -> int:
     return int(bool(failed) or any(row.wrong for row in results.rows))
 
 
+def _check_seen(folder: str, hosts: list[str], seconds: float) -> None:
+    """End the program if a host does not see the folder that jobs put their results into."""
+    look = f"test -d {shlex.quote(folder)} || echo {_BLIND} $(uname -n)"
+    problem, printed = _launch(_EACH_HOST, hosts, ["sh", "-c", look], seconds)
+    blind = sorted(line.removeprefix(_BLIND).strip() for line in printed.splitlines() if line.startswith(_BLIND))
+    if problem:
+        raise SystemExit(f"no program starts on {', '.join(hosts[:NODES])}: {problem}")
+    if blind:
+        raise SystemExit(
+            f"{', '.join(blind)} cannot see {Path(folder).parent}, where results go: expected a folder that all hosts "
+            "share; type: make bench-cluster BENCH_OUT=DIR with one in the checkout (virtual hosts have a /tmp each)"
+        )
+
+
 def _run(job: Job, hosts: list[str], measures: list[str], seconds: float) -> str:
     """Run one job; returns what went wrong, with what it printed, or nothing."""
+    return _launch(job, hosts, [sys.executable, "-m", "benchmarks.cluster", *measures], seconds)[0]
+
+
+def _launch(job: Job, hosts: list[str], program: list[str], seconds: float) -> tuple[str, str]:
+    """Run a program where a job's ranks are; returns what went wrong, or nothing, and what it printed."""
     places = ",".join(f"{host}:{ranks}" for host, ranks in zip(hosts, job.ranks, strict=False))
-    program = [sys.executable, "-m", "benchmarks.cluster", *measures]
     command = [*mpirun(), "--host", places, "-n", str(sum(job.ranks)), *job.launcher, *program]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -113,8 +137,8 @@ def _run(job: Job, hosts: list[str], measures: list[str], seconds: float) -> str
             # mpirun ends its ranks.
             process.terminate()
             printed, _ = process.communicate()
-            return f"ended after {seconds:g} s\n{printed}"
-    return "" if process.returncode == 0 else f"status {process.returncode}\n{printed}"
+            return f"ended after {seconds:g} s\n{printed}", printed
+    return "" if process.returncode == 0 else f"status {process.returncode}\n{printed}", printed
 
 
 def mpirun() -> list[str]:
