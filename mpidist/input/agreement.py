@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +10,10 @@ from mpidist.core.errors import MismatchError
 from mpidist.input.element_spec import with_rows
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import LocalBatches, longest
-from mpidist.input.pipeline import Node
 from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of, seeded_as
 from mpidist.input.position import Position
 from mpidist.input.reordering import UNKNOWN
-from mpidist.input.row_steps import TableRows
-from mpidist.input.tables import ArrayTable
+from mpidist.input.row_steps import array_samples
 
 _log = logging.getLogger("mpidist")
 
@@ -54,8 +51,9 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
             mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
         return Agreement(batches.steps, first_position(batches, mine))
     text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
+    samples = [sample for node in batches.nodes for sample in array_samples(node)]
     told: list[tuple[str, int, list[Pipeline], int | None, list[int]]] = workers.communicator.all_gather_object(
-        (text, batches.steps, mine, last_batch_size(batches), list(_samples(batches.nodes)))
+        (text, batches.steps, mine, last_batch_size(batches), samples)
     )
     same = len({text for text, *_ in told}) == 1
     if same_everywhere and not same:
@@ -82,14 +80,6 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
     if result.steps not in (0, UNKNOWN) and 0 in steps:
         learn_spec(result, batches, workers)
     return result
-
-
-def _samples(nodes: Iterable[Node]) -> Iterator[int]:
-    """Yield a checksum of some rows of each nest of arrays that pipelines read."""
-    for node in nodes:
-        if isinstance(node, TableRows) and isinstance(node.table, ArrayTable):
-            yield node.table.sample()
-        yield from _samples(node.inputs)
 
 
 def learn_spec(agreement: Agreement, batches: LocalBatches, workers: InputWorkers) -> None:

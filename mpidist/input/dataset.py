@@ -10,18 +10,19 @@ from typing import Any
 from mpidist.input import dealing, sources
 from mpidist.input.elements import map_leaves
 from mpidist.input.file_dealing import names_node
-from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
+from mpidist.input.input_options import AutoShardPolicy, common_options
 from mpidist.input.interleaved import Interleaved
-from mpidist.input.item_steps import Batches, Enumerated, Filtered, Mapped, PrefetchedItems, Zipped
-from mpidist.input.ordering import OrderedElements, seed_or_drawn
-from mpidist.input.parallel_calls import checked_calls
-from mpidist.input.pipeline import Items, Node, Rows
+from mpidist.input.item_steps import Enumerated, Mapped, Zipped
+from mpidist.input.ordering import seed_or_drawn
+from mpidist.input.parallel_calls import AUTOTUNE, checked_calls
+from mpidist.input.pipeline import Node, Rows
 from mpidist.input.reordering import Shuffle
-from mpidist.input.row_steps import MappedRows, PrefetchedRows, TableRows
-from mpidist.input.tables import RangeTable, ZippedTable, array_table
+from mpidist.input.row_steps import MappedRows, TableRows
+from mpidist.input.tables import RangeTable, ZippedTable, array_table, element_table
+from mpidist.input.transforms import Transforms, require_callable
 
 
-class Dataset(OrderedElements):
+class Dataset(Transforms):
     """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
 
     Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
@@ -52,6 +53,18 @@ class Dataset(OrderedElements):
         [1, 2]
         """
         return Dataset(TableRows(array_table(tensors)))
+
+    @staticmethod
+    def from_tensors(tensors: Any) -> Dataset:
+        """Return the dataset of one element, ``tensors`` as they are.
+
+        Args:
+            tensors: A nest of arrays and numbers; tuples and dicts are structure, a list is one array.
+
+        >>> list(Dataset.from_tensors([1, 2]))
+        [array([1, 2])]
+        """
+        return Dataset(TableRows(element_table(tensors)))
 
     @staticmethod
     def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset:
@@ -188,15 +201,13 @@ class Dataset(OrderedElements):
         leaves: list[Dataset] = []
 
         def number(leaf: Any) -> int:
-            leaves.append(_require_dataset(leaf))
+            leaves.append(Dataset._require("zip", leaf))
             return len(leaves) - 1
 
         places = map_leaves(number, structure)
         if not leaves:
             raise ValueError("zip() got no datasets; expected a tuple or dict of datasets, or several datasets")
-        options = {leaf._options for leaf in leaves if leaf._options != DatasetOptions()}
-        if len(options) > 1:
-            raise ValueError(f"zip() got datasets with different options: {options}; set them after zip()")
+        options = common_options((leaf._options for leaf in leaves), "zip")
         nodes = [leaf._node for leaf in leaves]
 
         def build(parts: list[Any]) -> Any:
@@ -205,11 +216,16 @@ class Dataset(OrderedElements):
         tables = [node.table for node in nodes if isinstance(node, TableRows)]
         by_row = len(tables) == len(nodes)
         node: Node = TableRows(ZippedTable(tables, build)) if by_row else Zipped(nodes, build)
-        return Dataset(node, options.pop() if options else DatasetOptions())
+        return Dataset(node, options)
 
     # Transforms
 
-    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
+    def map(
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
         """Return the dataset of ``map_func`` of each element.
 
         Elements keep their order, also with several calls at once.
@@ -224,6 +240,7 @@ class Dataset(OrderedElements):
                 cores. It gains time where the function waits or leaves Python (reading, decoding, NumPy on large
                 arrays). Before ``batch`` the rows of a batch are shared among the threads. None: calls run one
                 after the other in the thread that reads. Threads end with the pass as those of ``prefetch``.
+            deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
 
         Raises:
             TypeError: ``map_func`` is not callable.
@@ -232,7 +249,7 @@ class Dataset(OrderedElements):
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x)]
         [0, 1, 4]
         """
-        _require_callable("map_func", map_func)
+        require_callable("map_func", map_func)
         node, calls = self._node, checked_calls(num_parallel_calls)
         made: Node = MappedRows(node, map_func, calls) if isinstance(node, Rows) else Mapped(node, map_func, calls)
         return self._then(made)
@@ -243,6 +260,7 @@ class Dataset(OrderedElements):
         cycle_length: int | None = None,
         block_length: int = 1,
         num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
     ) -> Dataset:
         """Return the elements of several datasets in turn, each made by ``map_func`` of an element.
 
@@ -254,11 +272,12 @@ class Dataset(OrderedElements):
 
         Args:
             map_func: Gets an element, a tuple as several arguments; returns a Dataset.
-            cycle_length: How many datasets are open at a time; None for 4, the same on every machine.
+            cycle_length: How many datasets are open at a time; None or -1 for 4, the same on every machine.
             block_length: How many elements come from one dataset in a round.
             num_parallel_calls: How many threads call ``map_func`` and read the datasets, -1 for as many as there are
                 cores: the next block of each one that is open, and the first of as many that come next as there are
                 threads. The order stays. None: they are read in turn in the thread that reads.
+            deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
 
         Raises:
             TypeError: ``map_func`` is no function; while iterating, it returned no Dataset.
@@ -268,8 +287,8 @@ class Dataset(OrderedElements):
         >>> [int(x) for x in dataset]
         [10, 20, 11, 21, 12, 22, 30, 31, 32]
         """
-        _require_callable("map_func", map_func)
-        cycle = 4 if cycle_length is None else operator.index(cycle_length)
+        require_callable("map_func", map_func)
+        cycle = 4 if cycle_length in (None, AUTOTUNE) else operator.index(cycle_length)
         if cycle < 1 or operator.index(block_length) < 1:
             raise ValueError(f"cycle_length is {cycle_length} and block_length {block_length}; expected 1 or more")
 
@@ -286,70 +305,16 @@ class Dataset(OrderedElements):
         calls = checked_calls(num_parallel_calls)
         return self._then(Interleaved(self._node, node_of, cycle, block_length, seeds, calls))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Return the dataset of the elements for which ``predicate`` is true.
-
-        How many there are is not known beforehand, and a rank must read all elements to tell.
+    def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
+        """Return the elements of several datasets, one after the other, each made by ``map_func`` of an element.
 
         Args:
-            predicate: Gets an element, a tuple as several arguments; returns something true or false.
+            map_func: As that of :meth:`interleave`, of which this is the case ``cycle_length=1``.
 
-        >>> [int(x) for x in Dataset.range(6).filter(lambda x: x % 2)]
-        [1, 3, 5]
+        >>> [int(x) for x in Dataset.range(1, 4).flat_map(Dataset.range)]
+        [0, 0, 1, 0, 1, 2]
         """
-        _require_callable("predicate", predicate)
-        return self._then(Filtered(self._node, predicate))
-
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Return the dataset of consecutive elements stacked along a new first axis.
-
-        Args:
-            batch_size: Elements in a batch; of a dataset that is to be distributed, of all replicas together.
-            drop_remainder: Leave out a last batch that is smaller.
-
-        Raises:
-            TypeError: ``batch_size`` is no whole number.
-            ValueError: ``batch_size`` below 1; while iterating, elements of unlike shapes or structures.
-
-        >>> list(Dataset.range(3).batch(2))
-        [array([0, 1]), array([2])]
-        """
-        try:
-            size = operator.index(batch_size)
-        except TypeError:
-            raise TypeError(
-                f"batch_size is {batch_size!r} of type {type(batch_size).__name__}; expected a whole number, such as "
-                "batch(32), or a quotient by //"
-            ) from None
-        if size < 1:
-            raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-        return self._then(Batches(self._node, size, bool(drop_remainder)))
-
-    def prefetch(self, buffer_size: int) -> Dataset:
-        """Return the same dataset, with the next elements read ahead in a thread.
-
-        Elements, their order and which rows are read stay the same. Streams are read ahead up to this point. Rows
-        that are read by number are read ahead after a later ``batch`` or ``map`` too; of a distributed dataset each
-        rank reads ahead its own rows. The thread begins with the first element of a pass and ends with the pass,
-        ``close()`` of the iterator, an error, or when the iterator is dropped. An error in it is raised by
-        ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
-
-        Args:
-            buffer_size: How many elements are kept ready at most; batches, of a dataset of batches.
-
-        Raises:
-            ValueError: ``buffer_size`` below 1.
-
-        >>> [batch.tolist() for batch in Dataset.range(3).batch(2).prefetch(1)]
-        [[0, 1], [2]]
-        """
-        if operator.index(buffer_size) < 1:
-            raise ValueError(f"buffer_size is {buffer_size}; expected 1 or more elements to keep ready")
-        node = self._node
-        if isinstance(node, Rows):
-            return self._then(PrefetchedRows(node, buffer_size))
-        assert isinstance(node, Items)
-        return self._then(PrefetchedItems(node, buffer_size))
+        return self.interleave(map_func, cycle_length=1)
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Return the dataset of ``(number, element)`` with int64 numbers from ``start``.
@@ -387,14 +352,3 @@ class Dataset(OrderedElements):
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
             options = replace(options, assignment=assignment)
         return Dataset(self._node, options)
-
-
-def _require_dataset(value: Any) -> Dataset:
-    if not isinstance(value, Dataset):
-        raise TypeError(f"zip() got {value!r} of type {type(value).__name__}; expected Dataset objects")
-    return value
-
-
-def _require_callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a function")

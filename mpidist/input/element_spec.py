@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.core import nest
-from mpidist.input.elements import as_element, map_leaves, require_array, unbatched
+from mpidist.input.elements import as_element, dataset_as_array, map_leaves, require_array, unbatched
 
 
 class ArraySpec(NamedTuple):
@@ -23,6 +24,21 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What the elements of a dataset look like that is itself an element, as those of ``window`` (tf.data.DatasetSpec).
+
+    Args:
+        element_spec: The nest of ArraySpec of its elements.
+
+    >>> from mpidist.input import Dataset
+    >>> Dataset.range(4).window(2).element_spec
+    DatasetSpec(element_spec=ArraySpec(shape=(), dtype=dtype('int64')))
+    """
+
+    element_spec: Any
 
 
 class PerReplicaSpec(NamedTuple):
@@ -44,7 +60,10 @@ def spec_of(element: Any) -> Any:
     return nest.map_structure(_leaf_spec, as_element(element))
 
 
-def _leaf_spec(leaf: Any) -> ArraySpec:
+def _leaf_spec(leaf: Any) -> ArraySpec | DatasetSpec:
+    inside = getattr(leaf, "element_spec", None)
+    if inside is not None:
+        return DatasetSpec(inside)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or not isinstance(dtype, np.dtype):
         array = np.asarray(leaf)
@@ -53,8 +72,18 @@ def _leaf_spec(leaf: Any) -> ArraySpec:
 
 
 def map_spec(fn: Any, spec: Any) -> Any:
-    """Apply ``fn`` to every ArraySpec of the nest ``spec``."""
-    return map_leaves(fn, spec, leaf=ArraySpec)
+    """Apply ``fn`` to every ArraySpec of the nest ``spec``.
+
+    Raises:
+        TypeError: Some leaf is a dataset.
+    """
+
+    def of_array(leaf: Any) -> Any:
+        if isinstance(leaf, DatasetSpec):
+            raise dataset_as_array()
+        return fn(leaf)
+
+    return map_leaves(of_array, spec, leaf=ArraySpec)
 
 
 def flatten_spec(spec: Any) -> list[ArraySpec]:

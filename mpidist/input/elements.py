@@ -197,6 +197,27 @@ def unknown_structure(given: str) -> TypeError:
     )
 
 
+def as_numpy(leaf: Any) -> Any:
+    """Return a number or array as NumPy has it, in host memory; texts and bytes stay as they are.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(leaf, (str, bytes, np.generic)):
+        return leaf
+    array = to_array(leaf, "an element of the dataset")
+    host = array if isinstance(array, np.ndarray) else array.get()
+    return host if hasattr(leaf, "shape") else host[()]
+
+
+def dataset_as_array() -> TypeError:
+    """Return the error for a dataset, such as a window, where an array belongs."""
+    return TypeError(
+        "the elements are datasets, as those of window(), where arrays are expected; make arrays of them with "
+        "dataset.flat_map(lambda window: window.batch(size))"
+    )
+
+
 def _kind(value: Any) -> str:
     name = type(value).__name__
     return f"the dataclass {name}" if dataclasses.is_dataclass(value) else f"an object of type {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -93,3 +94,15 @@ class DatasetOptions:
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     assignment: str | None = None
+
+
+def common_options(options: Iterable[DatasetOptions], step: str) -> DatasetOptions:
+    """Return the options of a dataset that is made of several by ``step``.
+
+    Raises:
+        ValueError: Several of them have options, and not the same.
+    """
+    found = {each for each in options if each != DatasetOptions()}
+    if len(found) > 1:
+        raise ValueError(f"{step}() got datasets with different options: {found}; set them after {step}()")
+    return found.pop() if found else DatasetOptions()

@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, batched, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned, stack
+from mpidist.input.padding import Padding
 from mpidist.input.parallel_calls import map_stream
 from mpidist.input.pipeline import Items, Node, Rows, require_items
 from mpidist.input.reordering import INFINITE, UNKNOWN, Pass, Reordering, Repeat, Shuffle, Source
@@ -59,29 +60,16 @@ class ReorderedItems(Items):
             yield self.reordering
 
 
-class PrefetchedItems(Items):
-    """The same items: batches of rows are read ahead by whatever reads them, and other elements here."""
+class SameItems(Items):
+    """A step that leaves the elements as they are, and their number."""
 
-    def __init__(self, source: Items, size: int) -> None:
-        super().__init__((source,), source.cardinality, f"prefetch({size})")
-        self.table = source.table
+    def __init__(self, source: Node, text: str) -> None:
+        super().__init__((source,), source.cardinality, text)
         self.source = source
-        self.size = size
-        self.read_ahead = source.read_ahead + size
-
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the items of the input."""
-        if self.table is not None:
-            return self.source.items(run)
-        return run.read_ahead(lambda: self.source.items(run), self.size)
 
     def spec(self) -> Any:
         """Return that of the input."""
         return self.source.spec()
-
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return the same prefetch of other items."""
-        return PrefetchedItems(require_items(inputs[0]), self.size)
 
     def _size_of_batches(self) -> int | None:
         return self.source.batch_size()
@@ -91,41 +79,81 @@ class PrefetchedItems(Items):
         return self.source.row_count()
 
 
-class Batches(Items):
-    """Groups of consecutive elements, stacked; of rows only the numbers are grouped."""
+class PrefetchedItems(SameItems):
+    """The same items: batches of rows are read ahead by whatever reads them, and other elements here."""
 
-    def __init__(self, source: Node, size: int, drop_remainder: bool) -> None:
+    source: Items
+
+    def __init__(self, source: Items, size: int) -> None:
+        super().__init__(source, f"prefetch({size})")
+        self.table = source.table
+        self.size = size
+        self.read_ahead = source.read_ahead + size
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield the items of the input."""
+        if self.table is not None:
+            return self.source.items(run)
+        return run.read_ahead(lambda: self.source.items(run), self.size)
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """Return the same prefetch of other items."""
+        return PrefetchedItems(require_items(inputs[0]), self.size)
+
+
+class Batches(Items):
+    """Groups of consecutive elements, stacked; of rows only the numbers are grouped.
+
+    Args:
+        source: The elements.
+        size: Of a group.
+        drop_remainder: Leave out a last group that is smaller.
+        padding: Brings the elements of a group to one shape, for which all of them must be read; None: they have one.
+    """
+
+    def __init__(self, source: Node, size: int, drop_remainder: bool, padding: Padding | None = None) -> None:
         count = source.cardinality
         if count >= 0:
             count = count // size if drop_remainder else -(-count // size)
-        text = f"batch({size}{', drop_remainder=True' if drop_remainder else ''})"
-        super().__init__((source,), count, text)
-        self.source = source
         self.size = size
         self.drop_remainder = drop_remainder
-        self.table = source.table if isinstance(source, Rows) else None
-        self.read_ahead = -(-source.read_ahead // size) if isinstance(source, Rows) else 0
+        self.padding = padding
+        super().__init__((source,), count, self.text_of_size(size))
+        self.source = source
+        self.rows = source if isinstance(source, Rows) and padding is None else None
+        self.table = None if self.rows is None else self.rows.table
+        self.read_ahead = 0 if self.rows is None else -(-self.rows.read_ahead // size)
         self.batched = True
         self.dynamic = not drop_remainder
 
+    def text_of_size(self, size: object) -> str:
+        """Return the call with ``size`` as its size."""
+        drop = ", drop_remainder=True" if self.drop_remainder else ""
+        return f"batch({size}{drop})" if self.padding is None else f"padded_batch({size}, {self.padding}{drop})"
+
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the row numbers of each batch, or the batches."""
-        if isinstance(self.source, Rows):
-            yield from row_indices.batch(self.source.blocks(run), self.size, self.drop_remainder)
+        if self.rows is not None:
+            yield from row_indices.batch(self.rows.blocks(run), self.size, self.drop_remainder)
             return
         elements = self.source.elements(run)
+        stacked = stack if self.padding is None else self.padding.stack
         while group := list(islice(elements, self.size)):
             if len(group) == self.size or not self.drop_remainder:
-                yield stack(group)
+                yield stacked(group)
 
     def spec(self) -> Any:
         """Return that of the input with the batch in front."""
         spec = self.source.spec()
-        return None if spec is None else batched(spec, self.size if self.drop_remainder else None)
+        if spec is None:
+            return None
+        return batched(
+            spec if self.padding is None else self.padding.spec(spec), self.size if self.drop_remainder else None
+        )
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         """Return batches of other elements."""
-        return Batches(inputs[0], self.size, self.drop_remainder)
+        return Batches(inputs[0], self.size, self.drop_remainder, self.padding)
 
     def batch_size(self) -> int | None:
         """Return the size that was asked for."""

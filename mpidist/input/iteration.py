@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+from mpidist.core import nest
 from mpidist.core.errors import OutOfRangeError
 from mpidist.input import whole_elements
 from mpidist.input.continued_batches import ContinuedBatches
-from mpidist.input.elements import as_element
+from mpidist.input.elements import as_element, as_numpy, dataset_as_array
 from mpidist.input.input_options import DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.local_batches import DealtBatches
@@ -223,6 +224,21 @@ class Elements:
             kind = "endless" if length == INFINITE else "not known beforehand"
             raise TypeError(f"the number of elements of {self._node} is {kind}; ask cardinality()")
         return length
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Return an iterator over a pass whose arrays are NumPy's, in host memory, and numbers NumPy's scalars.
+
+        Raises:
+            TypeError: While iterating, an element that holds something else than arrays, numbers, texts and bytes.
+
+        >>> from mpidist.input import Dataset
+        >>> list(Dataset.from_source([(1, [2.0, 3.0])]).as_numpy_iterator())
+        [(np.int64(1), array([2., 3.]))]
+        """
+        return (nest.map_structure(as_numpy, element) for element in iter(self))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise dataset_as_array()
 
     def __bool__(self) -> bool:
         return True

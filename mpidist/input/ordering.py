@@ -33,7 +33,7 @@ class OrderedElements(Elements):
         self: D,
         buffer_size: int | None = None,
         seed: int | None = None,
-        reshuffle_each_iteration: bool = True,
+        reshuffle_each_iteration: bool | None = True,
         *,
         block_size: int | None = None,
     ) -> D:
@@ -48,7 +48,7 @@ class OrderedElements(Elements):
                 at most 32 MiB however many there are.
             seed: A whole number that fixes the order; None draws one (see ``mpidist.set_seed``).
             reshuffle_each_iteration: Whether each pass has an order of its own, also each one of a later
-                ``repeat``.
+                ``repeat``; None means True, as in TensorFlow.
             block_size: For rows on a disk that is slow to jump about: blocks of so many consecutive rows come in
                 random order, and the rows of ``buffer_size // block_size`` blocks at a time are mixed. Take the rows
                 of a chunk or row group, or of about a MiB.
@@ -75,9 +75,8 @@ class OrderedElements(Elements):
                 "buffer_size; say how many elements to draw from, shuffle(buffer_size=1000), or call "
                 "shuffle() before repeat()"
             )
-        return self._reordered(
-            Shuffle(buffer_size, seed_or_drawn(seed), seed is not None, bool(reshuffle_each_iteration), block_size)
-        )
+        reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
+        return self._reordered(Shuffle(buffer_size, seed_or_drawn(seed), seed is not None, reshuffles, block_size))
 
     def repeat(self: D, count: int | None = None) -> D:
         """Return the dataset gone through ``count`` times, without end for None or -1.

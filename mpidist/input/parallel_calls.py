@@ -14,6 +14,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 AUTOTUNE = -1
+"""Where a number of calls or elements is asked for, leaves it to mpidist (tf.data.AUTOTUNE)."""
 
 # Shares of a batch per thread: more than one, as some elements take longer than others.
 _SHARES = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -44,6 +44,10 @@ class Pass:
     def repetition(self, number: int) -> Pass:
         """Return the pass that repetition ``number`` makes."""
         return Pass((*self.key, number), self.seeds, self.readers)
+
+    def first(self) -> Pass:
+        """Return the first pass of all over the same pipeline."""
+        return replace(self, key=(0,))
 
     def read_ahead(self, open_source: Callable[[], Iterator[T]], size: int) -> Iterator[T]:
         """Return the iterator of ``open_source``, of which a thread keeps ``size`` elements ready; 0: no thread."""
@@ -246,7 +250,8 @@ class Shuffle(Reordering):
         """Return ``count``."""
         return count
 
-    def _generator(self, run: Pass) -> np.random.Generator:
+    def generator(self, run: Pass) -> np.random.Generator:
+        """Return what draws the order of a pass."""
         entropy = run.seeds.get(self, (self.seed,))
         return np.random.default_rng([*entropy, *run.key] if self.reshuffle else list(entropy))
 
@@ -254,7 +259,7 @@ class Shuffle(Reordering):
         """Yield a permutation of all row numbers, or draw from a buffer of them if they are endless."""
         if source.cardinality != INFINITE:
             rows = row_indices.Joined(list(source.open(run)))
-            generator = self._generator(run)
+            generator = self.generator(run)
             if self.block_size is None:
                 order = random_order(len(rows), generator)
             else:
@@ -268,7 +273,7 @@ class Shuffle(Reordering):
 
     def items(self, source: Source[Any], run: Pass) -> Iterator[Any]:
         """Yield the elements, each drawn from a buffer that the next element then fills up again."""
-        generator = self._generator(run)
+        generator = self.generator(run)
         items = source.open(run)
         buffer = list(itertools.islice(items, self.buffer_size))
         for item in items:

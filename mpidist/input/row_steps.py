@@ -8,7 +8,7 @@ from typing import Any
 from mpidist.input.pipeline import Node, Rows, require_rows
 from mpidist.input.reordering import Pass, Reordering, Shuffle, Source
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.tables import MappedTable, Table
+from mpidist.input.tables import ArrayTable, MappedTable, Table
 
 
 class TableRows(Rows):
@@ -81,3 +81,10 @@ class PrefetchedRows(Rows):
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         """Return the same prefetch of other rows."""
         return PrefetchedRows(require_rows(inputs[0]), self.size)
+
+
+def array_samples(node: Node) -> Iterator[int]:
+    """Yield a checksum of some rows of each nest of arrays that a pipeline reads."""
+    for step in node.graph():
+        if isinstance(step, TableRows) and isinstance(step.table, ArrayTable):
+            yield step.table.sample()

@@ -71,7 +71,7 @@ def outline(node: Node, mask_batch_size: bool = True) -> str:
     inside = [outline(before, mask_batch_size and isinstance(node, Mapped)) for before in node.inputs]
     text = node.identity
     if mask_batch_size and isinstance(node, Batches):
-        text = f"batch(*{', drop_remainder=True' if node.drop_remainder else ''})"
+        text = node.text_of_size("*")
     if len(inside) == 1:
         return f"{inside[0]}.{text}"
     return f"{text}({', '.join(inside)})" if inside else text

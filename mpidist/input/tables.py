@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist.core import nest
 from mpidist.input.element_spec import ArraySpec, spec_of
-from mpidist.input.elements import call, list_to_array, map_leaves, owned, stack, stopped
+from mpidist.input.elements import as_element, call, list_to_array, map_leaves, owned, stack, stopped
 from mpidist.input.parallel_calls import map_batch, map_stream
 from mpidist.input.read_ahead import Readers
 from mpidist.input.row_indices import RowIndex, as_array, rows
@@ -52,6 +52,10 @@ class Table(ABC):
         """Return what a row looks like, None where that cannot be told because there is none."""
         return spec_of(self.row(0)) if self.length else None
 
+    def cached(self) -> Table:
+        """Return the same rows, of which each is read once."""
+        return CachedTable(self, {})
+
     def is_cut_from_arrays(self) -> bool:
         """Whether a row is known to be one of arrays of several axes, and so most likely no batch."""
         return False
@@ -73,6 +77,10 @@ class RangeTable(Table):
         if isinstance(index, range):
             return as_array(self.numbers[index.start : index.stop : index.step])
         return self.numbers.start + self.numbers.step * index
+
+    def cached(self) -> Table:
+        """Return the table itself."""
+        return self
 
     def spec(self) -> Any:
         """Return that of an int64 number."""
@@ -105,6 +113,11 @@ class ArrayTable(Table):
             return columns[index]
         return map_leaves(lambda column: _read_column(column, index), self.columns)
 
+    def cached(self) -> Table:
+        """Return the table itself if all of it lies in memory."""
+        in_memory = all(type(column) is np.ndarray for column in nest.flatten(self.columns))
+        return self if in_memory else super().cached()
+
     def sample(self) -> int:
         """Return the CRC-32 of some rows, by which other data of the same shape are most often told."""
         found = 0
@@ -122,6 +135,18 @@ class ArrayTable(Table):
     def is_cut_from_arrays(self) -> bool:
         """Whether all arrays have several axes."""
         return all(len(column.shape) > 1 for column in nest.flatten(self.columns))
+
+
+class ElementTable(ArrayTable):
+    """A table of one row, which is an element as it is."""
+
+    def __init__(self, columns: Any) -> None:
+        super().__init__(columns)
+        self.text = f"from_tensors({', '.join(f'{leaf.shape[1:]} {leaf.dtype}' for leaf in nest.flatten(columns))})"
+
+    def is_cut_from_arrays(self) -> bool:
+        """Whether the row is cut from an array: it is not, and may be a batch."""
+        return False
 
 
 def _own(value: Any) -> Any:
@@ -214,6 +239,50 @@ class _InThreads(MappedTable):
         return map_batch(self._call, self.table.some(index), self.threads, self.calls)
 
 
+class CachedTable(Table):
+    """A table of which every row is read once, when it is asked for first, and then kept in memory.
+
+    Args:
+        table: The table.
+        kept: The rows that have been read, by their numbers.
+    """
+
+    def __init__(self, table: Table, kept: dict[int, Any]) -> None:
+        super().__init__(table.length, table.text)
+        self.table = table
+        self.kept = kept
+
+    def row(self, index: int) -> Any:
+        """Return a copy of row ``index``."""
+        if index not in self.kept:
+            self.kept[index] = self.table.row(index)
+        return owned(self.kept[index])
+
+    def some(self, index: RowIndex) -> list[Any]:
+        """Return copies of the rows; those that are missing are read together."""
+        numbers = list(rows([index]))
+        missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
+        if missing:
+            self.kept.update(zip(missing, self.table.some(np.array(missing, np.int64)), strict=True))
+        return [owned(self.kept[number]) for number in numbers]
+
+    def opened(self, readers: Readers | None) -> Table:
+        """Return the table with the threads of the pass."""
+        return CachedTable(self.table.opened(readers), self.kept)
+
+    def spec(self) -> Any:
+        """Return that of the table."""
+        return self.table.spec()
+
+    def is_cut_from_arrays(self) -> bool:
+        """Whether the rows of the table are."""
+        return self.table.is_cut_from_arrays()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Datasets travel to workers, which keep what they read themselves.
+        return {**self.__dict__, "kept": {}}
+
+
 class ZippedTable(Table):
     """Several tables side by side, as long as the shortest.
 
@@ -250,6 +319,10 @@ class ZippedTable(Table):
         """Return the tables with the threads of the pass."""
         return ZippedTable([table.opened(readers) for table in self.tables], self.build)
 
+    def cached(self) -> Table:
+        """Return the tables, of which each row is read once."""
+        return ZippedTable([table.cached() for table in self.tables], self.build)
+
     def spec(self) -> Any:
         """Return the specs of the tables."""
         specs = [table.spec() for table in self.tables]
@@ -258,6 +331,18 @@ class ZippedTable(Table):
     def is_cut_from_arrays(self) -> bool:
         """Whether the rows of all tables are."""
         return all(table.is_cut_from_arrays() for table in self.tables)
+
+
+def element_table(tensors: Any) -> ElementTable:
+    """Return the table whose one row is ``tensors``.
+
+    Raises:
+        ValueError: There are no arrays in it.
+    """
+    columns = map_leaves(lambda leaf: np.asarray(leaf)[np.newaxis], as_element(tensors))
+    if not nest.flatten(columns):
+        raise ValueError(f"from_tensors() got {tensors!r}, which has no arrays in it; expected a nest of arrays")
+    return ElementTable(columns)
 
 
 def array_table(tensors: Any) -> ArrayTable:

@@ -315,7 +315,7 @@ def test_an_error_in_the_thread_of_one_worker_reaches_all():
     assert readers_alive() == []
 
 
-@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("size", [0, -2])
 def test_bad_sizes(size):
     with pytest.raises(ValueError, match=f"buffer_size is {size}"):
         Dataset.range(3).prefetch(size)
