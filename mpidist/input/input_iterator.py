@@ -80,17 +80,6 @@ class InputIterator:
         return self._iterator
 
 
-def check_divisible(dataset: Any, num_replicas_in_sync: int) -> None:
-    """Raise ValueError if the global batch size of ``dataset`` is known, and all replicas cannot share it equally."""
-    size = dataset._node.batch_size() if isinstance(dataset, Dataset) and dataset._node.batched else None
-    if size is not None and size % num_replicas_in_sync:
-        raise ValueError(
-            f"the dataset has batches of {size} rows, which {num_replicas_in_sync} replicas in sync cannot share "
-            f"equally; expected a multiple of {num_replicas_in_sync}, or use make_input_fn_iterator(input_fn) or "
-            "experimental_distribute_dataset(dataset), which takes any size"
-        )
-
-
 def dataset_fn_of(
     input_fn: Callable[[InputContext], Any], replication_mode: InputReplicationMode
 ) -> Callable[[InputContext], Dataset]:

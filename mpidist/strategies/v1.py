@@ -9,7 +9,8 @@ from typing import Any
 from mpidist.core import context
 from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputIterator, InputReplicationMode
-from mpidist.input.input_iterator import check_divisible, dataset_fn_of
+from mpidist.input.even_batches import with_even_batches
+from mpidist.input.input_iterator import dataset_fn_of
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy
@@ -29,10 +30,12 @@ class StrategyV1(Strategy):
         """Return an iterator over ``dataset``, divided as ``experimental_distribute_dataset`` does (collective).
 
         Args:
-            dataset: Batched with the global batch size, which all replicas must be able to share equally.
+            dataset: Batched with the global batch size, which all replicas must be able to share equally, but for a
+                last batch that is smaller.
 
         Raises:
-            ValueError: The batch size is no multiple of the number of replicas.
+            ValueError: The batch size is no multiple of the number of replicas. Where it is not known beforehand, as
+                after ``map`` or of a generator, the iterator raises it at the first batch that is none.
 
         >>> strategy = OneDeviceStrategyV1("cpu:0")
         >>> iterator = strategy.make_dataset_iterator(Dataset.range(4).batch(2))
@@ -40,7 +43,9 @@ class StrategyV1(Strategy):
         ([], array([0, 1]), array([2, 3]))
         """
         self._require_cross_replica("make_dataset_iterator()", "call it before run()")
-        check_divisible(dataset, self.num_replicas_in_sync)
+        replicas = self.num_replicas_in_sync
+        if isinstance(dataset, Dataset) and replicas > 1:
+            dataset = with_even_batches(dataset, replicas)
         return InputIterator(self._extended._experimental_distribute_dataset(dataset, None))
 
     def make_input_fn_iterator(

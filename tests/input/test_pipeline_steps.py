@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidist.input.dataset import Dataset
+from mpidist.input.even_batches import EvenBatches
 from mpidist.input.file_dealing import FileNames
 from mpidist.input.item_steps import SameItems
 from mpidist.input.pipeline import Items, Node, Rows
@@ -29,7 +30,8 @@ def test_every_step_goes_on_alike_after_the_same_inputs(tmp_path):
     files = Dataset(FileNames(["0:3", "3:3"])).interleave(lambda path: Dataset.from_files([path], read)).batch(2)
     pairs = Dataset.zip(items, Dataset.from_files(["0:3", "3:3"], read))
     joined = Dataset.sample_from_datasets([Dataset.range(3).concatenate(Dataset.range(4)).cache(), Dataset.range(5)])
-    kept = stream(9).concatenate(Dataset.range(4)).cache().padded_batch(2).unbatch().cache(tmp_path / "kept")
+    kept = stream(9).concatenate(Dataset.range(4)).cache().padded_batch(2).unbatch().batch(2).cache(tmp_path / "kept")
+    kept = Dataset(EvenBatches(kept._node, 1))
     windows = Dataset.range(6).window(2).flat_map(lambda window: window)
 
     def again(node):

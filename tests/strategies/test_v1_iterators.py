@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import Dataset, InputContext, InputReplicationMode, OutOfRangeError, v1
+from mpidist import Dataset, InputContext, InputReplicationMode, OutOfRangeError, PeerError, v1
 from tests.acceptance.checks import local_ids
 
 
@@ -82,6 +82,54 @@ def test_a_batch_that_replicas_cannot_share_equally_is_refused(strategy):
     else:
         with pytest.raises(ValueError, match=rf"{n + 1} rows.*multiple of {n}.*make_input_fn_iterator"):
             strategy.make_dataset_iterator(dataset)
+
+
+def batches_of(sizes):
+    return Dataset.from_generator(lambda: (np.arange(size) for size in sizes))
+
+
+UNEVEN = {
+    "map": lambda n: Dataset.range(6 * n).batch(n + 1).map(lambda x: x),
+    "map, one batch": lambda n: Dataset.range(n + 1).batch(2 * n + 2).map(lambda x: x).skip(0),
+    "generator": lambda n: batches_of([n + 1]),
+    "generator, first batches even": lambda n: batches_of([n, n + 1, n]),
+    "generator, larger last batch": lambda n: batches_of([n, n + 1]),
+    "generator of one row": lambda n: batches_of([1]),
+    "batches of two sizes": lambda n: Dataset.range(n).batch(n).concatenate(Dataset.range(n + 1).batch(n + 1)),
+}
+
+
+@pytest.mark.parametrize("make", UNEVEN.values(), ids=UNEVEN)
+def test_a_batch_that_cannot_be_shared_equally_is_an_error_whatever_follows_batch(strategy, make):
+    n = strategy.num_replicas_in_sync
+    iterator = strategy.make_dataset_iterator(make(n))
+    if n == 1:
+        assert list(iterator)
+        return
+    with pytest.raises((ValueError, PeerError), match=r"rows, which \d+ replicas in sync cannot share equally"):
+        list(iterator)
+
+
+EVEN = {
+    "map": lambda n: Dataset.range(4 * n + 1).batch(2 * n).map(lambda x: x),
+    "map to twice the rows": lambda n: Dataset.range(n).batch(1).map(lambda x: np.repeat(x, n)),
+    "one small batch": lambda n: Dataset.range(1).batch(n).map(lambda x: x),
+    "generator": lambda n: batches_of([2 * n, 4 * n, 2 * n, 1]),
+}
+
+
+@pytest.mark.parametrize("make", EVEN.values(), ids=EVEN)
+def test_only_the_last_batch_may_be_shared_unequally(strategy, make):
+    n = strategy.num_replicas_in_sync
+    found = [row for batch in strategy.make_dataset_iterator(make(n)) for part in rows(strategy, batch) for row in part]
+    expected = [part_of_any(strategy, np.asarray(batch).tolist()) for batch in make(n)]
+    assert found == [row for part in expected for row in part]
+
+
+def part_of_any(strategy, batch):
+    n, ids = strategy.num_replicas_in_sync, local_ids(strategy)
+    workers, worker, size = n // len(ids), ids[0] // len(ids), -(-len(batch) // n)
+    return [row for part in range(worker, n, workers) for row in batch[size * part : size * (part + 1)]]
 
 
 def test_input_fn_iterator_of_a_dataset(strategy):
