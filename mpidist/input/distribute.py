@@ -18,7 +18,7 @@ from mpidist.input.input_workers import InputWorkers, WorkerLayout
 from mpidist.input.interleaved import Interleaved
 from mpidist.input.item_steps import Batches
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
-from mpidist.input.pipeline import Node
+from mpidist.input.pipeline import Node, Rows
 from mpidist.input.policies import dealt_batches
 from mpidist.input.resuming import Dealing
 from mpidist.input.row_steps import TableRows
@@ -26,6 +26,9 @@ from mpidist.values import regroup
 from mpidist.values.placement import place_at
 
 _log = logging.getLogger("mpidist")
+
+# Pipelines that every rank goes through, which the log has told of.
+_told_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
     "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
@@ -40,7 +43,8 @@ def distribute_dataset(
 
     Collective: call it on every rank, in the same order. How it is divided is its AutoShardPolicy; shuffles without a
     seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO);
-    rank 0 warns there of arrays that are not batched, and of a batch size that leaves replicas without rows.
+    rank 0 warns there of arrays that are not batched, of a batch size that leaves replicas without rows, and of streams
+    that all ranks go through although no policy was given.
 
     Args:
         dataset: Batched with the global batch size.
@@ -76,6 +80,9 @@ def distribute_dataset(
             _warn_of_single_rows(node, workers.num_replicas_in_sync)
         elif isinstance(batches, DealtBatches):
             _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
+    left_open = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
+    if workers.worker_id == 0 and workers.num_workers > 1 and left_open:
+        _warn_of_whole_streams(node, workers.num_workers)
     dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
     return DistributedDataset(batches, workers, dealing, agreement, strategy, options)
 
@@ -191,6 +198,24 @@ def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
         "mpidist: a global batch of %d rows is dealt to %d replicas by %d, and %d of them get none in any full batch. "
         "Expected: a batch size that gives every replica rows, such as batch(%d)",
         *(batch_size, replicas, -(-batch_size // replicas), idle_replicas(batch_size, replicas), near),
+    )
+
+
+def _warn_of_whole_streams(node: Node, num_workers: int) -> None:
+    """Say, once, where every rank goes through all of a stream, and nobody has asked for that."""
+    streams = any(isinstance(step, Interleaved) or not (step.inputs or isinstance(step, Rows)) for step in node.graph())
+    text = str(node)
+    # Files beside other sources have a warning of their own.
+    if not streams or next(node.files(), None) is not None or text in _told_of:
+        return
+    _told_of.add(text)
+    _log.warning(
+        "mpidist: each of the %d ranks goes through all of %s and keeps its part of every batch, as there are no files "
+        "and no rows read by number to deal. If that is meant, say "
+        "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA); for ranks that read a part each: "
+        "strategy.distribute_datasets_from_function(dataset_fn), where dataset_fn(context) returns part "
+        "context.input_pipeline_id of context.num_input_pipelines, batched with the size of one replica",
+        *(num_workers, text),
     )
 
 
