@@ -19,7 +19,7 @@ from mpidist.input.input_workers import InputWorkers
 from mpidist.input.iteration import reduce_elements
 from mpidist.input.local_batches import LocalBatches
 from mpidist.input.position import Position
-from mpidist.input.reordering import INFINITE
+from mpidist.input.reordering import INFINITE, UNKNOWN
 from mpidist.input.resuming import Dealing, Remainder, going_on
 
 
@@ -145,6 +145,16 @@ class DistributedDataset:
 
     def __bool__(self) -> bool:
         return True
+
+    def _text(self) -> str:
+        first, *more = self._batches.nodes
+        return f"{first} and {len(more)} more" if more else str(first)
+
+    def __repr__(self) -> str:
+        special = {INFINITE: "steps without end", UNKNOWN: "an unknown number of steps"}
+        count, replicas = self.cardinality(), self._workers.num_replicas_in_sync
+        steps = special.get(count, f"{count} step{'s' * (count != 1)}")
+        return f"<{type(self).__name__} {self._text()}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
 
     def _go_on_from(self, position: Position) -> None:
         """Let the passes that are begun from here on be those that follow the one of ``position``."""

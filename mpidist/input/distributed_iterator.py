@@ -173,6 +173,10 @@ class DistributedIterator:
         self._steps = iter(())
         self._feed = None
 
+    def __repr__(self) -> str:
+        position = self._remainder.after(self._taken)
+        return f"<{type(self).__name__} of {self._dataset._text()}, {position.progress()}>"
+
     def _close_readers(self, wait: bool = True) -> None:
         self._readers.close(wait)
         if self._feed is not None:

@@ -74,6 +74,9 @@ class InputIterator:
         if self._iterator is not None:
             self._iterator.close()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._dataset if self._iterator is None else self._iterator}>"
+
     def _begun(self) -> Any:
         if self._iterator is None:
             self.initialize()

@@ -142,6 +142,10 @@ class DatasetIterator:
         self._readers.close()
         self._elements = iter(())
 
+    def __repr__(self) -> str:
+        position = self._found_remainder().after(self._taken)
+        return f"<{type(self).__name__} of {self._dataset._node}, {position.progress()}>"
+
 
 class Elements:
     """The elements of a pipeline, gone through anew with each ``iter``."""

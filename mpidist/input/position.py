@@ -49,6 +49,12 @@ class Position:
         number = 0 if len(self.pipelines) == 1 else number
         return self.pipelines[number], self.seeds[number]
 
+    def progress(self) -> str:
+        """Return how much of which pass has been taken, as a text."""
+        counts = {"row": self.rows, "step": self.steps, "element": self.elements}
+        taken = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count or word == "step"]
+        return f"pass {self.pass_number + 1}, {' and '.join(taken)} taken"
+
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""
         lists = {
