@@ -5,7 +5,7 @@ Where all of them are rows of tables, or all batches of such rows, so is what co
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat
@@ -118,7 +118,7 @@ class JoinedTable(Table):
         return all(table.is_cut_from_arrays() for table in self.tables)
 
 
-class Combination:
+class Combination(ABC):
     """A way to make one dataset of several; one class for rows by number, for batches of such rows, and for elements.
 
     Attributes:
@@ -291,22 +291,19 @@ class CombinedItems(Items):
         if self.joined is not None:
             items = [require_items(node).items(own) for node, own in zip(self.inputs, runs, strict=True)]
             return self.combination.order(list(_shifted(self.joined, items, _shift_block)), run)
-        elements = [node.elements(own) for node, own in zip(self.inputs, runs, strict=True)]
-        return self.combination.order(list(self._alike(elements)), run)
-
-    def _alike(self, streams: Iterable[Iterator[Any]]) -> Iterator[Iterator[Any]]:
-        """Yield the streams, whose first elements are compared."""
         seen: list[Any] = []
+        elements = [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
+        return self.combination.order(elements, run)
 
-        def checked(stream: Iterator[Any]) -> Iterator[Any]:
-            for element in stream:
-                seen.append(spec_of(element))
-                _common_spec(seen, self.combination.step)
-                yield element
-                break
-            yield from stream
-
-        return map(checked, streams)
+    def _checked(self, node: Node, run: Pass, seen: list[Any]) -> Iterator[Any]:
+        """Yield the elements of an input, which is opened with the first; that is compared with those of others."""
+        elements = node.elements(run)
+        for element in elements:
+            seen.append(spec_of(element))
+            _common_spec(seen, self.combination.step)
+            yield element
+            break
+        yield from elements
 
     def spec(self) -> Any:
         """Return what the elements of all inputs look like."""

@@ -1,6 +1,7 @@
 """What tf.data's everyday steps give: from_tensors, unbatch, cache, concatenate, padded_batch, window, sampling."""
 
 import operator
+import pickle
 from collections import namedtuple
 from itertools import islice
 
@@ -62,6 +63,21 @@ def test_concatenate(first, second, size):
     assert dataset.cardinality() == (len(list(one)) + len(list(other)) if known else -2)
     assert dataset.element_spec == one.element_spec
     assert Dataset.range(3).concatenate(Dataset.range(2).repeat()).cardinality() == -1
+
+
+def test_a_dataset_is_opened_when_its_first_element_is_asked_for():
+    opened = []
+
+    def generator(number):
+        opened.append(number)
+        yield from range(2)
+
+    one, other = (Dataset.from_generator(lambda number=number: generator(number)) for number in (1, 2))
+    iterator = iter(one.cache().concatenate(other))
+    assert [next(iterator), next(iterator), opened] == [0, 1, [1]]
+    kept = one.cache()
+    assert lists_of(kept.concatenate(kept)) == [0, 1, 0, 1]
+    assert opened == [1, 1]
 
 
 def test_rows_of_several_tables_are_read_together_in_any_order():
@@ -268,6 +284,16 @@ def test_a_cache_of_arrays_in_memory_is_no_second_copy():
     dataset = Dataset.from_tensor_slices(np.arange(6)).concatenate(Dataset.range(6).map(lambda x: x)).cache()
     table = dataset._node.table
     assert [type(part).__name__ for part in table.tables] == ["ArrayTable", "CachedTable"]
+
+
+@pytest.mark.parametrize("make", [lambda: Dataset.range(5).map(operator.neg), lambda: Dataset.range(5).filter(abs)])
+def test_a_cache_travels_without_what_it_keeps(make):
+    dataset = make().cache()
+    whole = lists_of(dataset)
+    other = pickle.loads(pickle.dumps(dataset))
+    assert not getattr(other._node, "_kept", None)
+    assert not getattr(other._node.table, "kept", None)
+    assert lists_of(other) == whole
 
 
 def test_an_endless_dataset_is_not_cached():
