@@ -259,12 +259,20 @@ class CachedTable(Table):
         return owned(self.kept[index])
 
     def some(self, index: RowIndex) -> list[Any]:
-        """Return copies of the rows; those that are missing are read together."""
+        """Return copies of the rows."""
+        return list(map(owned, self._own(index)))
+
+    def read(self, index: RowIndex) -> Any:
+        """Return the rows as one batch."""
+        return stack(self._own(index))
+
+    def _own(self, index: RowIndex) -> list[Any]:
+        """Return the rows that are kept, after those that are missing have been read together."""
         numbers = list(rows([index]))
         missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
         if missing:
             self.kept.update(zip(missing, self.table.some(np.array(missing, np.int64)), strict=True))
-        return [owned(self.kept[number]) for number in numbers]
+        return [self.kept[number] for number in numbers]
 
     def opened(self, readers: Readers | None) -> Table:
         """Return the table with the threads of the pass."""
