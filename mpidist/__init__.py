@@ -44,10 +44,12 @@ from mpidist.cross_device_ops import (  # noqa: E402
     ReductionToOneDevice,
 )
 from mpidist.input import (  # noqa: E402
+    AUTOTUNE,
     SHARD_HINT,
     ArraySpec,
     AutoShardPolicy,
     Dataset,
+    DatasetSpec,
     DistributedDataset,
     DistributedIterator,
     InputContext,
@@ -106,6 +108,7 @@ else:
 del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
 
 __all__ = [
+    "AUTOTUNE",
     "SHARD_HINT",
     "ArraySpec",
     "AutoShardPolicy",
@@ -116,6 +119,7 @@ __all__ = [
     "Communicator",
     "CrossDeviceOps",
     "Dataset",
+    "DatasetSpec",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
