@@ -57,7 +57,7 @@ class Checkpoint:
     ...     v.assign([0.0, 0.0])
     ...     checkpoint.epoch = 0
     ...     status = checkpoint.restore(path).assert_consumed()
-    <Variable 'v' shape=(2,) dtype=float64 ON_WRITE/NONE>
+    <Variable 'v' shape=(2,) dtype=float64 ON_WRITE/NONE: [0., 0.]>
     >>> v.numpy(), checkpoint.epoch
     (array([1., 2.]), 3)
     """

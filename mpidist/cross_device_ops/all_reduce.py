@@ -19,7 +19,7 @@ from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.destinations import destination_devices, put
 from mpidist.cross_device_ops.local_nccl import LocalAllReduce
 from mpidist.cross_device_ops.local_reduction import check_alike
-from mpidist.values import DistributedValues, Mirrored
+from mpidist.values import Mirrored, ReplicaValues
 from mpidist.values.placement import place_of
 
 _ONE_PACK_EACH = CommunicationOptions(bytes_per_pack=1)
@@ -123,7 +123,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     def _among_devices(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
     ) -> list[Any] | None:
@@ -168,7 +168,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
 
 
-def _delivered(arrays: Sequence[Array], pair: tuple[DistributedValues, Any]) -> Any:
+def _delivered(arrays: Sequence[Array], pair: tuple[ReplicaValues, Any]) -> Any:
     """Return one result on its destinations; where that is an array's own device nothing is copied."""
     value, destinations = pair
     restore = restorer(value.values[0])

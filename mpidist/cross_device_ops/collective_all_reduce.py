@@ -10,7 +10,7 @@ from mpidist.core.devices import canonical_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.values import DistributedValues
+from mpidist.values import ReplicaValues
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -43,7 +43,7 @@ class CollectiveAllReduce(CrossDeviceOps):
     def reduce_pairs(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",

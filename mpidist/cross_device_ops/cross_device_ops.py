@@ -24,7 +24,7 @@ from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.destinations import destination_devices, device_of, place
 from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, divided, formed
 from mpidist.cross_device_ops.own_steps import check_steps, has_own_steps
-from mpidist.values import DistributedValues, IndexedSlices, PerReplica
+from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
 
@@ -172,7 +172,7 @@ class CrossDeviceOps:
         """Return a copy of ``tensor`` for each destination of this rank."""
         return place(tensor, destination_devices(destinations))
 
-    def _gathered(self, value: DistributedValues, destinations: Any) -> list[Array]:
+    def _gathered(self, value: ReplicaValues, destinations: Any) -> list[Array]:
         """Return the arrays of this rank's replicas where they are to be combined: at the first destination."""
         where = place_at(destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
@@ -235,7 +235,7 @@ class CrossDeviceOps:
     def reduce_pairs(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
@@ -260,7 +260,7 @@ class CrossDeviceOps:
     def reduce_pairs_async(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str = "",
@@ -278,7 +278,7 @@ class CrossDeviceOps:
     def _dense(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
         structure: str,
@@ -296,7 +296,7 @@ class CrossDeviceOps:
     def _among_devices(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[DistributedValues, Any]],
+        pairs: Sequence[tuple[ReplicaValues, Any]],
         divisor: int,
         options: CommunicationOptions | None,
     ) -> list[Any] | None:
@@ -305,7 +305,7 @@ class CrossDeviceOps:
         return None
 
     def _of_this_rank(
-        self, op: ReduceOp, pairs: Sequence[tuple[DistributedValues, Any]], options: CommunicationOptions | None
+        self, op: ReduceOp, pairs: Sequence[tuple[ReplicaValues, Any]], options: CommunicationOptions | None
     ) -> tuple[list[Array], list[DType]]:
         """Return this rank's contributions, in the dtype in which ``op`` is formed, and the dtypes of the results."""
         local: list[PerReplica] = []
@@ -320,7 +320,7 @@ class CrossDeviceOps:
             return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
 
     def _delivered(
-        self, pairs: Sequence[tuple[DistributedValues, Any]], totals: Sequence[Array], dtypes: Sequence[DType]
+        self, pairs: Sequence[tuple[ReplicaValues, Any]], totals: Sequence[Array], dtypes: Sequence[DType]
     ) -> list[Any]:
         """Return the totals in their final dtype and kind, on their destinations."""
         results = []
@@ -340,10 +340,10 @@ class CrossDeviceOps:
             return [value.values[0] for value in values]
         to_first = [(value, device_of(value.values[0])) for value in values]
         reduced = self.batch_reduce_implementation(op, to_first, options)
-        return [to_array(r.values[0] if isinstance(r, DistributedValues) else r) for r in reduced]
+        return [to_array(r.values[0] if isinstance(r, ReplicaValues) else r) for r in reduced]
 
     def _sparse(
-        self, op: ReduceOp, value: DistributedValues, divisor: int, options: CommunicationOptions | None
+        self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CommunicationOptions | None
     ) -> IndexedSlices:
         with self._shared_errors("the IndexedSlices of its replicas"):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -391,17 +391,17 @@ class CrossDeviceOps:
         return self._comm.shared_errors(doing)
 
 
-def _has_sparse(pairs: Sequence[tuple[DistributedValues, Any]]) -> bool:
+def _has_sparse(pairs: Sequence[tuple[ReplicaValues, Any]]) -> bool:
     return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 
-def _check_pairs(pairs: Any) -> list[tuple[DistributedValues, Any]]:
+def _check_pairs(pairs: Any) -> list[tuple[ReplicaValues, Any]]:
     if not isinstance(pairs, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in pairs):
         raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
     checked = []
     for value, destinations in pairs:
         destination_devices(destinations)
-        checked.append((value if isinstance(value, DistributedValues) else PerReplica((value,)), destinations))
+        checked.append((value if isinstance(value, ReplicaValues) else PerReplica((value,)), destinations))
     counts = {len(value.values) for value, _ in checked}
     if len(counts) > 1:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 from mpidist.arrays.convert import is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
 from mpidist.core.devices import canonical_device
-from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
+from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at
 
@@ -29,7 +29,7 @@ def destination_devices(destinations: Any) -> tuple[str, ...]:
         return destinations.devices
     if isinstance(destinations, Component):
         return (destinations.device,)
-    if isinstance(destinations, DistributedValues):
+    if isinstance(destinations, ReplicaValues):
         return tuple(device_of(value, f"cpu:{i}") for i, value in enumerate(destinations.values))
     if isinstance(destinations, str) and destinations:
         return (HOST if destinations == "host" else canonical_device(destinations),)

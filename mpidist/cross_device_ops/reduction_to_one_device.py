@@ -13,7 +13,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.local_reduction import AccumulationFn, divided
-from mpidist.values import DistributedValues, PerReplica
+from mpidist.values import PerReplica, ReplicaValues
 from mpidist.values.placement import place_of
 
 
@@ -84,5 +84,5 @@ class ReductionToOneDevice(CrossDeviceOps):
                 totals.append(to_array(self.accumulation_fn(list(stack))))
         return [divided(total, divisor) for total in totals] if reduce_op is ReduceOp.MEAN else totals
 
-    def _gathered(self, value: DistributedValues, destinations: Any) -> list[Array]:
+    def _gathered(self, value: ReplicaValues, destinations: Any) -> list[Array]:
         return super()._gathered(value, self.reduce_to_device or destinations)

@@ -18,7 +18,7 @@ from mpidist.core.enums import VariableSynchronization
 from mpidist.parameter_server.div_layout import cut, div_sizes, offsets_of
 from mpidist.parameter_server.reading import read_all, read_rows
 from mpidist.parameter_server.row_selection import Rows, select_rows
-from mpidist.values import CompositeVariable, DistributedValues, IndexedSlices, Variable, scatter
+from mpidist.values import CompositeVariable, IndexedSlices, ReplicaValues, Variable, scatter
 from mpidist.values.component import Assignment, as_value_of
 from mpidist.values.indexed_slices import check_indices
 from mpidist.values.operators import picked
@@ -191,7 +191,7 @@ class ShardedVariable(CompositeVariable):
         Raises:
             ValueError: Another number of rows, or a position outside the variable.
         """
-        if isinstance(value, DistributedValues):
+        if isinstance(value, ReplicaValues):
             shares = zip(*(self.cut(part) for part in value.values), strict=True)
             return [type(value)(parts, value.replica_ids) for parts in shares]
         if not isinstance(value, IndexedSlices):
@@ -207,7 +207,7 @@ class ShardedVariable(CompositeVariable):
         return self
 
     def _checked(self, value: Any) -> Any:
-        if isinstance(value, DistributedValues):
+        if isinstance(value, ReplicaValues):
             return type(value)([as_value_of(self, part) for part in value.values], value.replica_ids)
         return as_value_of(self, value)
 

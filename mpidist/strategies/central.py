@@ -16,7 +16,7 @@ from mpidist.core.context import Frame
 from mpidist.core.enums import VariableSynchronization
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.values import DistributedValues, Mirrored, Variable
+from mpidist.values import Mirrored, ReplicaValues, Variable
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at
 from mpidist.values.variable import initial_array, variable_of
@@ -83,7 +83,7 @@ class CentralExtended(ReplicatedExtended):
 
     def _sole(self, value: Any) -> Any:
         """Return an argument of an update as it is handed on: there is one copy, so it must be one value."""
-        if not isinstance(value, DistributedValues):
+        if not isinstance(value, ReplicaValues):
             return value
         if len(value.values) > 1:
             raise ValueError(

@@ -18,7 +18,7 @@ from mpidist.core.options import CommunicationOptions, check_communication_optio
 from mpidist.cross_device_ops.destinations import destination_devices, device_of
 from mpidist.strategies.hooks import StrategyHooks
 from mpidist.strategies.leaves import apart_from
-from mpidist.values import DistributedValues, Variable, regroup, select_replica
+from mpidist.values import ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.placement import place_at, place_of
 from mpidist.values.synchronization import changing
@@ -234,7 +234,7 @@ class StrategyExtended(StrategyHooks):
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """Return an :meth:`empty` filled with zeros (collective). Extension."""
         arrays = self.empty(shape, dtype)
-        for array in arrays.values if isinstance(arrays, DistributedValues) else (arrays,):
+        for array in arrays.values if isinstance(arrays, ReplicaValues) else (arrays,):
             with place_of(array).current():
                 array.fill(0)
         return arrays
@@ -297,7 +297,7 @@ class StrategyExtended(StrategyHooks):
 
 
 def _first_device(value: Any) -> str:
-    first = value.values[0] if isinstance(value, DistributedValues) else value
+    first = value.values[0] if isinstance(value, ReplicaValues) else value
     return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
 
 

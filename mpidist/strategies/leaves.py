@@ -12,7 +12,7 @@ from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives.packing import overlapping
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
-from mpidist.values import DistributedValues, IndexedSlices, Variable
+from mpidist.values import IndexedSlices, ReplicaValues, Variable
 from mpidist.values.placement import copy_of, place_of
 
 
@@ -60,7 +60,7 @@ def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
 
 def check_can_gather(value: Any, axis: int, method: str) -> None:
     """Raise unless ``value`` can be concatenated along ``axis``."""
-    sample = value.values[0] if isinstance(value, DistributedValues) else value
+    sample = value.values[0] if isinstance(value, ReplicaValues) else value
     if isinstance(sample, IndexedSlices):
         raise NotImplementedError(f"{method} of IndexedSlices is not offered; gather their values and indices")
     array = to_array(sample)
@@ -113,7 +113,7 @@ def apart_from(result: Any, given: Any) -> Any:
 
     Where there is one replica the result may be what was given; a caller who changes it would change that.
     """
-    if isinstance(result, DistributedValues):
+    if isinstance(result, ReplicaValues):
         return type(result)([apart_from(part, given) for part in result.values], result.replica_ids)
     if isinstance(result, IndexedSlices):
         values, indices = apart_from(result.values, given), apart_from(result.indices, given)
@@ -125,7 +125,7 @@ def apart_from(result: Any, given: Any) -> Any:
 
 
 def _arrays_in(value: Any) -> Iterator[Array]:
-    if isinstance(value, (DistributedValues, Variable)):
+    if isinstance(value, (ReplicaValues, Variable)):
         for part in value.values:
             yield from _arrays_in(part.value() if isinstance(value, Variable) else part)
     elif isinstance(value, IndexedSlices):

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist.arrays.convert import Array, restorer, to_array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.core.enums import ReduceOp
-from mpidist.values import DistributedValues, Mirrored, PerReplica
+from mpidist.values import Mirrored, PerReplica, ReplicaValues
 from mpidist.values.placement import Place, place_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def reduce_over_axis(
         leaves = [extended._distributed(leaf) for leaf in leaves]
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
-        samples = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+        samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
     if op is not ReduceOp.MEAN:
         return extended._reduce(op, _as_contributions(extended, parts), along)
     contributions = _as_contributions(extended, [*parts, *counts])
@@ -64,14 +64,14 @@ def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[
     for part in parts:
         if isinstance(part, Mirrored):
             part = PerReplica(part.values, part.replica_ids)
-        elif extended._num_replicas_in_sync > 1 and not isinstance(part, DistributedValues):
+        elif extended._num_replicas_in_sync > 1 and not isinstance(part, ReplicaValues):
             part = PerReplica((part,) * len(extended.local_replica_ids), extended.local_replica_ids)
         contributions.append(part)
     return contributions
 
 
 def _per_component(leaf: Any, fn: Any) -> Any:
-    if isinstance(leaf, DistributedValues):
+    if isinstance(leaf, ReplicaValues):
         return type(leaf)([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
     return fn(to_array(leaf))
 

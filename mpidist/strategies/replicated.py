@@ -40,7 +40,7 @@ from mpidist.strategies.replica_work import finished_work, replica_works
 from mpidist.strategies.shared_inputs import check_gradients_apart, check_results_apart
 from mpidist.strategies.single_replica import empty_on, plain_call
 from mpidist.strategies.strategy import Strategy
-from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, Variable, select_replica
+from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, select_replica
 from mpidist.values.placement import place_at, place_of
 from mpidist.values.variable import initial_array, make_variable
 
@@ -178,11 +178,11 @@ class ReplicatedExtended(StrategyExtended):
             values.append(value)
             if isinstance(value, PerReplica) and self._total > 1:
                 # A plain value counts once per rank, a PerReplica once per replica.
-                is_plain = not isinstance(pairs[i][0], (DistributedValues, Variable))
+                is_plain = not isinstance(pairs[i][0], (ReplicaValues, Variable))
                 divisor = len(self._replica_counts) if is_plain else self._total
                 by_divisor.setdefault(divisor, []).append(i)
             else:
-                own = value.values[0] if isinstance(value, DistributedValues) else value
+                own = value.values[0] if isinstance(value, ReplicaValues) else value
                 with self._shared_errors(f"{op.name} of its values"):
                     check_can_reduce([own], op)
                 results[i] = self._ops.broadcast(own, destinations)
@@ -205,7 +205,7 @@ class ReplicatedExtended(StrategyExtended):
                     "use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
                 )
             return value
-        if isinstance(value, DistributedValues):
+        if isinstance(value, ReplicaValues):
             if len(value.values) != len(self._ids):
                 raise ValueError(
                     f"a value of {len(value.values)} replicas was given to {type(self._strategy).__name__}, which has "
@@ -241,7 +241,7 @@ class ReplicatedExtended(StrategyExtended):
         samples = []
         with self._shared_errors("gathering the values of its replicas"):
             for leaf in map(self._distributed, leaves):
-                parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+                parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
                 check_can_gather(parts[0], axis, "gather()")
                 first = place_of(to_array(parts[0]))
                 with first.current():

@@ -13,7 +13,7 @@ from mpidist.core.options import CommunicationOptions
 from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.leaves import check_can_gather, check_can_reduce, check_out, copy_into
 from mpidist.strategies.replica_work import finished_work
-from mpidist.values import DistributedValues, Variable, select_replica
+from mpidist.values import ReplicaValues, Variable, select_replica
 from mpidist.values.placement import place_at
 from mpidist.values.variable import initial_array, make_variable
 
@@ -104,7 +104,7 @@ def empty_on(device: str, shape: int | Sequence[int], dtype: Any) -> Array:
 def _own_value(value: Any) -> Any:
     if isinstance(value, Variable):
         return value.value()
-    return value.values[0] if isinstance(value, DistributedValues) else value
+    return value.values[0] if isinstance(value, ReplicaValues) else value
 
 
 def plain_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -16,7 +16,7 @@ from mpidist.input.elements import owned
 from mpidist.strategies import logical_devices
 from mpidist.strategies.leaves import apart_from, as_result, check_returned
 from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
-from mpidist.values import DistributedValues
+from mpidist.values import ReplicaValues
 from mpidist.values.placement import Place
 
 if TYPE_CHECKING:
@@ -306,12 +306,12 @@ def _scope_on(gpu: Place, strategy: Strategy) -> Iterator[Any]:
 
 def local_results(value: Any, num_local: int) -> tuple[Any, ...]:
     """Return the components of this rank in ``value``, a structure per local replica where it is nested."""
-    if isinstance(value, DistributedValues):
+    if isinstance(value, ReplicaValues):
         return value.values
     if not nest.is_nest(value):
         return (value,)
     leaves = nest.flatten(value)
     return tuple(
-        nest.pack_like(value, [leaf.values[i] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves])
+        nest.pack_like(value, [leaf.values[i] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves])
         for i in range(num_local)
     )

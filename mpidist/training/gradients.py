@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.arrays.convert import Array, to_array
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.training.checks import check_is_float
-from mpidist.values import DistributedValues, IndexedSlices, Mirrored, Variable
+from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
@@ -60,7 +60,7 @@ def checksum(gradients: Iterable[Any]) -> int:
     """
     found = 0
     for gradient in gradients:
-        first = gradient.values[0] if isinstance(gradient, DistributedValues) else gradient
+        first = gradient.values[0] if isinstance(gradient, ReplicaValues) else gradient
         arrays = [first.values, first.indices] if isinstance(first, IndexedSlices) else [array_of(first)]
         for array in arrays:
             found = zlib.crc32(np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data, found)
@@ -143,7 +143,7 @@ def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[lis
 
 
 def _checked(gradient: Any, variable: AnyVariable) -> Any:
-    if isinstance(gradient, DistributedValues):
+    if isinstance(gradient, ReplicaValues):
         if not isinstance(gradient, Mirrored):
             raise ValueError(
                 f"the gradient of variable {variable.name!r} is a {type(gradient).__name__}, which differs between "

@@ -1,7 +1,7 @@
 """What a strategy hands around: per-replica and mirrored values, variables, sparse slices."""
 
 from mpidist.values.composite import CompositeVariable
-from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.regroup import regroup, select_replica
 from mpidist.values.variable import Variable
@@ -12,6 +12,7 @@ __all__ = [
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "ReplicaValues",
     "Variable",
     "regroup",
     "select_replica",

@@ -216,6 +216,10 @@ class Component(Assignable):
         """Return a component of another variable with the same value."""
         raise NotImplementedError
 
+    def _shown(self) -> str:
+        """Return its value for people, or where it is if that is another process."""
+        return f"on {self.device}"
+
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""
         del doing
@@ -260,6 +264,10 @@ class ArrayComponent(Component):
     def _scatter(self, how: scatter.ScatterOp, slices: Any) -> ArrayComponent:
         self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
         return self
+
+    def _shown(self) -> str:
+        text = np.array2string(on_host(self._array), separator=", ", threshold=10, edgeitems=2)
+        return " ".join(text.split())
 
     def _copy(self) -> ArrayComponent:
         return ArrayComponent(self._place.copies(self._array), self.name, self.device)

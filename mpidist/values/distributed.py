@@ -16,7 +16,11 @@ from mpidist.values.placement import array_of
 
 
 class DistributedValues:
-    """A value per replica of this rank (tf.distribute.DistributedValues).
+    """What has a value per replica: PerReplica, Mirrored and Variable (tf.distribute.DistributedValues)."""
+
+
+class ReplicaValues(DistributedValues):
+    """A value per replica of this rank, given to functions of replicas one by one; a Variable resolves by itself.
 
     Args:
         values: The components of this rank's replicas, in order.
@@ -39,7 +43,7 @@ class DistributedValues:
         return f"{type(self).__name__}:{{{parts}}}"
 
 
-class PerReplica(DistributedValues, ReadsAsArray):
+class PerReplica(ReplicaValues, ReadsAsArray):
     """Components that differ between replicas.
 
     Inside ``strategy.run``, and in an update, it is this replica's component, whether it came as an argument or is
@@ -117,7 +121,7 @@ for _name in _ARITHMETIC.split():
 PerReplica.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-class Mirrored(DistributedValues, ReadsAsArray):
+class Mirrored(ReplicaValues, ReadsAsArray):
     """Components that are equal on all replicas; behaves as an array by way of the first local copy.
 
     >>> Mirrored((np.array([1.0, 2.0]), np.array([1.0, 2.0]))) + 1

@@ -9,7 +9,7 @@ from mpidist.arrays.convert import is_array_like
 from mpidist.core import nest
 from mpidist.values.component import Component
 from mpidist.values.composite import CompositeVariable
-from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist.values.distributed import Mirrored, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.variable import Variable
 
@@ -77,7 +77,7 @@ def select_replica(local_id: int, structure: Any) -> Any:
     """
 
     def select(leaf: Any) -> Any:
-        return leaf.values[local_id] if isinstance(leaf, DistributedValues) else leaf
+        return leaf.values[local_id] if isinstance(leaf, ReplicaValues) else leaf
 
     return nest.map_structure(select, structure)
 
@@ -89,6 +89,6 @@ def select_replica_mirrored(local_id: int, structure: Any) -> Any:
         TypeError: A leaf is a PerReplica.
     """
     for path, leaf in nest.flatten_with_path(structure):
-        if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+        if isinstance(leaf, ReplicaValues) and not isinstance(leaf, Mirrored):
             raise TypeError(f"expected a value that is equal on all replicas, and was given {leaf!r}{path}")
     return select_replica(local_id, structure)

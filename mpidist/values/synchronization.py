@@ -30,7 +30,7 @@ from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ASSIGN, Assignment, as_value_of
-from mpidist.values.distributed import DistributedValues, PerReplica
+from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.placement import array_of, on_host, place_of
 
@@ -70,7 +70,7 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
             )
         variable._is_compared = False
     for i, component in enumerate(variable.values):
-        if isinstance(value, DistributedValues):
+        if isinstance(value, ReplicaValues):
             part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
         else:
             part = value
@@ -102,7 +102,7 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
 
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
-    mine = value.values[0] if isinstance(value, DistributedValues) else value
+    mine = value.values[0] if isinstance(value, ReplicaValues) else value
     return strategy.extended._broadcast_from_first(mine, doing)
 
 
@@ -158,7 +158,7 @@ class _OnWrite:
         def merged(strategy: StrategyLike, values: Any) -> None:
             combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
-                part = combined.values[i] if isinstance(combined, DistributedValues) else combined
+                part = combined.values[i] if isinstance(combined, ReplicaValues) else combined
                 component._scatter(how, part)
 
         doing = f"{how.name} of variable {variable._label!r}"

@@ -27,7 +27,7 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
-from mpidist.values.distributed import DistributedValues
+from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
 from mpidist.values.synchronization import Policy, changing, policy_for
 
@@ -130,7 +130,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, a
     return array
 
 
-class Variable(Assignable, metaclass=_CreatedByStrategy):
+class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     """A value that lives as long as the program, with a copy per replica (tf.Variable under a strategy).
 
     Inside ``strategy.scope()`` creation is collective: call it on every rank, in the same order; all copies start
@@ -387,9 +387,15 @@ class Variable(Assignable, metaclass=_CreatedByStrategy):
         )
 
     def __repr__(self) -> str:
+        copies = [component._shown() for component in self._components]
+        if len(copies) > 1:
+            ids = self._strategy.extended.local_replica_ids
+            shown = "{" + ", ".join(f"{i}: {copy}" for i, copy in zip(ids, copies, strict=True)) + "}"
+        else:
+            (shown,) = copies
         return (
             f"<Variable {self.name!r} shape={self.shape} dtype={self.dtype} "
-            f"{self.synchronization.name}/{self.aggregation.name}>"
+            f"{self.synchronization.name}/{self.aggregation.name}: {shown}>"
         )
 
 
@@ -433,7 +439,7 @@ def variable_of(strategy: StrategyLike, components: Sequence[Component], **prope
 
 
 def _sole_value(value: Any) -> Any:
-    return value.values[0] if isinstance(value, DistributedValues) and len(value.values) == 1 else value
+    return value.values[0] if isinstance(value, ReplicaValues) and len(value.values) == 1 else value
 
 
 def update_components(

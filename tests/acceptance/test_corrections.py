@@ -82,3 +82,17 @@ def test_gathering_along_a_negative_axis(strategy: Any) -> None:
 def test_this_process_by_the_name_that_tensorflow_has_for_it() -> None:
     strategy = mpidist.OneDeviceStrategy("/job:localhost/replica:0/task:0/device:CPU:0")
     assert strategy.extended.worker_devices == ("cpu:0",)
+
+
+def test_a_variable_is_a_distributed_value_that_shows_itself(strategy: Any) -> None:
+    variable = make_variable(strategy, [1.0, 2.5], synchronization=mpidist.VariableSynchronization.ON_READ)
+    assert isinstance(variable, mpidist.DistributedValues)
+    text = repr(variable)
+    assert text.startswith("<Variable 'Variable")
+    assert text.count("[1. , 2.5]") == len(variable.values)
+    if len(variable.values) > 1:
+        assert all(f"{i}: [1. , 2.5]" in text for i in local_ids(strategy))
+    assert "[0., 0., ..., 0., 0.]" in repr(make_variable(strategy, np.zeros(1000)))
+    passed: list[Any] = []
+    strategy.run(passed.append, args=(variable,))
+    assert all(value is variable for value in passed)
