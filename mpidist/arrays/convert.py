@@ -152,6 +152,46 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_torch_module(value: object) -> bool:
+    """Whether ``value`` is a module of PyTorch, which has many tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def is_torch_optimizer(value: object) -> bool:
+    """Whether ``value`` is an optimizer of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.optim.Optimizer)
+
+
+def is_keras_layer(value: object) -> bool:
+    """Whether ``value`` is a layer or model of Keras."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(value, keras.layers.Layer)
+
+
+def is_jax(value: object) -> bool:
+    """Whether ``value`` is an array of JAX, which never changes."""
+    jax = sys.modules.get("jax")
+    # While a program imports it, it is there without its names.
+    return jax is not None and isinstance(value, getattr(jax, "Array", ()))
+
+
+def like_jax(before: Any, array: Array) -> Any:
+    """Return ``array``, of the dtype of ``before``, as a JAX array on the same devices."""
+    jax = sys.modules["jax"]
+    # One that no device was chosen for may be computed with wherever others are.
+    sharding = before.sharding if getattr(before, "committed", True) else None
+    # A copy: JAX may take over the memory of what it is given.
+    return jax.device_put(np.array(array), sharding)
+
+
+def jax_makes(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that JAX gives to arrays of ``dtype``, which is narrower where its 64-bit dtypes are off."""
+    made: np.dtype[Any] = sys.modules["jax"].dtypes.canonicalize_dtype(dtype)
+    return made
+
+
 def _writable(array: Array) -> Array:
     if is_device_array(array):
         return array

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import is_torch
+from mpidist.arrays.convert import is_jax, is_torch
 
 
 class TorchArithmetic:
@@ -89,14 +89,8 @@ def arithmetic_of(*values: Any) -> TorchArithmetic | JaxArithmetic | None:
     for value in values:
         if is_torch(value):
             return TorchArithmetic()
-        if _is_jax(value):
+        if is_jax(value):
             return JaxArithmetic()
         if isinstance(value, (list, tuple)) and (found := arithmetic_of(*value)) is not None:
             return found
     return None
-
-
-def _is_jax(value: object) -> bool:
-    jax = sys.modules.get("jax")
-    # While a program imports it, it is there without its names.
-    return jax is not None and isinstance(value, getattr(jax, "Array", ()))

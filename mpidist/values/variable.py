@@ -28,6 +28,7 @@ from mpidist.core.protocols import StrategyLike
 from mpidist.values import scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues, ReplicaValues
+from mpidist.values.models_of_others import check_is_no_model
 from mpidist.values.placement import Place, array_of, place_at, place_of, placed
 from mpidist.values.synchronization import Policy, changing, policy_for
 
@@ -76,6 +77,7 @@ def _variable_arguments(
     """Check what can be checked without knowing the strategy, and fill in the defaults."""
     if initial_value is None:
         raise ValueError("Variable was given no initial_value; expected a number, an array or a callable")
+    check_is_no_model(initial_value)
     try:
         synchronization = VariableSynchronization(synchronization)
         aggregation = VariableAggregation(aggregation)
