@@ -12,13 +12,16 @@ from typing import Any
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import chief_does, extended_of
+from mpidist.checkpoint.collecting import collect
 from mpidist.checkpoint.containers import give_shape
-from mpidist.checkpoint.leaves import Leaves, collect
+from mpidist.checkpoint.leaves import Leaves
+from mpidist.checkpoint.links import align
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.naming import Found, checkpoints_in, numbered
 from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
 from mpidist.checkpoint.save_steps import Save, SaveOptions, Unsettled
 from mpidist.checkpoint.status import LoadStatus
+from mpidist.checkpoint.waiting import Waiting
 from mpidist.core.context import (
     get_replica_context,
     get_strategy,
@@ -32,10 +35,13 @@ from mpidist.core.protocols import StrategyLike
 class Checkpoint:
     """Named objects that are saved and restored together (tf.train.Checkpoint).
 
-    Objects are variables, optimizers, metrics, arrays (filled in place), numbers, strings and None, iterators, and
-    dicts, lists and tuples of them. They are attributes of the checkpoint: ``checkpoint.epoch += 1`` changes the
-    number that is saved next, and after ``restore`` it is the one that was saved. Of an iterator the state is saved,
-    which ``state()`` returns and ``restore(state)`` takes; any object with these two methods will do.
+    Objects are variables, optimizers, metrics, arrays (filled in place; those of JAX are replaced), torch modules,
+    numbers, strings and None, iterators, dicts, lists and tuples of them, and any object of the program that has such
+    things in its attributes, at any depth: numbers and strings there are its settings, and not saved.
+
+    The named objects are attributes of the checkpoint: ``checkpoint.epoch += 1`` changes the number that is saved next,
+    and after ``restore`` it is the one that was saved. Of an iterator the state is saved, which ``state()`` returns and
+    ``restore(state)`` takes; any object with these two methods will do.
 
     A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable,
     so it can be restored on another number of ranks and replicas: ON_READ variables are saved as the aggregate over
@@ -78,6 +84,7 @@ class Checkpoint:
         object.__setattr__(self, "_run_calls", 0)
         object.__setattr__(self, "_sequences", {})
         object.__setattr__(self, "_unsettled", None)
+        object.__setattr__(self, "_waiting", None)
         object.__setattr__(self, "_last_leaves", collect(objects))
 
     def __repr__(self) -> str:
@@ -131,7 +138,7 @@ class Checkpoint:
             OSError: It could not be written; on the rank where that was. The others raise PeerError. Nothing of it is
                 left, and the checkpoints that were there are.
             RuntimeError: Called inside ``strategy.run``.
-            TypeError: An iterator whose state JSON cannot hold.
+            TypeError: An iterator whose state JSON cannot hold, or an object with nothing to save in its attributes.
             ValueError: Variables of several strategies, objects that not all ranks have, or a prefix without a name.
         """
         numbered(prefix, 0)  # an argument error comes before any communication
@@ -167,7 +174,7 @@ class Checkpoint:
         self.wait()
 
     def _write(self, path: Path, number: int, options: SaveOptions) -> str:
-        leaves = self._collect("saving")
+        leaves = self._collect_to_save("saving")
         strategy = _strategy_of(leaves, "save()")
         before = self.save_counter
         with entered(strategy):
@@ -179,6 +186,18 @@ class Checkpoint:
                 unsettled.settle()
         object.__setattr__(self, "_save_counter", number)
         return unsettled.path
+
+    def _collect_to_save(self, doing: str) -> Leaves:
+        """Return all parts, and what is waiting for parts that are yet to come."""
+        leaves = self._collect(doing)
+        waiting: Waiting | None = self.__dict__["_waiting"]
+        if waiting is not None:
+            with self._shared_errors(doing):
+                waiting.look()
+            waiting.add_to(leaves)
+        with self._shared_errors(doing):
+            leaves.check_given()
+        return leaves
 
     def _collect(self, doing: str) -> Leaves:
         with self._shared_errors(doing):
@@ -213,7 +232,8 @@ class Checkpoint:
         Collective over the ranks of the strategy whose variables are restored: call it on every rank. The first
         rank reads and broadcasts, so only it has to see the files, and they are read once, not once per rank.
         Everything is checked before anything is changed. Iterators come first: if one raises, nothing else has changed.
-        Slots of an optimizer that has not made them yet are kept for when it does.
+        Slots of an optimizer that has not made them yet are kept for when it does, and so are values of variables of an
+        object: each gets its own at its first use.
 
         Args:
             path: What ``save`` returned. That of the first rank counts.
@@ -282,14 +302,26 @@ class Checkpoint:
                 return None, {}
             path, content, unusable = answer
             manifest = Manifest.from_json(content, path)
-            check_fit_of_all(strategy, leaves, manifest, path, doing)
-            restore_iterators(strategy, leaves, manifest, doing)
-            if give_shape(leaves, manifest):
+            aligned = align(manifest, leaves)
+            check_fit_of_all(strategy, leaves, aligned, path, arrays, doing)
+            restore_iterators(strategy, leaves, aligned.manifest, doing)
+            if give_shape(leaves, aligned.manifest):
                 leaves = collect(self._objects)
-            status = fill(strategy, leaves, manifest, path, arrays)
+            filled = fill(strategy, leaves, aligned, arrays)
+        waiting = self._wait_with(path, manifest, filled.waiting)
+        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, waiting)
         object.__setattr__(self, "_save_counter", manifest.number)
         object.__setattr__(self, "_run_calls", manifest.run_calls)
         return status, unusable
+
+    def _wait_with(self, path: str, manifest: Manifest, values: dict[str, Array]) -> Waiting | None:
+        """Keep values of variables that objects have yet to make, in the place of those of an earlier restore."""
+        before: Waiting | None = self.__dict__["_waiting"]
+        if before is not None:
+            before.end()
+        waiting = Waiting(path, self._objects, manifest.links, values) if values else None
+        object.__setattr__(self, "_waiting", waiting)
+        return waiting
 
     def _count_run_call(self) -> None:
         object.__setattr__(self, "_run_calls", self._run_calls + 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.leaves import Leaves, child_key, keys_above
+from mpidist.checkpoint.leaves import Leaves, child_key, is_within, keys_above
 from mpidist.checkpoint.manifest import Manifest, dtype_of
 
 
@@ -80,7 +80,7 @@ def _shorten(container: list[Any], key: str, manifest: Manifest, leaves: Leaves)
     surplus = [child_key(key, index) for index in range(size, len(container))]
     # Arrays, too: the program may count on each of them.
     of_program = (*leaves.variables, *leaves.arrays, *leaves.iterators, *leaves.deferring)
-    if not surplus or any(_is_under(name, child) for name in of_program for child in surplus):
+    if not surplus or any(is_within(name, child) for name in of_program for child in surplus):
         return False
     del container[size:]
     return True
@@ -100,7 +100,3 @@ def _made(key: str, manifest: Manifest) -> Any:
     if tensor is None or tensor.synchronization is not None:
         raise _CannotBeMadeError(key)
     return np.zeros(tensor.shape, dtype_of(tensor))
-
-
-def _is_under(name: str, key: str) -> bool:
-    return name == key or name.startswith(f"{key}/")

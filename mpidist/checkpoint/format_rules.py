@@ -112,6 +112,14 @@ def _tuple_of(*rules: Rule) -> Rule:
     )
 
 
+def _are_links(value: Any) -> bool:
+    """Whether each leads to a key that itself leads nowhere, so that following them comes to an end."""
+    if not _dict_of(is_key, is_key)(value):
+        return False
+    prefixes = ("/".join(to.split("/")[: end + 1]) for to in value.values() for end in range(to.count("/") + 1))
+    return all(prefix not in value for prefix in prefixes)
+
+
 def _record(rules: Mapping[str, Rule]) -> Rule:
     return lambda value: (
         isinstance(value, dict) and value.keys() == rules.keys() and all(rules[name](value[name]) for name in rules)
@@ -151,6 +159,7 @@ _MANIFEST: dict[str, Rule] = {
     "is_shared": _is_flag,
     "run_calls": _is_count,
     "classes": _dict_of(_is_text, is_key),
+    "links": _are_links,
 }
 # What the manifests of all versions have.
 _REQUIRED = ("sequence", "number", "tensors", "values")
@@ -192,8 +201,6 @@ def check_manifest(content: dict[str, Any], source: str) -> None:
     check(values.keys() >= set(iterators), "iterators", content, source)
     replaceable = values.keys() - set(iterators)
     check(all(_is_plain(values[key]) for key in replaceable), "values", content, source)
-    tuples = {key for key, (kind, _) in content.get("containers", {}).items() if kind == "tuple"}
-    check(tuples.isdisjoint(key.rpartition("/")[0] for key in replaceable), "containers", content, source)
 
 
 def check(is_right: bool, name: str, content: Mapping[str, Any], source: str) -> None:

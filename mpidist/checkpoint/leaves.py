@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import check_transportable
-from mpidist.checkpoint.format_rules import DEEPEST, is_key, is_state
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint.format_rules import DEEPEST, is_state
+from mpidist.checkpoint.places import Place
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
-from mpidist.values.composite import AnyVariable
+from mpidist.values.composite import AnyVariable, cut_for, parts_of
 
-_PLAIN = (bool, int, float, str, type(None))
+# Of an object that takes part by its attributes: values that wait for its variables.
+WAITING_ATTRIBUTE = "_mpidist_waiting"
 
 
 @dataclass
@@ -27,18 +27,26 @@ class Leaves:
     Attributes:
         variables: Variables of any synchronization and aggregation; those in shards count as one.
         arrays: NumPy or CuPy arrays, filled in place when they are restored.
-        places: Where numbers, strings and None stand: the dict or list, and the key in it.
+        replaced: Where those of the arrays stand that cannot be filled: arrays of JAX.
+        places: Where numbers, strings and None stand.
         iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
         deferring: Objects that take values of parts that they do not have yet, by key.
         containers: Dicts, lists and tuples.
+        objects: Objects that take part by their attributes.
+        given: Those of them that are not themselves in an attribute of another one.
+        links: Further keys of what has one already: of variables, of arrays that can be filled, and of objects.
     """
 
     variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
-    places: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    replaced: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     iterators: dict[str, Any] = field(default_factory=dict)
     deferring: dict[str, Any] = field(default_factory=dict)
     containers: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.variables
@@ -46,13 +54,18 @@ class Leaves:
         yield from self.places
         yield from self.iterators
 
+    def saved(self) -> Iterator[str]:
+        """Yield the keys of what is saved, also where it is saved by parts that are yet to come."""
+        yield from self
+        yield from self.deferring
+
     def values(self) -> dict[str, Any]:
         """Return the numbers, strings and None, and the states of iterators, as they are now, in types that JSON has.
 
         Raises:
             TypeError: The state of an iterator has something else.
         """
-        values = {key: container[name] for key, (container, name) in self.places.items()}
+        values = {key: place.get() for key, place in self.places.items()}
         values = {key: v.item() if isinstance(v, np.generic) else v for key, v in values.items()}
         for key, iterator in self.iterators.items():
             values[key] = _checked_state(key, iterator)
@@ -72,8 +85,23 @@ class Leaves:
         grown = {key for key in self.arrays if growing & keys_above(key) and not fixed & keys_above(key)}
         return [key for key in (*self.variables, *self.arrays, *self.iterators) if key not in grown]
 
-    def _add(self, kind: str, key: str, value: Any) -> None:
-        taken = (self.variables, self.arrays, self.places, self.iterators, self.containers)
+    def check_given(self) -> None:
+        """Raise TypeError where an object that takes part by its attributes has nothing in them."""
+        for key in sorted(self.given):
+            if not any(is_within(name, key) for name in (*self.saved(), *self.links)):
+                raise TypeError(
+                    f"checkpoint object {key!r} is a {type(self.objects[key]).__name__} with nothing to save in its "
+                    "attributes; expected variables, optimizers, metrics or arrays there: make them before saving, or "
+                    "give numbers to Checkpoint(name=value) itself"
+                )
+
+    def add(self, kind: str, key: str, value: Any) -> None:
+        """Take up a part of one kind.
+
+        Raises:
+            ValueError: There is another one of its name.
+        """
+        taken = (self.variables, self.arrays, self.places, self.iterators, self.containers, self.links)
         if any(key in those for those in taken):
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
@@ -93,90 +121,6 @@ def _checked_state(key: str, iterator: Any) -> Any:
     return held
 
 
-def collect(objects: dict[str, Any]) -> Leaves:
-    """Return the parts of named objects.
-
-    An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
-    ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
-    it has no part for yet, and takes out of it what it comes to use. An iterator takes part by ``state()``, which
-    returns something that JSON has, and ``restore(state)``.
-
-    Raises:
-        TypeError: Something that a checkpoint cannot hold.
-        ValueError: A variable that has no value across replicas, two objects of one name, or a nest without end.
-    """
-    leaves = Leaves()
-    for name, value in objects.items():
-        _collect(leaves, value, escaped(name), (objects, name))
-    return leaves
-
-
-def _collect(leaves: Leaves, value: Any, key: str, place: tuple[Any, Any] | None) -> None:
-    if not is_key(key):
-        raise ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
-    if isinstance(value, AnyVariable):
-        _check_readable(value, key)
-        leaves._add("variables", key, value)
-    elif isinstance(value, np.ndarray) or is_device_array(value):
-        check_transportable(value.dtype, f"checkpoint object {key!r}")
-        array = to_array(value, f"checkpoint object {key!r}")
-        # Of a matrix, which is no vector even when it is asked to be one, the array whose memory it shows.
-        leaves._add("arrays", key, np.asarray(array) if isinstance(array, np.ndarray) else array)
-    elif hasattr(value, "_checkpoint_children"):
-        if hasattr(value, "_checkpoint_defer"):
-            leaves.deferring[key] = value
-        for name, child in value._checkpoint_children().items():
-            _collect(leaves, child, f"{key}/{name}", None)
-    elif isinstance(value, (Mapping, list, tuple)):
-        _collect_container(leaves, value, key)
-    elif isinstance(value, (*_PLAIN, np.bool_, np.integer, np.floating)):
-        if place is None:
-            raise TypeError(
-                f"checkpoint object {key!r} is {value!r}, which cannot be replaced where it stands when the "
-                "checkpoint is restored; put it in a dict or a list, or give it to Checkpoint(name=value) itself"
-            )
-        leaves._add("places", key, place)
-    elif callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None)):
-        leaves._add("iterators", key, value)
-    else:
-        raise TypeError(
-            f"checkpoint object {key!r} is a {type(value).__name__}; expected a variable, an optimizer, a metric, "
-            "a NumPy or CuPy array, a number, a string, an iterator with state() and restore(), or a dict, list or "
-            "tuple of them"
-        )
-
-
-def _collect_container(leaves: Leaves, value: Any, key: str) -> None:
-    above = next((above for above in sorted(keys_above(key)) if leaves.containers.get(above) is value), None)
-    if above is not None:
-        raise ValueError(
-            f"checkpoint object {key!r} is {above!r} itself, a {type(value).__name__}, which so would have no end; "
-            "expected lists, tuples and dicts that do not hold themselves"
-        )
-    leaves._add("containers", key, value)
-    if isinstance(value, Mapping):
-        for name, child in value.items():
-            if not isinstance(name, (str, int)):
-                raise TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
-            _collect(leaves, child, child_key(key, name), (value, name) if isinstance(value, dict) else None)
-    else:
-        for index, child in enumerate(value):
-            _collect(leaves, child, child_key(key, index), (value, index) if isinstance(value, list) else None)
-
-
-def _check_readable(variable: AnyVariable, key: str) -> None:
-    if (
-        is_on_read(variable)
-        and variable.aggregation == VariableAggregation.NONE
-        and variable.distribute_strategy.num_replicas_in_sync > 1
-    ):
-        raise ValueError(
-            f"checkpoint object {key!r} is variable {variable.name!r} with synchronization ON_READ and aggregation "
-            "NONE: its copies cannot become one value; create it with aggregation=mpidist.VariableAggregation.SUM, "
-            "MEAN or ONLY_FIRST_REPLICA"
-        )
-
-
 def is_on_read(variable: AnyVariable) -> bool:
     """Whether reading the variable takes all ranks."""
     return variable.synchronization == VariableSynchronization.ON_READ
@@ -193,6 +137,11 @@ def keys_above(key: str) -> set[str]:
     return {"/".join(names[:end]) for end in range(1, len(names))}
 
 
+def is_within(key: str, outer: str) -> bool:
+    """Whether ``key`` is that of the object ``outer``, or of something in it."""
+    return key == outer or key.startswith(f"{outer}/")
+
+
 def child_key(key: str, name: str | int) -> str:
     """Return the key of an entry of the container ``key``."""
     return f"{key}/{escaped(str(name))}"
@@ -205,13 +154,31 @@ def restore_variable(variable: AnyVariable, array: Array) -> None:
     0, so that the sum is kept.
     """
     variable.assign(array)
-    if not isinstance(variable, Variable):
-        return  # its parts are ON_WRITE
+    if isinstance(variable, Variable) and _is_sum(variable) and array.dtype.kind in "iu":
+        for copy, share in zip(variable.values, _shares_of(variable, array), strict=True):
+            copy.assign(share)
+
+
+def start_variable(variable: AnyVariable, array: Array) -> None:
+    """Give ``variable``, which nobody has used yet, the value that a checkpoint holds; in any context, local."""
+    for part, share in zip(parts_of(variable), cut_for(variable, array), strict=True):
+        part._is_unused = False
+        for copy, value in zip(part.values, _shares_of(part, share), strict=True):
+            copy._start_from(value)
+
+
+def _shares_of(variable: Variable, array: Array) -> list[Array]:
+    """Return what each local copy has of a value."""
+    if not _is_sum(variable):
+        return [array] * len(variable.values)
     count = variable.distribute_strategy.num_replicas_in_sync
-    is_sum = is_on_read(variable) and variable.aggregation == VariableAggregation.SUM
-    if is_sum and array.dtype.kind in "iu" and count > 1:
-        share = array // array.dtype.type(count)
-        for replica_id, copy in zip(
-            variable.distribute_strategy.extended.local_replica_ids, variable.values, strict=True
-        ):
-            copy.assign(array - share * array.dtype.type(count - 1) if replica_id == 0 else share)
+    is_whole = array.dtype.kind in "iu"
+    share = array // array.dtype.type(count) if is_whole else (array / count).astype(array.dtype)
+    rest = array - share * array.dtype.type(count - 1) if is_whole else share
+    ids = variable.distribute_strategy.extended.local_replica_ids
+    return [rest if replica_id == 0 else share for replica_id in ids]
+
+
+def _is_sum(variable: Variable) -> bool:
+    is_shared_out = variable.distribute_strategy.num_replicas_in_sync > 1
+    return is_on_read(variable) and variable.aggregation == VariableAggregation.SUM and is_shared_out

@@ -81,6 +81,7 @@ class Manifest:
         writer: Host and process id of the one that wrote it.
         is_shared: Whether it was saved by the ranks of a strategy together.
         classes: Names of the classes of optimizers, by key; empty in checkpoints of before.
+        links: Keys of what is held under another key, by key: variables, arrays and objects with several paths.
     """
 
     sequence: int
@@ -96,6 +97,7 @@ class Manifest:
     is_shared: bool = True
     run_calls: int = 0
     classes: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""

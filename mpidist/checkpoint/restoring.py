@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, jax_makes, like_jax
 from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import check_same, digest, every_rank_does
 from mpidist.checkpoint.containers import describe_container, tensors_to_be_made
 from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.leaves import Leaves, restore_variable
+from mpidist.checkpoint.leaves import Leaves, keys_above, restore_variable
+from mpidist.checkpoint.links import Aligned
 from mpidist.checkpoint.manifest import Manifest, dtype_of
 from mpidist.checkpoint.naming import Found
-from mpidist.checkpoint.status import LoadStatus
 from mpidist.core.protocols import StrategyLike
 from mpidist.values.placement import place_of
 
@@ -67,9 +67,16 @@ def read_newest(find: Callable[[], Found]) -> Read | None:
     return None
 
 
-def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
-    """Raise ValueError unless the checkpoint can fill the objects of this rank."""
-    problems = []
+def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]) -> None:
+    """Raise ValueError unless the checkpoint can fill the objects of this rank.
+
+    Args:
+        leaves: Of the objects.
+        aligned: The checkpoint.
+        path: Of it, for messages.
+        arrays: Its tensors, on the first rank.
+    """
+    manifest, problems = aligned.manifest, [*aligned.problems, *_differing(aligned, arrays)]
     targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
     for key, target in targets.items():
         tensor = manifest.tensors.get(key)
@@ -80,6 +87,12 @@ def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
                 f"{key!r} has shape {tensor.shape} and dtype {tensor.dtype} in the checkpoint, and shape "
                 f"{target.shape} and dtype {target.dtype.name} here"
             )
+        elif tensor is not None and key in leaves.replaced:
+            if jax_makes(target.dtype) != target.dtype:
+                problems.append(
+                    f"{key!r} is a JAX array of {target.dtype.name}, which JAX makes no more: type "
+                    "jax.config.update('jax_enable_x64', True)"
+                )
         elif tensor is not None and isinstance(target, np.ndarray) and not target.flags.writeable:
             problems.append(f"{key!r} is a read-only array here, and cannot be filled")
     for key in sorted(leaves.places.keys() & manifest.tensors.keys()):
@@ -98,7 +111,7 @@ def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
             problems.append(f"{key!r} is a {kind} in the checkpoint and a {kind_here} here")
     if problems:
         raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
-    here = {*leaves, *leaves.deferring, *leaves.containers}
+    here = {*leaves.saved(), *leaves.containers, *leaves.objects}
     if here and not any(_belongs(key, here) for key in (*manifest.tensors, *manifest.values, *manifest.containers)):
         raise ValueError(
             f"checkpoint {path} has nothing of what is asked for: it holds {sorted(manifest.tensors)} and "
@@ -106,12 +119,26 @@ def check_fit(leaves: Leaves, manifest: Manifest, path: str) -> None:
         )
 
 
-def check_fit_of_all(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, doing: str) -> None:
+def _differing(aligned: Aligned, arrays: Mapping[str, Array]) -> list[str]:
+    return [
+        f"{one!r} and {other!r} are one thing here, and differ in the checkpoint"
+        for one, other in aligned.doubles
+        if one in arrays and not _are_equal(arrays[one], arrays[other])
+    ]
+
+
+def _are_equal(one: Array, other: Array) -> bool:
+    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
+
+
+def check_fit_of_all(
+    strategy: StrategyLike, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array], doing: str
+) -> None:
     """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
-    names = _names_to_fill(leaves, manifest)
+    names = _names_to_fill(leaves, aligned.manifest)
 
     def check() -> int:
-        check_fit(leaves, manifest, path)
+        check_fit(leaves, aligned, path, arrays)
         return digest(names)
 
     check_same(strategy, doing, names, every_rank_does(strategy, doing, check))
@@ -119,18 +146,20 @@ def check_fit_of_all(strategy: StrategyLike, leaves: Leaves, manifest: Manifest,
 
 def _names_to_fill(leaves: Leaves, manifest: Manifest) -> list[str]:
     """Return the keys whose values will travel between the ranks."""
-    to_be_made = tensors_to_be_made(leaves, manifest)
-    tensors = [
-        key
-        for key in manifest.tensors
-        if key in leaves.variables or key in leaves.arrays or key in to_be_made or _owner_of(key, leaves) is not None
-    ]
-    return [*tensors, *(key for key in leaves.iterators if key in manifest.iterators)]
+    there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, manifest)}
+    known = {key for key in manifest.tensors if key in there or _owner_of(key, leaves) is not None}
+    waiting = [f"{key} (yet to be made)" for key in manifest.tensors.keys() - known if _is_kept(key, leaves)]
+    return [*known, *waiting, *(key for key in leaves.iterators if key in manifest.iterators)]
 
 
 def _owner_of(key: str, leaves: Leaves) -> str | None:
     """Return the object that takes the value ``key`` even if it has no part for it yet."""
     return next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
+
+
+def _is_kept(key: str, leaves: Leaves) -> bool:
+    """Whether the value ``key`` is kept for a part that an object does not have yet."""
+    return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 
 def _belongs(key: str, names: set[str]) -> bool:
@@ -153,32 +182,62 @@ def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest
         every_rank_does(strategy, doing, restore)
 
 
-def fill(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, path: str, arrays: dict[str, Array]) -> LoadStatus:
+@dataclass
+class Filled:
+    """What became of the values of a checkpoint.
+
+    Attributes:
+        missing: Keys of objects that it has nothing for.
+        unused: Keys of it that no object has.
+        deferred: Values that optimizers keep for variables that they have yet to make, by key of the optimizer.
+        waiting: Values of variables that objects have not made yet, by their key in the checkpoint.
+    """
+
+    missing: list[str]
+    unused: list[str]
+    deferred: dict[str, dict[str, Array]]
+    waiting: dict[str, Array]
+
+
+def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
     """Broadcast what the first rank has read, and put it where it belongs (collective)."""
-    deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
-    unused = []
+    manifest = aligned.manifest
+    filled = Filled([], [], {key: {} for key in leaves.deferring}, {})
+    last_use = {aligned.source(key): key for key in sorted(manifest.tensors)}
     for key, tensor in sorted(manifest.tensors.items()):
-        owner = _owner_of(key, leaves)
-        if key not in leaves.variables and key not in leaves.arrays and owner is None:
-            unused.append(key)
+        if key not in leaves.variables and key not in leaves.arrays and not _is_kept(key, leaves):
+            filled.unused.append(key)
             continue
-        mine = arrays.pop(key) if key in arrays else np.empty(tensor.shape, dtype_of(tensor))
+        source = aligned.source(key)
+        mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
+        if last_use[source] == key:
+            arrays.pop(source, None)
         value = np.asarray(strategy.extended._broadcast_from_first(mine))
+        owner = _owner_of(key, leaves)
         if key in leaves.variables:
             restore_variable(leaves.variables[key], value)
         elif key in leaves.arrays:
-            target = leaves.arrays[key]
-            with place_of(target).current():
-                np.copyto(target, place_of(target).brings(value))
+            _fill_array(leaves, key, value)
         elif owner is not None:
-            deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
+            filled.deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
+        else:
+            filled.waiting[source] = np.array(value)
     for name, owner_object in leaves.deferring.items():
-        owner_object._checkpoint_defer(deferred[name])
+        owner_object._checkpoint_defer(filled.deferred[name])
     for key, value in manifest.values.items():
         if key in leaves.places:
-            container, place = leaves.places[key]
-            container[place] = value
+            leaves.places[key].put(value)
         elif key not in leaves.iterators:
-            unused.append(key)
-    missing = [key for key in leaves if key not in manifest.tensors and key not in manifest.values]
-    return LoadStatus(path, missing, unused, deferred)
+            filled.unused.append(key)
+    filled.missing += [key for key in leaves if key not in manifest.tensors and key not in manifest.values]
+    return filled
+
+
+def _fill_array(leaves: Leaves, key: str, value: Array) -> None:
+    if key in leaves.replaced:
+        place = leaves.replaced[key]
+        place.put(like_jax(place.get(), value))
+        return
+    target = leaves.arrays[key]
+    with place_of(target).current():
+        np.copyto(target, place_of(target).brings(value))

@@ -226,4 +226,5 @@ class Save:
             is_shared=extended_of(self._strategy)._spans_ranks(),
             run_calls=self._run_calls,
             classes=self._leaves.classes(),
+            links=self._leaves.links,
         )

@@ -30,7 +30,7 @@ class Snapshot:
 
 def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
     """Return a copy of all that ``checkpoint`` would save; collective as ``save``, and every rank has all of it."""
-    leaves = checkpoint._collect("keeping")
+    leaves = checkpoint._collect_to_save("keeping")
     with entered(checkpoint._strategy("keeping a snapshot")):
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
@@ -49,6 +49,7 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
         iterators=tuple(leaves.iterators),
         run_calls=checkpoint._run_calls,
         classes=leaves.classes(),
+        links=leaves.links,
     )
     return Snapshot(manifest, arrays)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from mpidist.checkpoint.waiting import Waiting
+
 
 class LoadStatus:
     """What ``Checkpoint.restore`` returns; ask it whether everything was restored.
@@ -13,15 +15,22 @@ class LoadStatus:
 
     Attributes:
         path: The checkpoint.
-        missing: Keys of the objects for which the checkpoint has no value; they kept theirs.
         unused: Keys of the checkpoint that no object has.
     """
 
-    def __init__(self, path: str, missing: list[str], unused: list[str], deferred: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        missing: list[str],
+        unused: list[str],
+        deferred: dict[str, dict[str, Any]],
+        waiting: Waiting | None = None,
+    ) -> None:
         self.path = path
-        self.missing = tuple(missing)
         self.unused = tuple(unused)
+        self._missing = tuple(missing)
         self._deferred = deferred
+        self._waiting = waiting
         self._is_asked = False
 
     def __repr__(self) -> str:
@@ -29,41 +38,58 @@ class LoadStatus:
         return f"<LoadStatus of {self.path!r}: {counts}>"
 
     @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys of the objects for which the checkpoint has no value, those made since included; they kept theirs."""
+        return self._missing if self._waiting is None else (*self._missing, *self._waiting.without_value)
+
+    @property
     def deferred(self) -> tuple[str, ...]:
-        """Keys whose values wait for variables that an optimizer has yet to make."""
-        return tuple(f"{key}/{name}" for key, values in self._deferred.items() for name in values)
+        """Keys whose values wait for variables that an optimizer or another object has yet to make."""
+        waiting = () if self._waiting is None else self._waiting.open
+        return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *waiting)
 
     def assert_consumed(self) -> LoadStatus:
         """Return the status if every value was restored and every object got one.
 
         Raises:
             AssertionError: Something is missing, left over or waiting; the message has the keys.
+            ValueError: A variable that was made since has another shape or dtype than its value.
         """
         self._is_asked = True
+        self._look()
         problems = self._problems()
         if self.deferred:
             problems.append(
-                f"values that wait for variables of an optimizer: {list(self.deferred)} (call optimizer.build first)"
+                f"values that wait for variables of an optimizer, or of an object: {list(self.deferred)} (call "
+                "optimizer.build first; make the variables, and only then restore where they had been made elsewhere)"
             )
         if problems:
             raise AssertionError(f"checkpoint {self.path} does not match the objects: " + "; ".join(problems))
         return self
 
     def assert_existing_objects_matched(self) -> LoadStatus:
-        """Return the status if every object got a value.
+        """Return the status if every object that is there got a value.
 
         Raises:
             AssertionError: Values are missing.
+            ValueError: A variable that was made since has another shape or dtype than its value.
         """
         self._is_asked = True
+        self._look()
         if self.missing:
             raise AssertionError(f"checkpoint {self.path} has no value for {list(self.missing)}")
         return self
 
     def expect_partial(self) -> LoadStatus:
-        """Say that values may be missing or left over: no warning."""
+        """Say that values may be missing or left over: no warning. Those that wait are still given when it is time."""
         self._is_asked = True
+        if self._waiting is not None:
+            self._waiting.is_expected = True
         return self
+
+    def _look(self) -> None:
+        if self._waiting is not None:
+            self._waiting.look()
 
     def _problems(self) -> list[str]:
         problems = []

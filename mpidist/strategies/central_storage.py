@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives import Communicator
-from mpidist.collectives.single_writer import SingleWriter
 from mpidist.core.devices import parse_device
 from mpidist.strategies.central import CentralExtended
 from mpidist.strategies.devices import check_device, check_devices
@@ -17,7 +16,7 @@ from mpidist.strategies.strategy import Strategy
 from mpidist.values import Variable
 from mpidist.values.component import ArrayComponent, Component
 from mpidist.values.placement import HOST, on_host, place_at, placed
-from mpidist.values.shared_component import SharedComponent
+from mpidist.values.shared_component import SharedComponent, VariableWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +42,7 @@ class CentralStorageExtended(CentralExtended):
         comm: Communicator | None,
     ) -> None:
         super().__init__(strategy, devices, comm)
-        self._writer = None if comm is None else SingleWriter(comm)
+        self._writer = None if comm is None else VariableWriter(comm)
         self._parameter_device = parameter_device or (self._devices[0] if self._total == 1 else HOST.device)
 
     @property

@@ -220,6 +220,10 @@ class Component(Assignable):
         """Return its value for people, or where it is if that is another process."""
         return f"on {self.device}"
 
+    def _start_from(self, value: Array) -> None:
+        """Set the value that another one was to have before anybody used it; local, and the same on every rank."""
+        self._assign(ASSIGN, value)
+
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""
         del doing

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.single_writer import SingleWriter
-from mpidist.values import scatter
-from mpidist.values.component import ArrayComponent, Assignment, as_value_of
+from mpidist.values import first_use, scatter
+from mpidist.values.component import ASSIGN, ArrayComponent, Assignment, as_value_of
 from mpidist.values.placement import HOST
+
+
+class VariableWriter(SingleWriter):
+    """Turns in which shared variables are written, before which each rank gives them the values that wait for them."""
+
+    @contextmanager
+    def turn(self, text: str) -> Iterator[bool]:
+        """See ``SingleWriter``."""
+        first_use.look()
+        with super().turn(text) as writes:
+            yield writes
 
 
 class SharedComponent(ArrayComponent):
@@ -48,6 +60,10 @@ class SharedComponent(ArrayComponent):
             if writes:
                 how.apply(self._array, checked)
         return self
+
+    def _start_from(self, value: Array) -> None:
+        # Each rank writes the same bytes before it reads any, and before the next turn, in which they may change.
+        super()._assign(ASSIGN, value)
 
     def _copy(self) -> SharedComponent:
         return SharedComponent(self._writer, self._array, self.name, self._kind)

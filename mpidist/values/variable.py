@@ -25,7 +25,7 @@ from mpidist.core.context import (
 )
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
-from mpidist.values import scatter
+from mpidist.values import first_use, scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
 from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.models_of_others import check_is_no_model
@@ -57,10 +57,12 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
             "create it before, inside `with strategy.scope():`"
         )
     extended = get_strategy().extended
-    if arguments["name"] is not None:
-        return extended._create_variable(**arguments)
-    variable = extended._create_variable(**{**arguments, "name": extended._variable_names.default()})
-    extended._variable_names.took_default()
+    is_named = arguments["name"] is not None
+    name = arguments["name"] if is_named else extended._variable_names.default()
+    variable = extended._create_variable(**{**arguments, "name": name})
+    if not is_named:
+        extended._variable_names.took_default()
+    variable._is_unused = first_use.is_awaited()
     return variable
 
 
@@ -185,6 +187,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     __signature__ = inspect.signature(_variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
     _whole: CompositeVariable | None = None
+    # Whether restored values may be waiting for it.
+    _is_unused = False
 
     def _assemble(
         self,
@@ -218,6 +222,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     @property
     def values(self) -> tuple[Component, ...]:
         """The copies of this rank's replicas."""
+        if self._is_unused:
+            first_use.before_first_use(self)
         return self._components
 
     @property
@@ -284,6 +290,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         return None if frame.replica_context is None else frame.replica_context.local_replica_id
 
     def _read(self) -> Array:
+        if self._is_unused:
+            first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is not None:
             return self._component(local_id)._read()
@@ -291,6 +299,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
+        if self._is_unused:
+            first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
             return super().value()
@@ -298,12 +308,16 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
+        if self._is_unused:
+            first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
             return super().sparse_read(indices)
         return self._component(local_id or 0).sparse_read(indices)
 
     def _assign(self, how: Assignment, value: Any) -> Variable:
+        if self._is_unused:
+            first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
@@ -323,6 +337,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         return self
 
     def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Variable:
+        if self._is_unused:
+            first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
         if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
@@ -357,6 +373,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        if self._is_unused:
+            first_use.before_first_use(self)
         frame = current_frame()
         if self._strategy.num_replicas_in_sync > 1 and (
             frame.strategy is not self._strategy or frame.replica_context is not None

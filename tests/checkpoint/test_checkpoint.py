@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -356,7 +357,7 @@ def test_wrong_objects() -> None:
     for wrong, match in [
         ({"x": object()}, "'x' is a object; expected a variable"),
         ({"x": {1.5: 1}}, "dict key 1.5"),
-        ({"x": (1, 2)}, "put it in a dict or a list"),
+        ({"x": MappingProxyType({"a": 1})}, "put it in a dict or a list"),
         ({"x": np.array(["a"])}, "dtype"),
     ]:
         with pytest.raises(TypeError, match=match):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def new_objects() -> dict[str, Any]:
     return {
         "v": mpidist.Variable(np.zeros((3, 2))), "z": np.zeros(2, complex), "half": np.zeros(0, np.float16),
         "step": 0, "history": [], "curves": {}, "reader": Reader(),
+        "model": SimpleNamespace(a=mpidist.Variable(0.0), b=mpidist.Variable(0.0)),
     }  # fmt: skip
 
 
@@ -52,11 +54,15 @@ def write_in_two_parts(path: Path) -> None:
     """Write a checkpoint of such objects as two ranks do."""
     path.mkdir()
     v, z = np.arange(6.0).reshape(3, 2), np.array([1 + 2j, 3])
-    parts = ({"v": v.reshape(-1)[:2], "z": z.view(np.uint8)}, {"v": v.reshape(-1)[2:], "half": np.zeros(0, np.float16)})
+    parts = (
+        {"v": v.reshape(-1)[:2], "z": z.view(np.uint8), "model/a": np.array(5.0)},
+        {"v": v.reshape(-1)[2:], "half": np.zeros(0, np.float16)},
+    )
     files = {name: safetensors_file.write(path / name, part) for name, part in zip(DATA, parts, strict=True)}
     tensors = {
         "v": Tensor((3, 2), "float64", "tensor", (Part(DATA[0], 0, 2), Part(DATA[1], 2, 6)), "ON_WRITE", "NONE"),
         "z": Tensor((2,), "complex128", "bytes", (Part(DATA[0], 0, 2),)),
+        "model/a": Tensor((), "float64", "tensor", (Part(DATA[0], 0, 1),), "ON_WRITE", "NONE"),
         "half": Tensor((0,), "float16", "tensor", (Part(DATA[1], 0, 0),)),
     }
     values = {
@@ -71,7 +77,10 @@ def write_in_two_parts(path: Path) -> None:
         "curves/t/0": ["list", 0],
     }  # fmt: skip
     kept, writer = (1e9, ("ckpt-1",)), ("host", 1)
-    manifest = Manifest(9, 2, tensors, values, containers, ("reader",), files, 1e9, kept, writer, True, 3, {"o": "SGD"})
+    classes, links = {"o": "SGD"}, {"model/b": "model/a", "model/self": "model"}
+    manifest = Manifest(
+        9, 2, tensors, values, containers, ("reader",), files, 1e9, kept, writer, True, 3, classes, links
+    )
     (path / "manifest.json").write_text(manifest.to_text())
 
 
@@ -358,6 +367,19 @@ def check_forged(place: Place, forgery: Any) -> None:
         assert error is None
         assert "does not fit the objects" in str(refusal)
         assert checkpoint.step == 0
+
+
+@pytest.mark.parametrize(
+    "links",
+    [{"a": "a"}, {"a": "a/b"}, {"a": "b", "b": "a"}, {"a": "b/c", "b": "v"}, {"a": 1}, ["a"], {"a": "/" * 500}],
+    ids=str,
+)
+def test_links_that_lead_nowhere(place: Place, links: Any) -> None:
+    content = {**json.loads(place.good["manifest.json"]), "links": links}
+    (place.folder / "ckpt-2" / DATA[0]).write_bytes(place.good[DATA[0]])
+    (place.folder / "ckpt-2" / "manifest.json").write_bytes(signed(content))
+    with pytest.raises(DamagedCheckpointError, match="its 'links' is"):
+        Checkpoint(**new_objects()).restore(place.folder / "ckpt-2")
 
 
 @settings(max_examples=200)

@@ -1,0 +1,103 @@
+"""Waiting: restored values of variables that the objects of a checkpoint do not have yet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint.collecting import collect
+from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, start_variable
+from mpidist.checkpoint.links import follow
+from mpidist.values.composite import parts_of
+from mpidist.values.first_use import begin_to_wait, stop_waiting
+
+
+class Waiting:
+    """Values that are given to variables which are made from now on, before these are first used.
+
+    Every rank has all of them, so that this takes no other rank. The objects keep it alive.
+
+    Args:
+        path: The checkpoint, for messages.
+        objects: Those of the Checkpoint, by name.
+        links: Of the checkpoint that was restored.
+        values: By key.
+    """
+
+    def __init__(self, path: str, objects: dict[str, Any], links: Mapping[str, str], values: dict[str, Array]) -> None:
+        self._path, self._objects, self._links, self._values = path, objects, links, values
+        self._open = set(values)
+        self._without_value: list[str] = []
+        leaves = collect(objects)
+        self._keepers = [leaves.objects[key] for key in sorted(leaves.given)]
+        self.is_expected = False
+        begin_to_wait(self)
+        for keeper in self._keepers:
+            vars(keeper)[WAITING_ATTRIBUTE] = self
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Keys of the values that no variable has got."""
+        return tuple(sorted(self._open))
+
+    @property
+    def without_value(self) -> tuple[str, ...]:
+        """Keys of variables that came, and for which there is no value."""
+        return tuple(self._without_value)
+
+    def look(self) -> None:
+        """Give each unused variable that has come to its place its value; local, in any context.
+
+        Raises:
+            ValueError: It has another shape or dtype.
+        """
+        if not self._open:
+            return
+        leaves = collect(self._objects)
+        of_program = {follow(key, leaves.links): key for key in self._values}
+        for key, variable in leaves.variables.items():
+            if not any(part._is_unused for part in parts_of(variable)):
+                continue
+            source = of_program.get(key, follow(key, self._links))
+            if source not in self._values:
+                self._without_value.append(key)
+                for part in parts_of(variable):
+                    part._is_unused = False
+                continue
+            value = self._values[source]
+            if (value.shape, value.dtype) != (variable.shape, variable.dtype):
+                raise ValueError(
+                    f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
+                    f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
+                    f"{variable.shape} and dtype {variable.dtype.name}"
+                )
+            start_variable(variable, value)
+            self._open.discard(source)
+        if not self._open:
+            self.end()
+
+    def add_to(self, leaves: Leaves) -> None:
+        """Let what is waiting be saved, too, so that it is not lost by saving again."""
+        there = {*leaves.saved(), *leaves.links}
+        for key in self.open:
+            if follow(key, leaves.links) not in there:
+                leaves.add("arrays", key, self._values[key])
+
+    def end(self) -> None:
+        """Wait no more."""
+        stop_waiting(self)
+        self._open.clear()
+        self._values.clear()
+        for keeper in self._keepers:
+            if vars(keeper).get(WAITING_ATTRIBUTE) is self:
+                del vars(keeper)[WAITING_ATTRIBUTE]
+
+    def __del__(self) -> None:
+        if not self.is_expected and self._open:
+            warnings.warn(
+                f"checkpoint {self._path} has values that no variable has got: {list(self.open)}; check with "
+                "status.assert_consumed() when all variables are made, or say restore(path).expect_partial()",
+                stacklevel=2,
+            )
