@@ -309,7 +309,7 @@ class Checkpoint:
                 leaves = collect(self._objects)
             filled = fill(strategy, leaves, aligned, arrays)
         waiting = self._wait_with(path, manifest, filled.waiting)
-        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, waiting)
+        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, waiting, filled.is_any)
         object.__setattr__(self, "_save_counter", manifest.number)
         object.__setattr__(self, "_run_calls", manifest.run_calls)
         return status, unusable

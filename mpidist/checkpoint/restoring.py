@@ -191,12 +191,14 @@ class Filled:
         unused: Keys of it that no object has.
         deferred: Values that optimizers keep for variables that they have yet to make, by key of the optimizer.
         waiting: Values of variables that objects have not made yet, by their key in the checkpoint.
+        is_any: Whether any value has come to its place.
     """
 
     missing: list[str]
     unused: list[str]
     deferred: dict[str, dict[str, Array]]
     waiting: dict[str, Array]
+    is_any: bool = False
 
 
 def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
@@ -229,7 +231,9 @@ def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[
             leaves.places[key].put(value)
         elif key not in leaves.iterators:
             filled.unused.append(key)
-    filled.missing += [key for key in leaves if key not in manifest.tensors and key not in manifest.values]
+    known = manifest.tensors.keys() | manifest.values.keys()
+    filled.missing += [key for key in leaves if key not in known]
+    filled.is_any = any(key in known for key in leaves)
     return filled
 
 

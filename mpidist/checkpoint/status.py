@@ -25,12 +25,14 @@ class LoadStatus:
         unused: list[str],
         deferred: dict[str, dict[str, Any]],
         waiting: Waiting | None = None,
+        is_any: bool = True,
     ) -> None:
         self.path = path
         self.unused = tuple(unused)
         self._missing = tuple(missing)
         self._deferred = deferred
         self._waiting = waiting
+        self._is_any = is_any
         self._is_asked = False
 
     def __repr__(self) -> str:
@@ -78,6 +80,19 @@ class LoadStatus:
         self._look()
         if self.missing:
             raise AssertionError(f"checkpoint {self.path} has no value for {list(self.missing)}")
+        return self
+
+    def assert_nontrivial_match(self) -> LoadStatus:
+        """Return the status if any object got a value.
+
+        Raises:
+            AssertionError: None did.
+            ValueError: A variable that was made since has another shape or dtype than its value.
+        """
+        self._is_asked = True
+        self._look()
+        if not self._is_any and (self._waiting is None or not self._waiting.has_given):
+            raise AssertionError(f"checkpoint {self.path} has given no object a value; it has {list(self.deferred)}")
         return self
 
     def expect_partial(self) -> LoadStatus:

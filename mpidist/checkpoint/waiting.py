@@ -24,11 +24,16 @@ class Waiting:
         objects: Those of the Checkpoint, by name.
         links: Of the checkpoint that was restored.
         values: By key.
+
+    Attributes:
+        is_expected: Whether values that no variable gets are nothing to warn of.
+        has_given: Whether any variable has got one.
     """
 
     def __init__(self, path: str, objects: dict[str, Any], links: Mapping[str, str], values: dict[str, Array]) -> None:
         self._path, self._objects, self._links, self._values = path, objects, links, values
         self._open = set(values)
+        self.has_given = False
         self._without_value: list[str] = []
         leaves = collect(objects)
         self._keepers = [leaves.objects[key] for key in sorted(leaves.given)]
@@ -75,6 +80,7 @@ class Waiting:
                 )
             start_variable(variable, value)
             self._open.discard(source)
+            self.has_given = True
         if not self._open:
             self.end()
 
@@ -93,6 +99,10 @@ class Waiting:
         for keeper in self._keepers:
             if vars(keeper).get(WAITING_ATTRIBUTE) is self:
                 del vars(keeper)[WAITING_ATTRIBUTE]
+
+    def __reduce__(self) -> Any:
+        # A copy of an object, or one that is pickled, waits for nothing.
+        return type(None), ()
 
     def __del__(self) -> None:
         if not self.is_expected and self._open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -231,6 +232,8 @@ def test_the_objects_keep_what_waits_for_them(tmp_path: Path) -> None:
     path = Checkpoint(model=model).save(tmp_path / "ckpt")
     fresh = Lazy()
     Checkpoint(model=fresh).restore(path)
+    assert vars(copy.copy(fresh)) == vars(fresh)
+    assert vars(copy.deepcopy(fresh)) == {"built": False, "_mpidist_waiting": None}
     # What is assigned first stays, as it would if the variable had been there.
     kernel = mpidist.Variable([0.0, 0.0])
     assert kernel.shape == (2,)
@@ -248,6 +251,8 @@ def test_what_does_not_fit_when_it_comes(tmp_path: Path) -> None:
     path = Checkpoint(model=SimpleNamespace(v=mpidist.Variable([1.0, 2.0]))).save(tmp_path / "ckpt")
     early, fresh = mpidist.Variable([0.0, 0.0]).assign([3.0, 3.0]), SimpleNamespace()
     status = Checkpoint(model=fresh).restore(path).expect_partial()
+    with pytest.raises(AssertionError, match=r"has given no object a value; it has \['model/v'\]"):
+        status.assert_nontrivial_match()
     fresh.v = mpidist.Variable([0.0, 0.0, 0.0])
     for use in (fresh.v.numpy, status.assert_consumed):
         with pytest.raises(ValueError, match=r"'model/v' has shape \(2,\).* made for it has shape \(3,\)"):
@@ -261,6 +266,7 @@ def test_what_does_not_fit_when_it_comes(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"has no value for \['model/new'\]"):
         status.assert_existing_objects_matched()
     assert (fresh.v.numpy().tolist(), status.deferred) == ([1.0, 2.0], ())
+    assert status.assert_nontrivial_match() is status
 
 
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
