@@ -62,11 +62,11 @@ class Policy(Protocol):
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
     if isinstance(value, PerReplica):
-        if len(value.values) != len(variable.values):
+        if len(value.values) != len(variable.values) or variable._policy is _CENTRAL:
             raise ValueError(
-                f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r} of "
-                f"{len(variable.values)} copies; expected one value: reduce it first with strategy.reduce(...), or "
-                "assign inside strategy.run()"
+                f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r}, which has "
+                f"{len(variable.values)} copies on this rank; expected one value: reduce it first with "
+                "strategy.reduce(...), or assign inside strategy.run()"
             )
         variable._is_compared = False
     for i, component in enumerate(variable.values):
