@@ -7,7 +7,7 @@ from mpidist.input.distributed_iterator import DistributedIterator
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, PerReplicaSpec
 from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_iterator import InputIterator
-from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
+from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.iteration import DatasetIterator
 from mpidist.input.optional import Optional
@@ -29,6 +29,7 @@ __all__ = [
     "InputReplicationMode",
     "InputWorkers",
     "Optional",
+    "Options",
     "PerReplicaSpec",
     "ValueContext",
     "distribute_dataset",

@@ -10,7 +10,7 @@ from typing import Any
 from mpidist.input import dealing, sources
 from mpidist.input.elements import map_leaves
 from mpidist.input.file_dealing import names_node
-from mpidist.input.input_options import AutoShardPolicy, common_options
+from mpidist.input.input_options import AutoShardPolicy, Options, common_options
 from mpidist.input.interleaved import Interleaved
 from mpidist.input.item_steps import Enumerated, Mapped, Zipped
 from mpidist.input.ordering import seed_or_drawn
@@ -93,25 +93,37 @@ class Dataset(Transforms):
         return Dataset(sources.node_of(source, columns))
 
     @staticmethod
-    def from_generator(generator: Callable[[], Iterable[Any]], output_signature: Any = None) -> Dataset:
+    def from_generator(
+        generator: Callable[..., Iterable[Any]],
+        output_types: Any = None,
+        output_shapes: Any = None,
+        args: Sequence[Any] | None = None,
+        output_signature: Any = None,
+    ) -> Dataset:
         """Return the dataset of what a generator function yields.
 
         Args:
-            generator: Called without arguments at the start of each pass; returns a new iterable.
+            generator: Called at the start of each pass; returns a new iterable.
+            output_types: The older form of a signature, with ``output_shapes``: the nest of the dtypes of an element.
+            output_shapes: The shape for each of them, with None for sizes that differ.
+            args: What ``generator`` is called with.
             output_signature: The nest of ``ArraySpec`` that every element has; elements are converted to its
                 dtypes. None: each element is taken as it comes, and questions about the elements are answered
                 from the first one.
 
         Raises:
-            TypeError: ``generator`` is not callable, or the signature holds something else than ArraySpec.
-            ValueError: While iterating, it returned the same iterator as before, which is used up.
+            TypeError: ``generator`` is not callable; the signature holds something else than ArraySpec, or is given in
+                both forms, or the older one without shapes.
+            ValueError: Types and shapes that do not belong together; while iterating, it returned the same iterator as
+                before, which is used up.
 
         >>> def squares():
         ...     yield from (0, 1, 4)
         >>> list(Dataset.from_generator(squares).batch(2))
         [array([0, 1]), array([4])]
         """
-        return Dataset(sources.generator_node(generator, output_signature))
+        signature = sources.signature_of(output_types, output_shapes, output_signature)
+        return Dataset(sources.generator_node(generator, signature, () if args is None else tuple(args)))
 
     @staticmethod
     def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset:
@@ -326,29 +338,46 @@ class Dataset(Transforms):
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
         return self._then(Enumerated(self._node, operator.index(start)))
 
-    def with_options(self, auto_shard_policy: AutoShardPolicy | None = None, assignment: str | None = None) -> Dataset:
+    def with_options(
+        self,
+        options: Options | None = None,
+        *,
+        auto_shard_policy: AutoShardPolicy | None = None,
+        assignment: str | None = None,
+    ) -> Dataset:
         """Return the same dataset with options for ``experimental_distribute_dataset``.
 
         Args:
+            options: TensorFlow's form: ``Options`` with the policy that ``auto_shard_policy`` says without them.
             auto_shard_policy: How it is divided over ranks; see ``AutoShardPolicy``.
             assignment: Which part of a global batch that all ranks share (DATA) goes where. ``"tf"``: part j to rank
                 j mod W, TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks'
                 parts are contiguous, and the only way where ranks have different numbers of replicas.
 
         Raises:
-            TypeError: ``auto_shard_policy`` is no AutoShardPolicy.
-            ValueError: ``assignment`` is another word.
+            TypeError: ``options`` are no Options, or the policy is no AutoShardPolicy.
+            ValueError: ``assignment`` is another word; a policy in both forms.
 
         >>> Dataset.range(8).batch(4).with_options(assignment="block").cardinality()
         2
         """
-        options = self._options
+        if options is not None:
+            if not isinstance(options, Options):
+                raise TypeError(
+                    f"with_options() was given {options!r}; expected Options, or with_options(auto_shard_policy=...)"
+                )
+            if auto_shard_policy is not None:
+                raise ValueError(
+                    f"with_options() got {options!r} and auto_shard_policy={auto_shard_policy!r}; give one of them"
+                )
+            auto_shard_policy = options.experimental_distribute.auto_shard_policy
+        chosen = self._options
         if auto_shard_policy is not None:
             if not isinstance(auto_shard_policy, AutoShardPolicy):
                 raise TypeError(f"auto_shard_policy is {auto_shard_policy!r}; expected AutoShardPolicy.DATA or another")
-            options = replace(options, auto_shard_policy=auto_shard_policy)
+            chosen = replace(chosen, auto_shard_policy=auto_shard_policy)
         if assignment is not None:
             if assignment not in dealing.ASSIGNMENTS:
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
-            options = replace(options, assignment=assignment)
-        return Dataset(self._node, options)
+            chosen = replace(chosen, assignment=assignment)
+        return Dataset(self._node, chosen)

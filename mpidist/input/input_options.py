@@ -1,4 +1,4 @@
-"""Options of input: InputReplicationMode, InputOptions, AutoShardPolicy and the options of a dataset."""
+"""Options of input: InputReplicationMode, InputOptions, AutoShardPolicy, and Options of a dataset."""
 
 from __future__ import annotations
 
@@ -86,6 +86,43 @@ class InputOptions:
                 f"experimental_per_replica_buffer_size is {self.experimental_per_replica_buffer_size}; "
                 "expected 1 or more"
             )
+
+
+class DistributeOptions:
+    """What ``Options.experimental_distribute`` holds (tf.data.experimental.DistributeOptions).
+
+    Attributes:
+        auto_shard_policy: An ``AutoShardPolicy``; None leaves that of the dataset.
+    """
+
+    __slots__ = ("auto_shard_policy",)
+
+    def __init__(self) -> None:
+        self.auto_shard_policy: AutoShardPolicy | None = None
+
+    def __repr__(self) -> str:
+        return f"<DistributeOptions auto_shard_policy={self.auto_shard_policy!r}>"
+
+
+class Options:
+    """Options for ``Dataset.with_options`` (tf.data.Options); of TensorFlow's those that mpidist has a use for.
+
+    Attributes:
+        experimental_distribute: How a distributed dataset is divided over ranks.
+
+    >>> options = Options()
+    >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+    >>> options
+    <Options experimental_distribute=<DistributeOptions auto_shard_policy=<AutoShardPolicy.DATA: 2>>>
+    """
+
+    __slots__ = ("experimental_distribute",)
+
+    def __init__(self) -> None:
+        self.experimental_distribute = DistributeOptions()
+
+    def __repr__(self) -> str:
+        return f"<Options experimental_distribute={self.experimental_distribute!r}>"
 
 
 @dataclass(frozen=True)

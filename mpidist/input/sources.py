@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,20 +58,19 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> Node:
     )
 
 
-def generator_node(generator: Callable[[], Iterable[Any]], output_signature: Any) -> Node:
+def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args: tuple[Any, ...]) -> Node:
     """Return the source node for a function that returns an iterable.
 
     Raises:
-        TypeError: ``generator`` is no function, or ``output_signature`` holds something else than ArraySpec.
+        TypeError: ``generator`` is no function.
     """
     if not callable(generator):
         raise TypeError(
             f"generator is {generator!r}; expected a function without arguments that returns an iterator: "
             "write from_generator(my_generator), without calling it"
         )
-    signature = None if output_signature is None else map_leaves(_signature_leaf, output_signature, ArraySpec)
     name = getattr(generator, "__name__", type(generator).__name__)
-    return Stream(generator, f"from_generator({name})", signature)
+    return Stream(partial(generator, *args), f"from_generator({name})", signature)
 
 
 def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Node:
@@ -94,6 +94,39 @@ def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> 
     if not known:
         raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
     return Files(known, reader)
+
+
+def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -> Any:
+    """Return the nest of ArraySpec of either form, None where there is neither.
+
+    Raises:
+        TypeError: Both forms, half of one, or a signature that holds something else than ArraySpec.
+        ValueError: Types and shapes that do not belong together, or are none.
+    """
+    if output_types is None and output_shapes is None:
+        return None if output_signature is None else map_leaves(_signature_leaf, output_signature, ArraySpec)
+    if output_types is None or output_shapes is None or output_signature is not None:
+        raise TypeError(
+            f"from_generator() got output_types={output_types!r}, output_shapes={output_shapes!r} and "
+            f"output_signature={output_signature!r}; expected types and shapes, or output_signature=ArraySpec(shape, "
+            "dtype) for each array, or nothing"
+        )
+    try:
+        return _spec_of_types(output_types, output_shapes)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"output_types is {output_types!r} and output_shapes {output_shapes!r}; expected for each array a dtype, "
+            "such as 'float32', and a shape, such as [None, 3]"
+        ) from error
+
+
+def _spec_of_types(types: Any, shapes: Any) -> Any:
+    """Return the ArraySpecs of a nest of dtypes, and of one of shapes: only dtypes tell where its leaves are."""
+    if isinstance(types, Mapping):
+        return {key: _spec_of_types(kind, shapes[key]) for key, kind in types.items()}
+    if isinstance(types, tuple):
+        return tuple(_spec_of_types(kind, shape) for kind, shape in zip(types, shapes, strict=True))
+    return ArraySpec(tuple(shapes), np.dtype(types))
 
 
 def _signature_leaf(leaf: Any) -> ArraySpec:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.element_spec import ArraySpec
-from mpidist.input.input_options import AutoShardPolicy
+from mpidist.input.input_options import AutoShardPolicy, Options
 
 pytestmark = pytest.mark.one_rank
 
@@ -191,6 +191,33 @@ def test_output_signature_converts_and_checks():
         Dataset.from_generator(lambda: iter([1]), output_signature=np.int32)
 
 
+def test_output_types_and_shapes_are_a_signature_too():
+    def pairs(first, last):
+        return iter([([first, first], {"y": first}), ([last], {"y": last})])
+
+    types, shapes = (np.float32, {"y": "int32"}), ([None], {"y": []})
+    dataset = Dataset.from_generator(pairs, types, shapes, (1, 2))
+    assert dataset.element_spec == (ArraySpec((None,), np.dtype("float32")), {"y": ArraySpec((), np.dtype("int32"))})
+    assert [(x.tolist(), int(y["y"])) for x, y in dataset] == [([1.0, 1.0], 1), ([2.0], 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"output_types": "int32"}, TypeError),
+        ({"output_shapes": [4]}, TypeError),
+        ({"output_types": "int32", "output_shapes": [4], "output_signature": ArraySpec((4,), "int32")}, TypeError),
+        ({"output_types": ("int32", "int32"), "output_shapes": [[4]]}, ValueError),
+        ({"output_types": {"x": "int32"}, "output_shapes": {"y": [4]}}, ValueError),
+        ({"output_types": "int32", "output_shapes": 4}, ValueError),
+        ({"output_types": "no type", "output_shapes": [4]}, ValueError),
+    ],
+)
+def test_half_a_signature(given, error):
+    with pytest.raises(error, match=r"output_types.*output_shapes.*expected"):
+        Dataset.from_generator(lambda: iter([1]), **given)
+
+
 def test_batches_belong_to_the_caller():
     data = np.arange(6.0)
     for dataset in (
@@ -249,6 +276,26 @@ def test_options_stay_through_transforms():
     assert dataset._options == (
         Dataset.range(1).with_options(auto_shard_policy=AutoShardPolicy.DATA, assignment="block")._options
     )
+
+
+def test_options_in_tensorflows_form():
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    block = Dataset.range(4).with_options(assignment="block")
+    expected = block.with_options(auto_shard_policy=AutoShardPolicy.OFF)._options
+    assert block.with_options(options)._options == expected
+    assert block.with_options(options).with_options(Options())._options == expected
+    with pytest.raises(TypeError, match=r"DATA.*expected Options, or with_options\(auto_shard_policy="):
+        block.with_options(AutoShardPolicy.DATA)
+    with pytest.raises(ValueError, match="give one"):
+        block.with_options(options, auto_shard_policy=AutoShardPolicy.DATA)
+    options.experimental_distribute.auto_shard_policy = "DATA"
+    with pytest.raises(TypeError, match="expected AutoShardPolicy"):
+        block.with_options(options)
+    # A name that means nothing here is not taken in silence.
+    for holder in (options, options.experimental_distribute):
+        with pytest.raises(AttributeError):
+            holder.auto_shard = 1
 
 
 def test_repr_shows_the_calls():

@@ -58,7 +58,7 @@ def read(_path):
 
 SOURCES = {
     "generator": lambda: Dataset.from_generator(reusing()),
-    "signature": lambda: Dataset.from_generator(reusing(), ArraySpec((3,), np.float64)),
+    "signature": lambda: Dataset.from_generator(reusing(), output_signature=ArraySpec((3,), np.float64)),
     "files": lambda: Dataset.from_files(["a path"], read),
     "map-style": lambda: Dataset.from_source(Reusing()),
     "mapped rows": lambda: Dataset.range(6).map(filling()),
@@ -126,7 +126,7 @@ def test_writing_into_what_is_read_leaves_the_source_as_it_was(replicas):
     ready_made = [kept[:4], kept[4:]]
     datasets = [
         Dataset.from_generator(lambda: (kept[i : i + 2] for i in range(0, 6, 2))),
-        Dataset.from_generator(lambda: iter(ready_made), ArraySpec((None, 2), np.float64)),
+        Dataset.from_generator(lambda: iter(ready_made), output_signature=ArraySpec((None, 2), np.float64)),
         Dataset.from_source(ready_made),
         Dataset.from_files(["a path"], lambda _: ready_made),
         Dataset.range(2).map(lambda i: ready_made[i]),
