@@ -31,7 +31,7 @@ class Device(NamedTuple):
     def __str__(self) -> str:
         if self.job is None:
             return f"{self.kind}:{self.number}"
-        return f"/job:{self.job}/task:{self.task}/device:{self.kind.upper()}:{self.number}"
+        return f"/job:{self.job}/replica:0/task:{self.task}/device:{self.kind.upper()}:{self.number}"
 
 
 def parse_device(text: str) -> Device:
@@ -42,7 +42,7 @@ def parse_device(text: str) -> Device:
         ValueError: Not a device string.
 
     >>> str(parse_device("/job:worker/task:0/device:GPU:1"))
-    '/job:worker/task:0/device:GPU:1'
+    '/job:worker/replica:0/task:0/device:GPU:1'
     >>> str(parse_device("CPU")), str(parse_device("/job:localhost/replica:0/task:0/device:CPU:1"))
     ('cpu:0', 'cpu:1')
     """

@@ -35,7 +35,7 @@ class RemoteComponent(Component):
         number: The server's number of the variable.
         kind: Its shape and dtype.
         name: The variable's.
-        device: Where it is, such as ``"/job:ps/task:0/device:CPU:0"``.
+        device: Where it is, such as ``"/job:ps/replica:0/task:0/device:CPU:0"``.
     """
 
     def __init__(self, connection: Connection, number: int, kind: Kind, name: str, device: str) -> None:

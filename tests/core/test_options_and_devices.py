@@ -68,8 +68,8 @@ def test_names_of_implementations() -> None:
         ("CPU", "cpu:0"),
         ("/gpu:1", "gpu:1"),
         ("/device:GPU:2", "gpu:2"),
-        ("/job:worker/task:3/device:CPU:0", "/job:worker/task:3/device:CPU:0"),
-        ("/job:worker/replica:0/task:3/cpu:0", "/job:worker/task:3/device:CPU:0"),
+        ("/job:worker/task:3/device:CPU:0", "/job:worker/replica:0/task:3/device:CPU:0"),
+        ("/job:worker/replica:0/task:3/cpu:0", "/job:worker/replica:0/task:3/device:CPU:0"),
     ],
 )
 def test_devices_have_one_form(text: str, canonical: str) -> None:

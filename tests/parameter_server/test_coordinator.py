@@ -32,7 +32,7 @@ def test_what_the_strategy_is_on_the_chief(strategy: Any, coordinator: Any) -> N
     assert strategy.extended.should_checkpoint
     assert strategy.cluster_resolver.task_type == "chief"
     assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 2
-    assert strategy.extended.parameter_devices == ("/job:ps/task:0/device:CPU:0", "/job:ps/task:1/device:CPU:0")
+    assert strategy.extended.parameter_devices == tuple(f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(2))
     with strategy.scope():
         variables = [mpidist.Variable(float(i)) for i in range(4)]
         with strategy.extended.colocate_vars_with(variables[1]):

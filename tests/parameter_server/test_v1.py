@@ -54,7 +54,7 @@ def facts(resolver: Any, local: int) -> None:
     assert strategy.num_replicas_in_sync == local
     assert strategy.cluster_resolver is resolver
     assert extended.worker_devices == tuple(devices)
-    assert extended.parameter_devices == ("/job:ps/task:0/device:CPU:0", "/job:ps/task:1/device:CPU:0")
+    assert extended.parameter_devices == tuple(f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(2))
     assert extended.should_checkpoint == extended.experimental_should_init == (worker == 0)
     assert extended.experimental_between_graph
     assert not extended.experimental_require_static_shapes
@@ -201,7 +201,7 @@ def dealt(strategy: Any) -> Any:
     read = strategy.extended.read_all([variables[0], variables[0], variables[4]])
     read[0] += 1.0
     same(read[1], [7.0, 7.0])
-    places = [int(variable.device.split(":")[2][0]) for variable in (*variables, beside, within, beside_too, after)]
+    places = [int(variable.device.split("task:")[1][0]) for variable in (*variables, beside, within, beside_too, after)]
     return first, places, beside.is_initialized()
 
 
