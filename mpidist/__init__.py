@@ -55,6 +55,7 @@ from mpidist.input import (  # noqa: E402
     InputContext,
     InputOptions,
     InputReplicationMode,
+    Options,
 )
 from mpidist.strategies import (  # noqa: E402
     MirroredStrategy,
@@ -136,6 +137,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "Options",
     "OutOfRangeError",
     "ParameterServerStrategy",
     "PeerError",
