@@ -21,6 +21,7 @@ from mpidist.topology.real_stderr import STDERR, lasting_descriptor, write_last
 _LISTEN_SECONDS = 0.2
 # More than that: the first rank prints before it listens.
 _ANSWER_SECONDS = 0.5
+_RETRY_SECONDS = 0.005
 _MOST_WAITING = 1024
 _HEARD = b"!"
 _RANK = struct.Struct("q")
@@ -39,9 +40,13 @@ def print_once(text: str, key: str, rank: int, name_of: Callable[[Iterable[int]]
         name_of: Gives ranks as text.
     """
     address = _address(key)
-    listening = _listen(address)
-    if listening is None:
-        if not _another_prints(address, rank):
+    end = time.monotonic() + _ANSWER_SECONDS
+    while (listening := _listen(address)) is None:
+        is_named = _another_prints(address, rank)
+        if is_named is None and time.monotonic() < end:
+            time.sleep(_RETRY_SECONDS)
+            continue
+        if not is_named:
             write_last(f"{name_of([rank])}:\n{text}")
         return
     connections: list[socket.socket] = []
@@ -106,8 +111,11 @@ def _hear(listening: socket.socket, connections: list[socket.socket]) -> Iterabl
             continue
 
 
-def _another_prints(address: bytes, rank: int) -> bool:
-    """Whether the rank that has this name prints the error and names this rank; comes back when it has."""
+def _another_prints(address: bytes, rank: int) -> bool | None:
+    """Whether the rank that has this name prints the error and names this rank; comes back when it has.
+
+    None where it does not listen yet, or not any more.
+    """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_SECONDS)
@@ -117,6 +125,8 @@ def _another_prints(address: bytes, rank: int) -> bool:
             connection.send(_RANK.pack(rank))
             heard = connection.recv(1) == _HEARD
             return heard and connection.recv(1) == b""
+    except ConnectionRefusedError:
+        return None
     except OSError:
         return False
 

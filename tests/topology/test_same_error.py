@@ -51,7 +51,7 @@ def test_a_rank_that_is_not_named_prints_it_itself(printed: list[str], monkeypat
     address = same_error._address("one")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
         first.bind(address)
-        prints("one", 1)  # refused
+        prints("one", 1)  # it does not listen
         first.listen()
         start = time.monotonic()
         prints("one", 2)  # no answer
