@@ -121,7 +121,7 @@ class CachedFile(SameItems):
                     writer.finish()
                     whole.close()
                 yield element
-            if writer.count != self.cardinality:
+            if not writer.is_finished:
                 writer.finish()
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:

@@ -13,6 +13,7 @@ from mpidist.arrays.dtypes import as_dtype
 from mpidist.core.files import open_regular
 from mpidist.input.elements import as_element, as_numpy, map_leaves
 
+_WRITTEN_AT_ONCE = 1 << 20
 _FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 
@@ -75,12 +76,15 @@ class ElementWriter:
 
     Attributes:
         count: How many have been written.
+        is_finished: Whether the end has been written.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "wb", closefd=False)
-        self._file.write(_FIRST_LINE)
+        # No file object: one that outlives the descriptor writes what it holds into the file that has its number then.
+        self._descriptor = descriptor
+        self._held = bytearray(_FIRST_LINE)
         self.count = 0
+        self.is_finished = False
 
     def add(self, element: Any) -> None:
         """Write an element."""
@@ -88,14 +92,24 @@ class ElementWriter:
         payloads: list[bytes] = []
         structure = _described(element, leaves, payloads)
         head = {"structure": structure, "leaves": leaves}
-        self._file.write(json.dumps(head).encode() + b"\n")
-        self._file.writelines(payloads)
+        self._held += json.dumps(head).encode() + b"\n"
+        self._held += b"".join(payloads)
+        if len(self._held) >= _WRITTEN_AT_ONCE:
+            self._write_held()
         self.count += 1
 
     def finish(self) -> None:
         """Write the end, without which a file is not whole."""
-        self._file.write(json.dumps({"elements": self.count}).encode() + b"\n")
-        self._file.flush()
+        self._held += json.dumps({"elements": self.count}).encode() + b"\n"
+        self._write_held()
+        self.is_finished = True
+
+    def _write_held(self) -> None:
+        with memoryview(self._held) as held:
+            start = 0
+            while start < len(held):
+                start += os.write(self._descriptor, held[start:])
+        self._held = bytearray()
 
 
 def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:

@@ -1,5 +1,6 @@
 """What tf.data's everyday steps give: from_tensors, unbatch, cache, concatenate, padded_batch, window, sampling."""
 
+import gc
 import operator
 import pickle
 from collections import namedtuple
@@ -393,3 +394,28 @@ def test_what_tensorflow_leaves_to_itself_is_taken():
         with pytest.raises(ValueError, match="-1"):
             wrong(dataset)
     assert len(list(islice(dataset.as_numpy_iterator(), 2))) == 2
+
+
+def test_a_cache_that_fails_writes_into_no_other_file(tmp_path):
+    def fails_at_three(x):
+        if x == 3:
+            raise OSError("no such sample")
+        return x
+
+    errors = []
+    try:
+        list(Dataset.range(5).map(fails_at_three).cache(tmp_path / "kept"))
+    except OSError as error:
+        errors.append(error)  # its traceback holds all that was open
+    with (tmp_path / "other").open("wb") as other:
+        other.write(b"mine")
+        other.flush()
+        errors.clear()
+        gc.collect()
+    assert (tmp_path / "other").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("empty", [Dataset.range(0), Dataset.range(1).batch(6, drop_remainder=True)])
+def test_a_cache_of_nothing(tmp_path, empty):
+    dataset = empty.cache(tmp_path / "kept")
+    assert [list(dataset) for _ in range(2)] == [[], []]
