@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.core import nest
 
 # Makes what the caller gets of the arrays that a collective gives.
@@ -66,14 +66,30 @@ def read_out(out: Any, structure: str) -> list[Array]:
     """Return the arrays of ``out``.
 
     Raises:
-        ValueError: It is of another structure than the value.
+        ValueError: It is of another structure than the value, or holds a number, or one array twice.
         TypeError: A leaf that is no array.
     """
     arrays, given, _ = read(out)
+    if type(out) is not np.ndarray:
+        check_can_be_written(out, arrays)
     if given != structure:
         flat = "an array, or a list of arrays"
         raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
     return arrays
+
+
+def check_can_be_written(out: Any, arrays: Sequence[Array]) -> None:
+    """Raise ValueError where a leaf of ``out`` is a number, which cannot be written, or an array is there twice."""
+    leaves = out if type(out) is list else nest.flatten(out)
+    kinds = {*map(type, leaves)}
+    if kinds != _ARRAYS and any(issubclass(kind, NUMBERS) for kind in kinds):
+        number = next(leaf for leaf in leaves if isinstance(leaf, NUMBERS))
+        raise ValueError(
+            f"out holds the number {number!r}, which cannot be written; expected arrays: make it one in value and out, "
+            "numpy.asarray(number)"
+        )
+    if len({*map(id, arrays)}) != len(arrays):
+        raise ValueError("out holds one array twice; expected an array for each result")
 
 
 def _read_nest(value: Any) -> tuple[list[Array], str, Rebuild]:

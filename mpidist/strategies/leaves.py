@@ -10,6 +10,7 @@ import numpy as np
 from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives.packing import overlapping
+from mpidist.collectives.reading import check_can_be_written
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, ReplicaValues, Variable
@@ -37,7 +38,9 @@ def outputs_for(value: Any, out: Any) -> list[Array]:
         nest.assert_same_structure(value, out)
     except ValueError as error:
         raise ValueError(f"out does not fit the value: {error}") from None
-    return [to_array(leaf, "out") for leaf in nest.flatten(out)]
+    arrays = [to_array(leaf, "out") for leaf in nest.flatten(out)]
+    check_can_be_written(out, arrays)
+    return arrays
 
 
 def copy_into(out: Any, value: Any) -> Any:

@@ -46,15 +46,19 @@ def reduce_over_axis(
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
-    if op is not ReduceOp.MEAN:
-        return extended._reduce(op, _as_contributions(extended, parts), along)
-    contributions = _as_contributions(extended, [*parts, *counts])
-    totals = extended._reduce(ReduceOp.SUM, contributions, f"mean of {along}")
+    if op is ReduceOp.MEAN:
+        totals = extended._reduce(ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}")
+    else:
+        totals = extended._reduce(op, _as_contributions(extended, parts), along)
     results = []
-    for total, count, sample in zip(totals[: len(leaves)], totals[len(leaves) :], samples, strict=True):
-        mean = _divide(to_array(total), to_array(count), to_array(sample))
+    for index, sample in enumerate(samples):
+        total, dtype = to_array(totals[index]), reduction_dtypes(to_array(sample).dtype, op)[1]
+        if op is ReduceOp.MEAN:
+            total = _divide(total, to_array(totals[len(leaves) + index]))
+        with place_of(total).current():
+            result = total.astype(dtype, copy=False)
         restore = restorer(sample)
-        results.append(mean[()] if restore is None else restore(mean))
+        results.append(result[()] if restore is None else restore(result))
     return results
 
 
@@ -87,14 +91,13 @@ def _check_axes(array: Array, axes: tuple[int, ...]) -> None:
 
 def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
     _check_axes(array, axes)
-    wire, result = reduction_dtypes(array.dtype, op)
+    wire = reduction_dtypes(array.dtype, op)[0]
     place = place_of(array)
     with place.current():
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return _extreme(array, op, axes, place)
-        total = to_array(_ALONG[op](array, axis=axes, dtype=wire))
-        # A mean is divided, and rounded to its dtype, once at the end.
-        return total if op is ReduceOp.MEAN else total.astype(result, copy=False)
+        # Rounded to the dtype of the result once, at the end.
+        return to_array(_ALONG[op](array, axis=axes, dtype=wire))
 
 
 def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) -> Array:
@@ -121,7 +124,6 @@ def _count(array: Array, axes: tuple[int, ...]) -> Array:
     return place_of(array).brings(np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64)))
 
 
-def _divide(total: Array, count: Array, sample: Array) -> Array:
-    dtype = reduction_dtypes(sample.dtype, ReduceOp.MEAN)[1]
+def _divide(total: Array, count: Array) -> Array:
     with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
-        return to_array(np.true_divide(total, count)).astype(dtype)
+        return to_array(np.true_divide(total, count))

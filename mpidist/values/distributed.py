@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.core import nest
 from mpidist.core.context import current_frame, has_strategy
 from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import array_of
@@ -63,7 +64,10 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         index = frame.update_replica_id
         if index is None and frame.replica_context is not None and has_strategy():
             index = frame.replica_context.local_replica_id
-        if index is None or index >= len(self.values):
+        extended = frame.strategy.extended
+        # An update of a copy that all replicas share is of none of them.
+        is_of_all = frame.update_replica_id is not None and extended._is_central and len(self.values) > 1
+        if index is None or len(self.values) != len(extended.local_replica_ids) or is_of_all:
             raise ValueError(
                 f"a PerReplica value of {len(self.values)} replicas was used as one array; "
                 "use it inside strategy.run(fn), combine it with strategy.reduce('SUM', value, axis=None), "
@@ -86,6 +90,11 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         except ValueError as error:
             raise AttributeError(str(error)) from None  # so that hasattr() says no
         return getattr(component, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        return func(*nest.map_structure(here, tuple(args)), **nest.map_structure(here, kwargs or {}))
 
     def __getitem__(self, key: Any) -> Any:
         return self._here()[here(key)]

@@ -46,6 +46,11 @@ def regroup(
         return values[0]
 
     def group(*leaves: Any) -> Any:
+        # What a replica function captured and hands on is its replica's value.
+        leaves = tuple(
+            leaf.values[i] if isinstance(leaf, PerReplica) and len(leaf.values) == len(leaves) else leaf
+            for i, leaf in enumerate(leaves)
+        )
         if not always_wrap:
             first = leaves[0]
             if isinstance(first, Component) and all(

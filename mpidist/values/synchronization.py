@@ -61,14 +61,13 @@ class Policy(Protocol):
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
-    if isinstance(value, PerReplica):
-        if len(value.values) != len(variable.values) or variable._policy is _CENTRAL:
-            raise ValueError(
-                f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r}, which has "
-                f"{len(variable.values)} copies on this rank; expected one value: reduce it first with "
-                "strategy.reduce(...), or assign inside strategy.run()"
-            )
-        variable._is_compared = False
+    is_central = variable._policy is _CENTRAL
+    if isinstance(value, PerReplica) and (is_central or len(value.values) != len(variable.values)):
+        raise ValueError(
+            f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r}, which has "
+            f"{len(variable.values)} copies on this rank; expected one value: reduce it first with "
+            "strategy.reduce(...), or assign inside strategy.run()"
+        )
     for i, component in enumerate(variable.values):
         if isinstance(value, ReplicaValues):
             part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
@@ -87,7 +86,7 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         how: What is done to it.
         rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
     """
-    if variable.synchronization == VariableSynchronization.ON_READ or not variable._is_compared:
+    if variable.synchronization == VariableSynchronization.ON_READ or variable._is_copy or variable._differs:
         yield
         return
     extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable._label!r}"
@@ -122,16 +121,29 @@ class _OnWrite:
                 op = ReduceOp.from_variable_aggregation(variable.aggregation)
                 combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
+            if how is ASSIGN:
+                variable._differs = False
 
         doing = f"{how.__name__.lower()} of variable {variable._label!r}"
         context._meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        if isinstance(value, PerReplica):
-            _write_all(variable, how, value)
+        doing = f"{how.__name__.lower()} outside of strategy.run()"
+        differs = isinstance(value, PerReplica)
+        if not differs and not (variable._differs and how is ASSIGN):
+            with changing(variable, doing):
+                _write_all(variable, how, value)
             return
-        with changing(variable, f"{how.__name__.lower()} outside of strategy.run()"):
-            _write_all(variable, how, value)
+        # There is no state to be compared before or after: the copies differ. But all ranks have to do it.
+        _write_all(variable, how, value)
+        variable._differs = differs
+        if not variable._is_copy:
+            what = f"{doing} {'of a PerReplica ' if differs else ''}to variable {variable._label!r}"
+            variable.distribute_strategy.extended._done(
+                f"copies of {variable._label}",
+                what,
+                lambda: 1 if differs else checksum(variable.values[0]._local_array(), on_host),
+            )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
         if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):

@@ -210,8 +210,9 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         self._policy: Policy = policy_for(synchronization, strategy.extended._is_central)
         self.name = name
         self._label = strategy.extended._variable_names.label(name) if label is None else label
-        # Whether the ranks compare what they assign.
-        self._is_compared = label is None
+        self._is_copy = label is not None
+        # Whether the copies were given values that differ.
+        self._differs = False
         self._copies = 0
         self.trainable = trainable
         self.constraint = constraint

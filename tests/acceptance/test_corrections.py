@@ -96,3 +96,75 @@ def test_a_variable_is_a_distributed_value_that_shows_itself(strategy: Any) -> N
     passed: list[Any] = []
     strategy.run(passed.append, args=(variable,))
     assert all(value is variable for value in passed)
+
+
+def test_sums_along_an_axis_are_rounded_once(strategy: Any) -> None:
+    value = per_replica(strategy, lambda i: np.array([2048.0, 0.99], np.float16))
+    exact = sum(np.float32(np.float16(x)) for x in (2048.0, 0.99) * strategy.num_replicas_in_sync)
+    result = strategy.reduce("SUM", value, axis=0)
+    assert (result.dtype, result) == (np.float16, np.float16(exact))
+
+
+@pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-*"), indirect=True)
+def test_a_captured_value_is_handed_on_as_the_replicas(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
+    captured = per_replica(strategy, lambda i: np.full(2, float(i)))
+
+    def replica() -> Any:
+        parts = mpidist.get_replica_context().merge_call(strategy_and_values, args=({"x": captured},))
+        return {"x": captured, "sum": parts}
+
+    def strategy_and_values(merged: Any, values: Any) -> Any:
+        return merged.reduce("SUM", values["x"], axis=None)
+
+    results = strategy.run(replica)
+    same(strategy.reduce("SUM", results["x"], axis=None), np.full(2, n * (n - 1) / 2))
+    for part in strategy.experimental_local_results(results["sum"]):
+        same(part, np.full(2, n * (n - 1) / 2))
+
+
+@pytest.mark.parametrize("strategy", layouts("mirrored-2local", "central-*"), indirect=True)
+def test_a_captured_value_in_an_update_is_that_of_the_copy(strategy: Any) -> None:
+    captured = per_replica(strategy, float)
+    variable = make_variable(strategy, 0.0)
+    if len(variable.values) < strategy.num_replicas_in_sync:
+        with pytest.raises(ValueError, match="used as one array"):
+            strategy.extended.update(variable, lambda v: v.assign_add(captured + 1.0))
+        return
+    strategy.extended.update(variable, lambda v: v.assign_add(captured + 1.0))
+    assert [float(copy.numpy()) for copy in variable.values] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
+@pytest.mark.min_ranks(2)
+def test_copies_that_were_made_to_differ_are_compared_again_when_equal(strategy: Any) -> None:
+    rank = mpidist.rank()
+    variable = make_variable(strategy, 1.0)
+    one = per_replica(strategy, lambda i: 1)
+
+    def meet() -> None:
+        strategy.reduce("SUM", one, axis=None)
+
+    variable.assign(per_replica(strategy, float))
+    variable.assign_add(10.0)
+    meet()
+    variable.assign(2.0)
+    meet()
+    variable.assign(10.0 * rank)
+    with pytest.raises(mpidist.MismatchError, match="assign"):
+        meet()
+    variable.assign(per_replica(strategy, float) if rank == 0 else 5.0)
+    with pytest.raises(mpidist.MismatchError, match="PerReplica"):
+        meet()
+
+
+@pytest.mark.parametrize("strategy", layouts("one_device", "multi_worker-*"), indirect=True)
+def test_out_takes_no_numbers_and_no_array_twice(strategy: Any) -> None:
+    array = np.ones(2)
+
+    def replica(value: Any, out: Any, said: str) -> None:
+        with pytest.raises((ValueError, mpidist.PeerError), match=said):
+            mpidist.get_replica_context().all_reduce("SUM", value, out=out)
+
+    strategy.run(replica, args=({"g": np.ones(2), "loss": 3.0}, {"g": array, "loss": 3.0}, "the number 3.0"))
+    strategy.run(replica, args=({"a": np.ones(2), "b": np.ones(2)}, {"a": array, "b": array}, "twice"))
