@@ -60,7 +60,10 @@ def _rebuild(like: Any, children: list[Any]) -> Any:
         return rebuilt
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*children)
-    if isinstance(like, (list, tuple)):
+    if isinstance(like, tuple):
+        # A subclass may be for one kind of items alone, as torch.Size is for sizes.
+        return tuple(children)
+    if isinstance(like, list):
         return type(like)(children)
     rebuilt = copy.copy(like)
     for attribute, child in zip(type(like).__attrs_attrs__, children, strict=True):

@@ -52,6 +52,17 @@ def test_named_tuples_keep_their_type() -> None:
     assert nest.map_structure(lambda a, b: a + b, Point(1, [2]), Point(10, [20])) == Point(11, [22])
 
 
+def test_tuples_for_one_kind_of_items_become_plain() -> None:
+    class Sizes(tuple):  # as torch.Size
+        def __new__(cls, items: Any) -> Any:
+            items = list(items)
+            if not all(isinstance(item, int) for item in items):
+                raise TypeError("expected sizes")
+            return super().__new__(cls, items)
+
+    assert nest.map_structure(str, Sizes([2, 3])) == ("2", "3")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
