@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpidist.checkpoint.leaves import Leaves, is_within, keys_above
+from mpidist.checkpoint.leaves import Leaves, keys_above
 from mpidist.checkpoint.manifest import Manifest
 
 
@@ -71,21 +72,40 @@ def align(manifest: Manifest, leaves: Leaves) -> Aligned:
 
 
 def _take_apart(tables: dict[str, dict[str, Any]], links: Mapping[str, str], leaves: Leaves, aligned: Aligned) -> None:
-    here = {*leaves.saved(), *leaves.containers, *leaves.objects}
-    queue, known = sorted(links.items()), dict(links)
-    for key, to in queue:
-        if key in leaves.links or not any(is_within(name, key) for name in here):
-            continue
-        for kind, table in tables.items():
-            for name in [name for name in table if is_within(name, to)]:
-                table.setdefault(key + name[len(to) :], table[name])
-                if kind == "tensors":
-                    aligned.sources[key + name[len(to) :]] = aligned.source(name)
-        for name, further in list(known.items()):
-            linked = key + name[len(to) :]
-            if is_within(name, to) and linked not in known:
-                known[linked] = further
-                queue.append((linked, further))
+    """Add what the keys that are here lead to, and no other ones: in a ring there is no end of keys."""
+    sources = {key: follow(key, links) for key in (*leaves.saved(), *leaves.containers, *leaves.objects)}
+    sources = {key: source for key, source in sources.items() if source != key}
+    names = {kind: sorted(table) for kind, table in tables.items()}
+
+    def add(kind: str, key: str, name: str) -> None:
+        if key not in tables[kind]:
+            tables[kind][key] = tables[kind][name]
+            if kind == "tensors":
+                aligned.sources[key] = name
+
+    for key, source in sources.items():
+        # These take what they have no part for yet, too.
+        is_open = key in leaves.deferring or key in leaves.containers
+        for kind in tables:
+            for name in (*_inside(names[kind], source), source) if is_open else (source,):
+                if name in tables[kind]:
+                    add(kind, key + name[len(source) :], name)
+    objects: dict[str, list[str]] = {}
+    for key in leaves.objects.keys() & sources.keys():
+        objects.setdefault(sources[key], []).append(key)
+    here = {*leaves.saved()}
+    for source, keys in sorted(objects.items()):
+        for name in _inside(names["tensors"], source):
+            lacking = (key + name[len(source) :] for key in sorted(keys))
+            # One that lacks it is enough for the value to wait.
+            first = next((key for key in lacking if follow(key, leaves.links) not in here), None)
+            if first is not None:
+                add("tensors", first, name)
+
+
+def _inside(names: list[str], outer: str) -> list[str]:
+    """Return those of sorted keys that are of something in the object ``outer``."""
+    return names[bisect_left(names, f"{outer}/") : bisect_left(names, f"{outer}0")]
 
 
 def _bring_together(tables: dict[str, dict[str, Any]], leaves: Leaves, aligned: Aligned) -> None:

@@ -141,6 +141,25 @@ def test_a_ring_is_told_from_a_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_rank
+def test_many_ways_back_are_restored_where_things_are_separate(tmp_path: Path) -> None:
+    names = [f"l{i}" for i in range(40)]  # two to the power of that many paths
+    one: Any = SimpleNamespace(v=mpidist.Variable(1.0))
+    vars(one).update(dict.fromkeys(names, one))
+    path = Checkpoint(m=one).save(tmp_path / "ckpt")
+    apart: Any = SimpleNamespace(v=mpidist.Variable(0.0))
+    vars(apart).update((name, SimpleNamespace(v=mpidist.Variable(0.0))) for name in names)
+    Checkpoint(m=apart).restore(path).assert_consumed()
+    assert {float(getattr(apart, name).v.numpy()) for name in names} == {1.0}
+    # One of them has yet to make its variable.
+    apart.l7 = SimpleNamespace()
+    status = Checkpoint(m=apart).restore(path)
+    assert status.deferred == ("m/v",)
+    apart.l7.v = mpidist.Variable(0.0)
+    assert apart.l7.v.numpy() == 1.0
+    status.assert_consumed()
+
+
+@pytest.mark.one_rank
 def test_objects_with_nothing_to_save(tmp_path: Path) -> None:
     for wrong in (object(), threading.Lock(), print, Dense, np):
         with pytest.raises(TypeError, match="'x' is a .*; expected a variable.*an object with these in its attributes"):
