@@ -15,7 +15,7 @@ from mpidist.arrays.convert import is_jax, is_torch, is_torch_module, is_torch_o
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_key
-from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, child_key, escaped, is_on_read, is_within
+from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, child_key, escaped, is_on_read, keys_above
 from mpidist.checkpoint.places import Entry, Place, attribute_of, entry_of
 from mpidist.core.enums import VariableAggregation
 from mpidist.values.composite import AnyVariable
@@ -89,8 +89,7 @@ class _Collector:
         for found, name in self._without_key:
             if any(True for _ in _parts_in(found.value[name])):
                 raise _wrong_dict_key(found.key, name)
-        saved = list(leaves.saved())
-        leaves.links = {key: to for key, to in leaves.links.items() if any(is_within(leaf, to) for leaf in saved)}
+        leaves.links = _links_to_something(leaves)
         return leaves
 
     def _look_at(self, found: _Found) -> None:
@@ -185,6 +184,21 @@ class _Collector:
         for name in sorted(vars(value).keys() - {WAITING_ATTRIBUTE}):
             place = attribute_of(value, name, found.place)
             self.add(_Found(vars(value)[name], child_key(key, name), place, is_optional=True))
+
+
+def _links_to_something(leaves: Leaves) -> dict[str, str]:
+    """Return the links to what is saved, and to objects in which something is or has such a link in its turn."""
+    links_to: dict[str, list[str]] = {}
+    for key, to in leaves.links.items():
+        links_to.setdefault(to, []).append(key)
+    kept, queue = set[str](), deque(leaves.saved())
+    while queue:
+        key = queue.popleft()
+        for to in (keys_above(key) | {key}) & links_to.keys():
+            further = links_to.pop(to)
+            kept.update(further)
+            queue.extend(further)
+    return {key: to for key, to in leaves.links.items() if key in kept}
 
 
 def _parts_in(value: Any) -> Iterator[str]:

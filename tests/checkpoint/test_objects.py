@@ -160,6 +160,26 @@ def test_many_ways_back_are_restored_where_things_are_separate(tmp_path: Path) -
 
 
 @pytest.mark.one_rank
+def test_an_object_that_holds_nothing_of_its_own(tmp_path: Path) -> None:
+    def made(*kernels: mpidist.Variable) -> Any:
+        # The encoder has the kernel of the model, its holder has the encoder, and each is there twice.
+        encoders = [SimpleNamespace(k=kernels[i]) for i in (-2, -1)]
+        return SimpleNamespace(kernel=kernels[0], a=SimpleNamespace(e=encoders[0]), b=SimpleNamespace(e=encoders[1]))
+
+    one: Any = made(*[mpidist.Variable(3.0)] * 3)
+    one.b = one.a
+    one.b.itself = one.b
+    one.empty = one.same = SimpleNamespace()
+    one.empty.itself = one.empty
+    path = Path(Checkpoint(m=one).save(tmp_path / "ckpt"))
+    links = {"m/a/e/k": "m/kernel", "m/b": "m/a", "m/a/itself": "m/a"}
+    assert json.loads((path / "manifest.json").read_text())["links"] == links
+    kernels = [mpidist.Variable(0.0) for _ in range(3)]
+    Checkpoint(m=made(*kernels)).restore(path).assert_consumed()
+    assert [float(kernel.numpy()) for kernel in kernels] == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.one_rank
 def test_objects_with_nothing_to_save(tmp_path: Path) -> None:
     for wrong in (object(), threading.Lock(), print, Dense, np):
         with pytest.raises(TypeError, match="'x' is a .*; expected a variable.*an object with these in its attributes"):
