@@ -152,6 +152,11 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_sparse(tensor: Any) -> bool:
+    """Whether a tensor of PyTorch is sparse, which NumPy has nothing for."""
+    return tensor.layout is not sys.modules["torch"].strided
+
+
 def is_torch_module(value: object) -> bool:
     """Whether ``value`` is a module of PyTorch, which has many tensors."""
     torch = sys.modules.get("torch")
@@ -213,7 +218,7 @@ def _from_torch(tensor: Any, what: str) -> Array:
         return bits.view(ml_dtypes.bfloat16)
     try:
         array: Array = tensor.numpy()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise TypeError(f"{what} is a torch.Tensor that NumPy cannot read: {error}") from error
     return array
 

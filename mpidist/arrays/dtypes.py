@@ -21,14 +21,16 @@ HALF = ("float16", "bfloat16")
 
 def check_transportable(dtype: DType, what: str) -> None:
     """Raise TypeError unless elements of ``dtype`` are numbers or bools in this machine's byte order."""
-    if dtype.kind in "biufc" and dtype.isnative:
-        return
-    if dtype.name == "bfloat16":
-        return
-    raise TypeError(
-        f"{what} takes numbers in native byte order, and was given dtype {dtype!r}; "
-        "convert it first, for example with array.astype('float32')"
-    )
+    if not is_transportable(dtype):
+        raise TypeError(
+            f"{what} takes numbers in native byte order, and was given dtype {dtype!r}; "
+            "convert it first, for example with array.astype('float32')"
+        )
+
+
+def is_transportable(dtype: DType) -> bool:
+    """Whether elements of ``dtype`` are numbers or bools in this machine's byte order."""
+    return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
 
 
 @lru_cache(maxsize=256)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import is_jax, is_torch, is_torch_module, is_torch_optimizer, to_array
+from mpidist.arrays.convert import is_jax, is_sparse, is_torch, is_torch_module, is_torch_optimizer, to_array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import check_transportable
+from mpidist.arrays.dtypes import check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_key
 from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, child_key, escaped, is_on_read, keys_above
 from mpidist.checkpoint.places import Entry, Place, attribute_of, entry_of
@@ -21,8 +22,6 @@ from mpidist.core.enums import VariableAggregation
 from mpidist.values.composite import AnyVariable
 
 _PLAIN = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
-# Kinds of NumPy dtypes that hold no numbers: objects, text and dates.
-_NO_NUMBERS = "OSUTMm"
 # Objects of these are no one's model. Those of mpidist that have something to save say so themselves.
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
@@ -36,8 +35,8 @@ def collect(objects: dict[str, Any]) -> Leaves:
     returns something that JSON has, and ``restore(state)``.
 
     Any other object of a class of the program takes part by what its attributes hold at any depth, as tf.Module does:
-    numbers, strings and whatever else stands there are its settings. The shortest path to an object, and of those the
-    first by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
+    numbers, strings and what cannot be saved are its settings. The shortest path to an object, and of those the first
+    by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
@@ -59,6 +58,7 @@ class _Found:
         place: Where it stands, if it can be replaced there.
         is_optional: Whether it stands in an attribute, where things that cannot be saved are no error.
         outer: The container that it is an entry of.
+        lost: The error if a variable is found here or in it, which no key would lead to.
     """
 
     value: Any
@@ -66,6 +66,21 @@ class _Found:
     place: Place | None = None
     is_optional: bool = False
     outer: _Found | None = None
+    lost: Exception | None = None
+
+    def part(
+        self,
+        value: Any,
+        name: str | int,
+        place: Place | None = None,
+        *,
+        is_optional: bool = False,
+        is_entry: bool = False,
+    ) -> _Found:
+        """Return a part of the thing as what was found."""
+        # What has no key does not need longer and longer ones.
+        key = self.key if self.lost is not None else child_key(self.key, name)
+        return _Found(value, key, place, is_optional, self if is_entry else None, self.lost)
 
 
 class _Collector:
@@ -76,60 +91,72 @@ class _Collector:
         self._queue: deque[_Found] = deque()
         # What was met, by id. The things are kept, as another one could get the id of one that is gone.
         self._met: dict[int, tuple[str, Any]] = {}
-        # Under dict keys that cannot be part of a path: fine, as long as nothing is there that is saved.
-        self._without_key: list[tuple[_Found, Any]] = []
+        # What no key leads to: looked at last, as a variable that has one elsewhere is not lost.
+        self._without_key: deque[_Found] = deque()
 
     def add(self, found: _Found) -> None:
-        self._queue.append(found)
+        (self._queue if found.lost is None else self._without_key).append(found)
 
     def result(self) -> Leaves:
         while self._queue:
             self._look_at(self._queue.popleft())
+        while self._without_key:
+            self._look_at(self._without_key.popleft())
         leaves = self._leaves
-        for found, name in self._without_key:
-            if any(True for _ in _parts_in(found.value[name])):
-                raise _wrong_dict_key(found.key, name)
         leaves.links = _links_to_something(leaves)
         return leaves
 
     def _look_at(self, found: _Found) -> None:
-        value, key, leaves = found.value, found.key, self._leaves
-        if not is_key(key):
-            raise ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
-        if isinstance(value, AnyVariable):
+        value, key = found.value, found.key
+        if found.lost is None and not is_key(key):
+            self._pass_over(found, _too_deep(key))
+        elif isinstance(value, AnyVariable):
             _check_readable(value, key)
             if self._is_new(found):
-                leaves.add("variables", key, value)
+                self._take("variables", found, value)
         elif isinstance(value, np.ndarray) or is_device_array(value) or is_torch(value) or is_jax(value):
             self._look_at_array(found)
-        elif hasattr(value, "_checkpoint_children") and not isinstance(value, type):
+        elif _has_methods(value, "_checkpoint_children") and not isinstance(value, type):
             self._look_at_children(found)
         elif isinstance(value, (Mapping, list, tuple)):
             self._look_at_container(found)
         elif isinstance(value, _PLAIN):
             if not found.is_optional:
-                leaves.add("places", key, _required(found))
+                self._take("places", found, _required(found))
         elif is_torch_module(value):
-            if self._is_new(found):
+            if found.lost is None and self._is_new(found):
                 for name, tensor in value.state_dict().items():
-                    self.add(_Found(tensor, child_key(key, name)))
-        elif callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None)):
-            leaves.add("iterators", key, value)
+                    self.add(found.part(tensor, name))
+        elif _has_methods(value, "state", "restore"):
+            self._take("iterators", found, value)
         elif _is_walked(value):
             self._look_at_attributes(found)
         elif not found.is_optional or is_torch_optimizer(value):
             raise _wrong_object(key, value)
 
+    def _pass_over(self, found: _Found, error: Exception) -> None:
+        """Look at something that can have no key, after all else: in attributes it is fine if no variable is in it."""
+        if not found.is_optional:
+            raise error
+        self.add(replace(found, lost=error))
+
+    def _take(self, kind: str, found: _Found, value: Any) -> None:
+        if found.lost is not None:
+            raise found.lost
+        self._leaves.add(kind, found.key, value)
+
     def _is_new(self, found: _Found) -> bool:
         """Whether the thing is met for the first time; otherwise its key becomes a link."""
-        first, _ = self._met.setdefault(id(found.value), (found.key, found.value))
-        if first != found.key:
-            self._leaves.add("links", found.key, first)
-        return first == found.key
+        if id(found.value) not in self._met:
+            self._met[id(found.value)] = (found.key, found.value)
+            return True
+        if found.lost is None:
+            self._leaves.add("links", found.key, self._met[id(found.value)][0])
+        return False
 
     def _look_at_array(self, found: _Found) -> None:
         value, key = found.value, found.key
-        if found.is_optional and isinstance(value, np.ndarray) and value.dtype.kind in _NO_NUMBERS:
+        if found.lost is not None or (found.is_optional and _is_setting(value)):
             return
         # Arrays of a list or dict that is given are made anew, one by one, where they lack; and which immutable arrays
         # are one object means nothing.
@@ -141,7 +168,7 @@ class _Collector:
         # Of a matrix, which is no vector even when it is asked to be one, the array whose memory it shows.
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         check_transportable(array.dtype, f"checkpoint object {key!r}")
-        self._leaves.add("arrays", key, array)
+        self._take("arrays", found, array)
         if is_jax(value):
             self._leaves.replaced[key] = _required(found)
 
@@ -149,6 +176,8 @@ class _Collector:
         value, key = found.value, found.key
         if not self._is_new(found):
             return
+        if found.lost is not None:
+            raise found.lost
         if hasattr(value, "_checkpoint_defer"):
             self._leaves.deferring[key] = value
         for name, child in value._checkpoint_children().items():
@@ -158,6 +187,8 @@ class _Collector:
         value, key, above = found.value, found.key, found.outer
         while above is not None:
             if above.value is value:
+                if found.is_optional:
+                    return
                 raise ValueError(
                     f"checkpoint object {key!r} is {above.key!r} itself, a {type(value).__name__}, which so would have "
                     "no end; expected lists, tuples and dicts that do not hold themselves"
@@ -168,22 +199,22 @@ class _Collector:
         for name, child in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(name, (str, int)):
                 place = entry_of(value, name, found.place)
-                self.add(_Found(child, child_key(key, name), place, found.is_optional, found))
-            elif found.is_optional:
-                self._without_key.append((found, name))
+                self.add(found.part(child, name, place, is_optional=found.is_optional, is_entry=True))
             else:
-                raise _wrong_dict_key(key, name)
+                inner = found.part(child, "", is_optional=found.is_optional, is_entry=True)
+                self._pass_over(inner, _wrong_dict_key(key, name))
 
     def _look_at_attributes(self, found: _Found) -> None:
         value, key = found.value, found.key
         if not self._is_new(found):
             return
-        self._leaves.objects[key] = value
+        if found.lost is None:
+            self._leaves.objects[key] = value
         if not found.is_optional:
             self._leaves.given.add(key)
         for name in sorted(vars(value).keys() - {WAITING_ATTRIBUTE}):
             place = attribute_of(value, name, found.place)
-            self.add(_Found(vars(value)[name], child_key(key, name), place, is_optional=True))
+            self.add(found.part(vars(value)[name], name, place, is_optional=True))
 
 
 def _links_to_something(leaves: Leaves) -> dict[str, str]:
@@ -201,11 +232,19 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
     return {key: to for key, to in leaves.links.items() if key in kept}
 
 
-def _parts_in(value: Any) -> Iterator[str]:
-    """Yield the keys of what would be saved of ``value`` in an attribute."""
-    collector = _Collector()
-    collector.add(_Found(value, "value", Entry({}, "value"), is_optional=True))
-    yield from collector.result().saved()
+def _has_methods(value: Any, *names: str) -> bool:
+    """Whether an object has methods, and does not just answer to any name as a mock does."""
+    return all(
+        inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
+    )
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an array in an attribute is of those that cannot be saved or filled, such as text or a constant."""
+    if isinstance(value, np.ndarray):
+        is_plain = value.flags.writeable and not isinstance(value, np.ma.MaskedArray)
+        return not is_plain or not is_transportable(value.dtype)
+    return is_torch(value) and is_sparse(value)
 
 
 def _is_walked(value: Any) -> bool:
@@ -237,6 +276,10 @@ def _wrong_object(key: str, value: Any) -> TypeError:
         "of NumPy, CuPy, PyTorch or JAX, a torch module, a number, a string, an iterator with state() and restore(), "
         "an object with these in its attributes, or a dict, list or tuple of them"
     )
+
+
+def _too_deep(key: str) -> ValueError:
+    return ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
 
 
 def _wrong_dict_key(key: str, name: Any) -> TypeError:

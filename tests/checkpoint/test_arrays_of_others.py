@@ -102,6 +102,17 @@ def test_modules_and_optimizers(torch: Any, saving: Any, tmp_path: Path) -> None
             Checkpoint(**{name: wrong})
 
 
+@pytest.mark.torch
+def test_sparse_tensors_in_attributes_are_settings(torch: Any, tmp_path: Path) -> None:
+    held = SimpleNamespace(w=torch.ones(2), adjacency=torch.eye(2).to_sparse())
+    path = Checkpoint(held=held).save(tmp_path / "ckpt")
+    held.w.zero_()
+    Checkpoint(held=held).restore(path).assert_consumed()
+    assert held.w.tolist() == [1.0, 1.0]
+    with pytest.raises(TypeError, match="'adjacency' is a torch.Tensor that NumPy cannot read"):
+        Checkpoint(adjacency=held.adjacency)
+
+
 Moments = namedtuple("Moments", "count mu")
 
 

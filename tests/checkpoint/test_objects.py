@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import threading
 from collections import namedtuple
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -191,6 +193,38 @@ def test_objects_with_nothing_to_save(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "ckpt")
     with pytest.raises(TypeError, match=r"'x/by_size' has the dict key \(2, 3\); expected a string or an int"):
         Checkpoint(x=SimpleNamespace(by_size={(2, 3): [mpidist.Variable(1.0)]}))
+
+
+@pytest.mark.one_rank
+def test_attributes_that_cannot_be_saved_are_settings(tmp_path: Path) -> None:
+    variable = mpidist.Variable(1.0)
+    model: Any = SimpleNamespace(v=variable, deep=chain(5000, variable), mock=Mock(), endless=[0])
+    model.endless.append({"again": model.endless})
+    model.mask, model.big = np.broadcast_to(np.ones(1), (3,)), np.zeros(2, ">f4")
+    model.masked = np.ma.masked_array([1.0], [True])
+    # No name leads there, and the variable is not lost, as one leads to it elsewhere.
+    model.by_size = {(1, 2): variable, (3, 4): [model, np.ones(2)]}
+    path = Checkpoint(model=model).save(tmp_path / "ckpt")
+    assert json.loads((Path(path) / "manifest.json").read_text())["tensors"].keys() == {"model/v"}
+    variable.assign(0.0)
+    Checkpoint(model=model).restore(path).assert_consumed()
+    assert variable.numpy() == 1.0
+    with pytest.raises(TypeError, match="'mock' is a Mock; expected"):
+        Checkpoint(mock=model.mock)
+    for lost in (mpidist.Variable(2.0), SGD(0.1)):
+        for model.by_size, model.deep.inner.other, error in (
+            ({(1, 2): {3: lost}}, None, r"TypeError.*'model/by_size' has the dict key \(1, 2\)"),
+            ({}, chain(120, lost), "ValueError.*'model/deep/inner/other.* is nested more than 100 deep"),
+        ):
+            with pytest.raises((TypeError, ValueError)) as raised:
+                Checkpoint(model=model)
+            assert re.search(error, repr(raised.value))
+
+
+def chain(length: int, last: Any) -> Any:
+    for _ in range(length):
+        last = SimpleNamespace(inner=last)
+    return last
 
 
 Pair = namedtuple("Pair", "first second")
