@@ -157,10 +157,35 @@ def is_sparse(tensor: Any) -> bool:
     return tensor.layout is not sys.modules["torch"].strided
 
 
+def is_writable(value: Any) -> bool:
+    """Whether the elements of an array of NumPy or CuPy, or of a tensor of PyTorch, can be filled each with its own."""
+    if is_torch(value):
+        return all(stride or size <= 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    return not isinstance(value, np.ndarray) or value.flags.writeable
+
+
+def fill_torch(tensor: Any, array: Array) -> None:
+    """Copy ``array`` into a tensor of PyTorch, as a change that autograd knows of."""
+    torch = sys.modules["torch"]
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.copy_(_to_torch(array))
+
+
 def is_torch_module(value: object) -> bool:
     """Whether ``value`` is a module of PyTorch, which has many tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def others_of_module(module: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of a module of PyTorch, and of those in it, that are no matter of torch's."""
+    of_torch = vars(sys.modules["torch"].nn.Module()).keys()
+    return [
+        (f"{prefix}.{name}".removeprefix("."), value)
+        for prefix, inner in module.named_modules()
+        for name, value in vars(inner).items()
+        if name not in of_torch
+    ]
 
 
 def is_torch_optimizer(value: object) -> bool:

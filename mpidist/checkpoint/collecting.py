@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import is_jax, is_sparse, is_torch, is_torch_module, is_torch_optimizer, to_array
+from mpidist.arrays.convert import (
+    is_jax,
+    is_sparse,
+    is_torch,
+    is_torch_module,
+    is_torch_optimizer,
+    is_writable,
+    others_of_module,
+    to_array,
+)
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_key
@@ -124,14 +133,12 @@ class _Collector:
             if not found.is_optional:
                 self._take("places", found, _required(found))
         elif is_torch_module(value):
-            if found.lost is None and self._is_new(found):
-                for name, tensor in value.state_dict().items():
-                    self.add(found.part(tensor, name))
+            self._look_at_module(found)
         elif _has_methods(value, "state", "restore"):
             self._take("iterators", found, value)
         elif _is_walked(value):
             self._look_at_attributes(found)
-        elif not found.is_optional or is_torch_optimizer(value):
+        elif not found.is_optional or (found.lost is None and is_torch_optimizer(value)):
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
@@ -169,6 +176,8 @@ class _Collector:
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         check_transportable(array.dtype, f"checkpoint object {key!r}")
         self._take("arrays", found, array)
+        if is_torch(value):
+            self._leaves.tensors[key] = value
         if is_jax(value):
             self._leaves.replaced[key] = _required(found)
 
@@ -203,6 +212,16 @@ class _Collector:
             else:
                 inner = found.part(child, "", is_optional=found.is_optional, is_entry=True)
                 self._pass_over(inner, _wrong_dict_key(key, name))
+
+    def _look_at_module(self, found: _Found) -> None:
+        if not self._is_new(found):
+            return
+        if found.lost is None:
+            for name, tensor in found.value.state_dict().items():
+                self.add(found.part(tensor, name))
+        for name, other in others_of_module(found.value):
+            part = found.part(other, name, is_optional=True)
+            self.add(part if found.lost else replace(part, lost=_beside_state_dict(part.key)))
 
     def _look_at_attributes(self, found: _Found) -> None:
         value, key = found.value, found.key
@@ -241,10 +260,9 @@ def _has_methods(value: Any, *names: str) -> bool:
 
 def _is_setting(value: Any) -> bool:
     """Whether an array in an attribute is of those that cannot be saved or filled, such as text or a constant."""
-    if isinstance(value, np.ndarray):
-        is_plain = value.flags.writeable and not isinstance(value, np.ma.MaskedArray)
-        return not is_plain or not is_transportable(value.dtype)
-    return is_torch(value) and is_sparse(value)
+    if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
+        return True
+    return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
 
 
 def _is_walked(value: Any) -> bool:
@@ -280,6 +298,13 @@ def _wrong_object(key: str, value: Any) -> TypeError:
 
 def _too_deep(key: str) -> ValueError:
     return ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
+
+
+def _beside_state_dict(key: str) -> TypeError:
+    return TypeError(
+        f"checkpoint object {key!r} is an attribute of a torch module with a variable in it, which state_dict() of the "
+        "module leaves out; give the variable to Checkpoint(name=variable), too"
+    )
 
 
 def _wrong_dict_key(key: str, name: Any) -> TypeError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, jax_makes, like_jax
+from mpidist.arrays.convert import Array, fill_torch, is_writable, jax_makes, like_jax
 from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import check_same, digest, every_rank_does
 from mpidist.checkpoint.containers import describe_container, tensors_to_be_made
@@ -93,7 +93,7 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
                     f"{key!r} is a JAX array of {target.dtype.name}, which JAX makes no more: type "
                     "jax.config.update('jax_enable_x64', True)"
                 )
-        elif tensor is not None and isinstance(target, np.ndarray) and not target.flags.writeable:
+        elif tensor is not None and key in leaves.arrays and not is_writable(leaves.tensors.get(key, target)):
             problems.append(f"{key!r} is a read-only array here, and cannot be filled")
     for key in sorted(leaves.places.keys() & manifest.tensors.keys()):
         problems.append(f"{key!r} is an array in the checkpoint and a value here")
@@ -241,6 +241,9 @@ def _fill_array(leaves: Leaves, key: str, value: Array) -> None:
     if key in leaves.replaced:
         place = leaves.replaced[key]
         place.put(like_jax(place.get(), value))
+        return
+    if key in leaves.tensors:
+        fill_torch(leaves.tensors[key], value)
         return
     target = leaves.arrays[key]
     with place_of(target).current():

@@ -103,6 +103,49 @@ def test_modules_and_optimizers(torch: Any, saving: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.torch
+def test_autograd_sees_that_a_tensor_was_filled(torch: Any, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        w = torch.ones(2, dtype=dtype, requires_grad=True)
+        path = Checkpoint(w=w).save(tmp_path / str(dtype))
+        loss = (w**2).sum()
+        Checkpoint(w=w).restore(path).assert_consumed()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        (w**2).sum().backward()
+        assert w.grad.tolist() == [2.0, 2.0]
+    with torch.inference_mode():
+        frozen = torch.zeros(2, dtype=torch.bfloat16)
+    Checkpoint(w=frozen).restore(path).assert_consumed()
+    assert frozen.tolist() == [1.0, 1.0]
+    # One element that shows as several cannot be filled, which is known before anything is.
+    model = SimpleNamespace(w=torch.zeros(2), mask=torch.ones(1).expand(2))
+    assert Checkpoint(model=model).restore(Checkpoint(model=model).save(tmp_path / "mask")).assert_consumed()
+    with pytest.raises(ValueError, match="'mask' is a read-only array here"):
+        Checkpoint(mask=model.mask).restore(Checkpoint(mask=torch.ones(2)).save(tmp_path / "two"))
+
+
+@pytest.mark.torch
+def test_variables_that_a_module_has_beside_its_tensors(torch: Any, tmp_path: Path) -> None:
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+            self.cached, self.optimizers = torch.ones(1), [torch.optim.SGD(self.parameters(), 0.1)]
+
+    outer = torch.nn.Sequential(Net())
+    path = Checkpoint(net=outer).save(tmp_path / "ckpt")
+    assert json.loads((Path(path) / "manifest.json").read_text())["tensors"].keys() == {
+        "net/0.linear.weight", "net/0.linear.bias",
+    }  # fmt: skip
+    scale = mpidist.Variable(1.0)
+    outer[0].scales = {"a": scale}
+    for wrong in (outer, SimpleNamespace(inner=outer)):
+        with pytest.raises(TypeError, match=r"'net.*0.scales.* of a torch module.*state_dict\(\).*Checkpoint\(name="):
+            Checkpoint(net=wrong)
+    Checkpoint(net=outer, scale=scale).save(tmp_path / "both")
+
+
+@pytest.mark.torch
 def test_sparse_tensors_in_attributes_are_settings(torch: Any, tmp_path: Path) -> None:
     held = SimpleNamespace(w=torch.ones(2), adjacency=torch.eye(2).to_sparse())
     path = Checkpoint(held=held).save(tmp_path / "ckpt")
