@@ -319,7 +319,7 @@ class Checkpoint:
         before: Waiting | None = self.__dict__["_waiting"]
         if before is not None:
             before.end()
-        waiting = Waiting(path, self._objects, manifest.links, values) if values else None
+        waiting = Waiting(path, self._objects, manifest, values) if values else None
         object.__setattr__(self, "_waiting", waiting)
         return waiting
 

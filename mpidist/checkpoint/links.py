@@ -17,11 +17,12 @@ def follow(key: str, links: Mapping[str, str]) -> str:
     >>> follow("model/last/kernel", {"model/last": "model/layers/1"})
     'model/layers/1/kernel'
     """
-    while True:
+    while links:
         outer = next((outer for outer in sorted({key, *keys_above(key)}) if outer in links), None)
         if outer is None:
             return key
         key = links[outer] + key[len(outer) :]
+    return key
 
 
 @dataclass

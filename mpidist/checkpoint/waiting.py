@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.collecting import collect
 from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, start_variable
 from mpidist.checkpoint.links import follow
-from mpidist.values.composite import parts_of
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.values.composite import AnyVariable, parts_of
 from mpidist.values.first_use import begin_to_wait, stop_waiting
 
 
@@ -22,7 +22,7 @@ class Waiting:
     Args:
         path: The checkpoint, for messages.
         objects: Those of the Checkpoint, by name.
-        links: Of the checkpoint that was restored.
+        manifest: Of it.
         values: By key.
 
     Attributes:
@@ -30,11 +30,10 @@ class Waiting:
         has_given: Whether any variable has got one.
     """
 
-    def __init__(self, path: str, objects: dict[str, Any], links: Mapping[str, str], values: dict[str, Array]) -> None:
-        self._path, self._objects, self._links, self._values = path, objects, links, values
-        self._open = set(values)
+    def __init__(self, path: str, objects: dict[str, Any], manifest: Manifest, values: dict[str, Array]) -> None:
+        self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
         self.has_given = False
-        self._without_value: list[str] = []
+        self._without_value: dict[str, None] = {}
         leaves = collect(objects)
         self._keepers = [leaves.objects[key] for key in sorted(leaves.given)]
         self.is_expected = False
@@ -45,7 +44,7 @@ class Waiting:
     @property
     def open(self) -> tuple[str, ...]:
         """Keys of the values that no variable has got."""
-        return tuple(sorted(self._open))
+        return tuple(sorted(self._values))
 
     @property
     def without_value(self) -> tuple[str, ...]:
@@ -55,34 +54,41 @@ class Waiting:
     def look(self) -> None:
         """Give each unused variable that has come to its place its value; local, in any context.
 
+        A value is given once: what comes to the place of its variable later keeps its own.
+
         Raises:
             ValueError: It has another shape or dtype.
         """
-        if not self._open:
+        if not self._values:
             return
         leaves = collect(self._objects)
-        of_program = {follow(key, leaves.links): key for key in self._values}
+        # Those that wait come last: of two that are one thing here, one may have been given.
+        of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
+        given = set()
         for key, variable in leaves.variables.items():
             if not any(part._is_unused for part in parts_of(variable)):
                 continue
-            source = of_program.get(key, follow(key, self._links))
-            if source not in self._values:
-                self._without_value.append(key)
-                for part in parts_of(variable):
-                    part._is_unused = False
-                continue
-            value = self._values[source]
-            if (value.shape, value.dtype) != (variable.shape, variable.dtype):
-                raise ValueError(
-                    f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
-                    f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
-                    f"{variable.shape} and dtype {variable.dtype.name}"
-                )
-            start_variable(variable, value)
-            self._open.discard(source)
+            source = of_program.get(key, follow(key, self._manifest.links))
+            if source in self._values:
+                self._check_fit(source, variable)
+                start_variable(variable, self._values[source])
+                given.add(source)
+            elif source not in self._manifest.tensors:
+                self._without_value[key] = None
+        for source in given:
+            del self._values[source]
             self.has_given = True
-        if not self._open:
+        if not self._values:
             self.end()
+
+    def _check_fit(self, source: str, variable: AnyVariable) -> None:
+        value = self._values[source]
+        if (value.shape, value.dtype) != (variable.shape, variable.dtype):
+            raise ValueError(
+                f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
+                f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
+                f"{variable.shape} and dtype {variable.dtype.name}"
+            )
 
     def add_to(self, leaves: Leaves) -> None:
         """Let what is waiting be saved, too, so that it is not lost by saving again."""
@@ -94,7 +100,6 @@ class Waiting:
     def end(self) -> None:
         """Wait no more."""
         stop_waiting(self)
-        self._open.clear()
         self._values.clear()
         for keeper in self._keepers:
             if vars(keeper).get(WAITING_ATTRIBUTE) is self:
@@ -105,7 +110,7 @@ class Waiting:
         return type(None), ()
 
     def __del__(self) -> None:
-        if not self.is_expected and self._open:
+        if not self.is_expected and self._values:
             warnings.warn(
                 f"checkpoint {self._path} has values that no variable has got: {list(self.open)}; check with "
                 "status.assert_consumed() when all variables are made, or say restore(path).expect_partial()",

@@ -342,6 +342,19 @@ def test_what_does_not_fit_when_it_comes(tmp_path: Path) -> None:
     assert status.assert_nontrivial_match() is status
 
 
+@pytest.mark.one_rank
+def test_a_value_that_waits_is_given_once(tmp_path: Path) -> None:
+    model = SimpleNamespace(v=mpidist.Variable(1.0), w=mpidist.Variable(2.0))
+    path = Checkpoint(model=model).save(tmp_path / "ckpt")
+    fresh: Any = SimpleNamespace()
+    status = Checkpoint(model=fresh).restore(path)
+    fresh.v = mpidist.Variable(0.0)
+    assert fresh.v.numpy() == 1.0
+    fresh.v = mpidist.Variable(5.0)
+    assert (fresh.v.numpy(), status.deferred, status.missing) == (5.0, ("model/w",), ())
+    status.expect_partial()
+
+
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
 def test_an_optimizer_that_comes_later(strategy: mpidist.Strategy, tmp_path: Path) -> None:
     def trained(model: Any, steps: int) -> list[float]:
