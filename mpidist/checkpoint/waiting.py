@@ -15,7 +15,7 @@ from mpidist.values.first_use import begin_to_wait, stop_waiting
 
 
 class Waiting:
-    """Values that are given to variables which are made from now on, before these are first used.
+    """Values that are given to variables which come from now on, before these are first used.
 
     Every rank has all of them, so that this takes no other rank. The objects keep it alive.
 

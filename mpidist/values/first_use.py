@@ -1,4 +1,4 @@
-"""Restored values that wait for variables: these are looked for when a variable that was made since is first used.
+"""Restored values that wait for variables: these are looked for when a variable is first used.
 
 By then the program has put it where it belongs, which it has not when the variable is made.
 """
@@ -28,7 +28,7 @@ _lock = threading.RLock()
 
 
 def begin_to_wait(waiting: LooksForVariables) -> None:
-    """Let ``waiting`` look before each first use of a variable that is made from now on, for as long as it lives."""
+    """Let ``waiting`` look before each first use of a variable from now on, for as long as it lives."""
     _waiting[next(_numbers)] = waiting
 
 
@@ -36,11 +36,6 @@ def stop_waiting(waiting: LooksForVariables) -> None:
     """Let ``waiting`` look no more."""
     for number in [number for number, those in _waiting.items() if those is waiting]:
         del _waiting[number]
-
-
-def is_awaited() -> bool:
-    """Whether any values wait for variables."""
-    return bool(_waiting)
 
 
 def before_first_use(variable: Variable) -> None:

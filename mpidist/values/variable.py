@@ -62,7 +62,6 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
     variable = extended._create_variable(**{**arguments, "name": name})
     if not is_named:
         extended._variable_names.took_default()
-    variable._is_unused = first_use.is_awaited()
     return variable
 
 
@@ -187,8 +186,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     __signature__ = inspect.signature(_variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
     _whole: CompositeVariable | None = None
-    # Whether restored values may be waiting for it.
-    _is_unused = False
+    # Whether it may still be given a restored value that waits for it, when it comes to its place.
+    _is_unused = True
 
     def _assemble(
         self,

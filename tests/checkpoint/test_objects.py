@@ -20,6 +20,7 @@ import pytest
 import mpidist
 from mpidist import Checkpoint
 from mpidist.core.errors import PeerError
+from mpidist.experimental import ShardedVariable
 from mpidist.metrics import Mean
 from mpidist.optimizers import SGD, Adam
 from tests.support.ranks.layouts import LAYOUTS, layouts, per_replica
@@ -353,6 +354,18 @@ def test_a_value_that_waits_is_given_once(tmp_path: Path) -> None:
     fresh.v = mpidist.Variable(5.0)
     assert (fresh.v.numpy(), status.deferred, status.missing) == (5.0, ("model/w",), ())
     status.expect_partial()
+
+
+@pytest.mark.one_rank
+def test_shards_that_come_later_and_variables_that_come_from_before(tmp_path: Path) -> None:
+    model = SimpleNamespace(rows=mpidist.Variable([[1.0], [2.0], [3.0]]), v=mpidist.Variable(4.0))
+    path = Checkpoint(model=model).save(tmp_path / "ckpt")
+    fresh: Any = SimpleNamespace()
+    made_before, shards = mpidist.Variable(0.0), [mpidist.Variable([[0.0], [0.0]]), mpidist.Variable([[0.0]])]
+    status = Checkpoint(model=fresh).restore(path)
+    fresh.v, fresh.rows = made_before, ShardedVariable(shards)
+    assert (fresh.v.numpy(), fresh.rows[2].tolist()) == (4.0, [3.0])
+    status.assert_consumed()
 
 
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
