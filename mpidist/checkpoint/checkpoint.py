@@ -193,7 +193,7 @@ class Checkpoint:
         waiting: Waiting | None = self.__dict__["_waiting"]
         if waiting is not None:
             with self._shared_errors(doing):
-                waiting.look()
+                waiting.look_at_all()
             waiting.add_to(leaves)
         with self._shared_errors(doing):
             leaves.check_given()

@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
 
-def collect(objects: dict[str, Any]) -> Leaves:
+def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
     """Return the parts of named objects.
 
     An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
@@ -47,11 +47,15 @@ def collect(objects: dict[str, Any]) -> Leaves:
     numbers, strings and what cannot be saved are its settings. The shortest path to an object, and of those the first
     by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
 
+    Args:
+        objects: By name.
+        is_complete: Whether what cannot be in a checkpoint is an error. Otherwise it is passed over.
+
     Raises:
         TypeError: Something that a checkpoint cannot hold.
         ValueError: A variable that has no value across replicas, two objects of one name, or a nest without end.
     """
-    collector = _Collector()
+    collector = _Collector(is_complete)
     for name in sorted(objects):
         collector.add(_Found(objects[name], escaped(name), Entry(objects, name)))
     return collector.result()
@@ -95,7 +99,8 @@ class _Found:
 class _Collector:
     """Looks at everything, level by level, and at each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_complete: bool = True) -> None:
+        self._is_complete = is_complete
         self._leaves = Leaves()
         self._queue: deque[_Found] = deque()
         # What was met, by id. The things are kept, as another one could get the id of one that is gone.
@@ -108,12 +113,19 @@ class _Collector:
 
     def result(self) -> Leaves:
         while self._queue:
-            self._look_at(self._queue.popleft())
-        while self._without_key:
+            self._look_if_possible(self._queue.popleft())
+        while self._without_key and self._is_complete:
             self._look_at(self._without_key.popleft())
         leaves = self._leaves
         leaves.links = _links_to_something(leaves)
         return leaves
+
+    def _look_if_possible(self, found: _Found) -> None:
+        try:
+            self._look_at(found)
+        except (TypeError, ValueError):
+            if self._is_complete:
+                raise
 
     def _look_at(self, found: _Found) -> None:
         value, key = found.value, found.key

@@ -104,7 +104,7 @@ class LoadStatus:
 
     def _look(self) -> None:
         if self._waiting is not None:
-            self._waiting.look()
+            self._waiting.look_at_all()
 
     def _problems(self) -> list[str]:
         problems = []

@@ -12,6 +12,7 @@ from mpidist.checkpoint.links import follow
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.values.composite import AnyVariable, parts_of
 from mpidist.values.first_use import begin_to_wait, stop_waiting
+from mpidist.values.variable import Variable
 
 
 class Waiting:
@@ -51,44 +52,70 @@ class Waiting:
         """Keys of variables that came, and for which there is no value."""
         return tuple(self._without_value)
 
-    def look(self) -> None:
+    def look(self, used: Variable | None = None) -> None:
         """Give each unused variable that has come to its place its value; local, in any context.
 
-        A value is given once: what comes to the place of its variable later keeps its own.
+        A value is given once: what comes to the place of its variable later keeps its own. What does not fit, or
+        cannot be in a checkpoint, is told where it is used, saved or restored.
+
+        Args:
+            used: The variable that is about to be used, if it is one alone.
 
         Raises:
-            ValueError: It has another shape or dtype.
+            ValueError: It has another shape or dtype than its value.
         """
         if not self._values:
             return
-        leaves = collect(self._objects)
+        for source, variable in self._give(collect(self._objects, is_complete=False)).items():
+            if any(part is used for part in parts_of(variable)):
+                raise self._misfit(source, variable)
+
+    def look_at_all(self) -> None:
+        """Give values as ``look`` does, and wait no more if nothing is left.
+
+        Raises:
+            TypeError: Something that a checkpoint cannot hold.
+            ValueError: A variable has another shape or dtype than its value, or as ``collect``.
+        """
+        if self._values:
+            for source, variable in self._give(collect(self._objects)).items():
+                raise self._misfit(source, variable)
+        if not self._values:
+            self.end()
+
+    def _give(self, leaves: Leaves) -> dict[str, AnyVariable]:
+        """Give variables their values, and return those that do not fit by the keys of these."""
         # Those that wait come last: of two that are one thing here, one may have been given.
         of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
-        given = set()
+        given, misfits = set(), {}
         for key, variable in leaves.variables.items():
             if not any(part._is_unused for part in parts_of(variable)):
                 continue
             source = of_program.get(key, follow(key, self._manifest.links))
-            if source in self._values:
-                self._check_fit(source, variable)
-                start_variable(variable, self._values[source])
+            value = self._values.get(source)
+            if value is None:
+                if source not in self._manifest.tensors:
+                    self._without_value[key] = None
+            elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
+                misfits[source] = variable
+            else:
+                start_variable(variable, value)
                 given.add(source)
-            elif source not in self._manifest.tensors:
-                self._without_value[key] = None
         for source in given:
             del self._values[source]
             self.has_given = True
+        # The mark of it stays on the objects: someone may be going through their attributes.
         if not self._values:
-            self.end()
+            stop_waiting(self)
+        return misfits
 
-    def _check_fit(self, source: str, variable: AnyVariable) -> None:
+    def _misfit(self, source: str, variable: AnyVariable) -> ValueError:
         value = self._values[source]
-        if (value.shape, value.dtype) != (variable.shape, variable.dtype):
-            raise ValueError(
-                f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
-                f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
-                f"{variable.shape} and dtype {variable.dtype.name}"
-            )
+        return ValueError(
+            f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
+            f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
+            f"{variable.shape} and dtype {variable.dtype.name}"
+        )
 
     def add_to(self, leaves: Leaves) -> None:
         """Let what is waiting be saved, too, so that it is not lost by saving again."""
@@ -98,7 +125,7 @@ class Waiting:
                 leaves.add("arrays", key, self._values[key])
 
     def end(self) -> None:
-        """Wait no more."""
+        """Wait no more, and leave no mark on the objects."""
         stop_waiting(self)
         self._values.clear()
         for keeper in self._keepers:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LooksForVariables(Protocol):
     """Holds values for variables that do not exist yet."""
 
-    def look(self) -> None:
-        """Give each unused variable that has come to its place its value; local."""
+    def look(self, used: Variable | None = None) -> None:
+        """Give each unused variable that has come to its place its value; local. Errors are those of ``used``."""
 
 
 _waiting: WeakValueDictionary[int, LooksForVariables] = WeakValueDictionary()
@@ -41,12 +41,12 @@ def stop_waiting(waiting: LooksForVariables) -> None:
 def before_first_use(variable: Variable) -> None:
     """Let all that wait look, as ``variable`` may be what they wait for."""
     with _lock:
-        look()
+        look(variable)
         variable._is_unused = False
 
 
-def look() -> None:
+def look(used: Variable | None = None) -> None:
     """Let all that wait look; those that came last first, and what one fills is not looked at by the next."""
     with _lock:
         for _, waiting in sorted(_waiting.items(), reverse=True):
-            waiting.look()
+            waiting.look(used)

@@ -364,8 +364,25 @@ def test_shards_that_come_later_and_variables_that_come_from_before(tmp_path: Pa
     made_before, shards = mpidist.Variable(0.0), [mpidist.Variable([[0.0], [0.0]]), mpidist.Variable([[0.0]])]
     status = Checkpoint(model=fresh).restore(path)
     fresh.v, fresh.rows = made_before, ShardedVariable(shards)
-    assert (fresh.v.numpy(), fresh.rows[2].tolist()) == (4.0, [3.0])
+    # Also where it is by going through the attributes that they are used.
+    assert [value.numpy().sum() for value in vars(fresh).values() if hasattr(value, "numpy")] == [4.0, 6.0]
     status.assert_consumed()
+
+
+@pytest.mark.one_rank
+def test_what_is_wrong_with_one_object_is_told_where_that_is_used(tmp_path: Path) -> None:
+    path = Checkpoint(model=SimpleNamespace(v=mpidist.Variable(1.0), w=mpidist.Variable(2.0))).save(tmp_path / "ckpt")
+    fresh: Any = SimpleNamespace()
+    checkpoint = Checkpoint(model=fresh)
+    status = checkpoint.restore(path).expect_partial()
+    fresh.table, fresh.v = {(0, 1): mpidist.Variable(3.0)}, mpidist.Variable([9.0])
+    fresh.w, other = mpidist.Variable(0.0), mpidist.Variable(8.0)
+    assert (other.numpy(), fresh.w.numpy(), status.deferred) == (8.0, 2.0, ("model/v",))
+    with pytest.raises(ValueError, match=r"'model/v' has shape \(\).* made for it has shape \(1,\)"):
+        fresh.v.numpy()
+    for meet in (status.assert_consumed, lambda: checkpoint.save(tmp_path / "again")):
+        with pytest.raises(TypeError, match=r"'model/table' has the dict key \(0, 1\)"):
+            meet()
 
 
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
