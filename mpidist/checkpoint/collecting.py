@@ -31,6 +31,8 @@ from mpidist.core.enums import VariableAggregation
 from mpidist.values.composite import AnyVariable
 
 _PLAIN = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
+# What most long lists hold, told by type alone.
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
 # Objects of these are no one's model. Those of mpidist that have something to save say so themselves.
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
@@ -206,6 +208,9 @@ class _Collector:
 
     def _look_at_container(self, found: _Found) -> None:
         value, key, above = found.value, found.key, found.outer
+        entries = value.values() if isinstance(value, Mapping) else value
+        if found.is_optional and set(map(type, entries)) <= _PLAIN_TYPES:
+            return
         while above is not None:
             if above.value is value:
                 if found.is_optional:

@@ -19,6 +19,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
+from mpidist.checkpoint import collecting
 from mpidist.core.errors import PeerError
 from mpidist.experimental import ShardedVariable
 from mpidist.metrics import Mean
@@ -383,6 +384,24 @@ def test_what_is_wrong_with_one_object_is_told_where_that_is_used(tmp_path: Path
     for meet in (status.assert_consumed, lambda: checkpoint.save(tmp_path / "again")):
         with pytest.raises(TypeError, match=r"'model/table' has the dict key \(0, 1\)"):
             meet()
+
+
+@pytest.mark.one_rank
+def test_what_waits_is_looked_for_past_long_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looked_at = []
+    path = Checkpoint(model=SimpleNamespace(v=mpidist.Variable(1.0))).save(tmp_path / "ckpt")
+    fresh: Any = SimpleNamespace(words=["a"] * 1000, counts={"a": {1: 3.0}}, deep=[[1, 2], [3, 4]])
+    Checkpoint(model=fresh).restore(path)
+    fresh.v = mpidist.Variable(0.0)
+
+    def counted(key: str) -> bool:
+        looked_at.append(key)
+        return True
+
+    monkeypatch.setattr(collecting, "is_key", counted)
+    assert fresh.v.numpy() == 1.0
+    assert {"model/words", "model/counts/a", "model/deep/0", "model/v"} <= set(looked_at)
+    assert not {"model/words/0", "model/counts/a/1", "model/deep/0/0"} & set(looked_at)
 
 
 @pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
