@@ -28,6 +28,7 @@ class Leaves:
         variables: Variables of any synchronization and aggregation; those in shards count as one.
         arrays: NumPy or CuPy arrays, filled in place when they are restored.
         tensors: Those of the arrays that are tensors of PyTorch.
+        awaited: Synchronization and aggregation of variables that are yet to come, whose values are among the arrays.
         replaced: Where those of the arrays stand that cannot be filled: arrays of JAX.
         places: Where numbers, strings and None stand.
         iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
@@ -41,6 +42,7 @@ class Leaves:
     variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
+    awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
     replaced: dict[str, Place] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     iterators: dict[str, Any] = field(default_factory=dict)

@@ -111,6 +111,16 @@ class Unsettled:
         return chief_does(self.strategy, doing, lambda: job.publish([job.write_part()]))
 
 
+def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
+    """Return the manifest's entries for the variables and arrays, as yet without parts."""
+    variables = {
+        key: describe(variable.shape, variable.dtype, variable.synchronization.name, variable.aggregation.name)
+        for key, variable in leaves.variables.items()
+    }
+    arrays = leaves.arrays.items()
+    return variables | {key: describe(array.shape, array.dtype, *leaves.awaited.get(key, ())) for key, array in arrays}
+
+
 class Save:
     """One save, on one rank.
 
@@ -140,7 +150,7 @@ class Save:
         """
         with before_communication(self._strategy, self._doing):
             values = self._leaves.values()
-            tensors = self._tensors()
+            tensors = describe_tensors(self._leaves)
         rank, ranks, plan = self._agreed_plan(tensors)
         arrays = self._read(plan, rank)
         begun: list[tuple[Writing, Manifest]] = []
@@ -164,13 +174,6 @@ class Save:
             job = Job(Path(directory), rank, ranks, plan, tensors, arrays, writing, manifest, finish)
         pending = Pending(job, path) if self._options.is_async and job is not None else None
         return Unsettled(self._strategy, path, counter_before, ranks > 1, job, pending, self._options)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {
-            key: describe(variable.shape, variable.dtype, variable.synchronization.name, variable.aggregation.name)
-            for key, variable in self._leaves.variables.items()
-        }
-        return {**tensors, **{key: describe(array.shape, array.dtype) for key, array in self._leaves.arrays.items()}}
 
     def _agreed_plan(self, tensors: dict[str, Tensor]) -> tuple[int, int, Plan]:
         """Return this rank, how many write, and who writes what."""

@@ -10,8 +10,9 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.checkpoint import Checkpoint, entered
 from mpidist.checkpoint.containers import describe_containers
-from mpidist.checkpoint.manifest import Manifest, describe
+from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.restoring import Read
+from mpidist.checkpoint.save_steps import describe_tensors
 from mpidist.values.placement import on_host
 
 
@@ -35,15 +36,10 @@ def take_snapshot(checkpoint: Checkpoint) -> Snapshot:
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
         values = leaves.values()
-    tensors = {
-        key: describe(variable.shape, variable.dtype, variable.synchronization.name, variable.aggregation.name)
-        for key, variable in leaves.variables.items()
-    }
-    tensors.update({key: describe(array.shape, array.dtype) for key, array in leaves.arrays.items()})
     manifest = Manifest(
         0,
         checkpoint.save_counter,
-        tensors,
+        describe_tensors(leaves),
         values,
         containers=describe_containers(leaves),
         iterators=tuple(leaves.iterators),

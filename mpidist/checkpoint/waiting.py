@@ -7,7 +7,7 @@ from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, start_variable
+from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, is_within, keys_above, start_variable
 from mpidist.checkpoint.links import follow
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.values.composite import AnyVariable, parts_of
@@ -120,9 +120,15 @@ class Waiting:
     def add_to(self, leaves: Leaves) -> None:
         """Let what is waiting be saved, too, so that it is not lost by saving again."""
         there = {*leaves.saved(), *leaves.links}
-        for key in self.open:
-            if follow(key, leaves.links) not in there:
-                leaves.add("arrays", key, self._values[key])
+        lacking = [key for key in self.open if follow(key, leaves.links) not in there]
+        for key in lacking:
+            tensor = self._manifest.tensors[key]
+            leaves.add("arrays", key, self._values[key])
+            leaves.awaited[key] = (tensor.synchronization, tensor.aggregation)
+        for key, to in self._manifest.links.items():
+            is_taken = keys_above(key) & there or any(is_within(name, key) for name in (*there, *leaves.containers))
+            if not is_taken and any(is_within(name, to) for name in lacking):
+                leaves.add("links", key, to)
 
     def end(self) -> None:
         """Wait no more, and leave no mark on the objects."""

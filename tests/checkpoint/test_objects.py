@@ -371,6 +371,31 @@ def test_shards_that_come_later_and_variables_that_come_from_before(tmp_path: Pa
 
 
 @pytest.mark.one_rank
+def test_what_waits_is_saved_as_it_was(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(a=mpidist.Variable(1.0, synchronization=SYNC.ON_READ, aggregation=AGGREGATION.SUM))
+    model.b, model.layers = model.a, {"first": SimpleNamespace(model=model, w=mpidist.Variable(2.0))}
+    first = Path(Checkpoint(model=model).save(tmp_path / "ckpt"))
+    fresh: Any = SimpleNamespace(layers={"first": SimpleNamespace(model=mpidist.Variable(3.0))})
+    checkpoint = Checkpoint(model=fresh)
+    checkpoint.restore(first).expect_partial()
+    second = Path(checkpoint.save(tmp_path / "ckpt"))
+    before, after = (json.loads((path / "manifest.json").read_text()) for path in (first, second))
+    # What is another thing by now is no link.
+    assert before["links"] == {"model/b": "model/a", "model/layers/first/model": "model"}
+    assert after["links"] == {"model/b": "model/a"}
+    assert after["tensors"]["model/a"]["aggregation"] == "SUM"
+    other: Any = SimpleNamespace()
+    Checkpoint(model=other).restore(second).expect_partial()
+    other.b = mpidist.Variable(0.0)
+    assert other.b.numpy() == 1.0
+    # Of links to what holds things that wait and things that are here, too.
+    checkpoint = Checkpoint(model=SimpleNamespace(v=mpidist.Variable(0.0)))
+    checkpoint.restore(first).expect_partial()
+    third = Path(checkpoint.save(tmp_path / "ckpt"))
+    assert json.loads((third / "manifest.json").read_text())["links"] == before["links"]
+
+
+@pytest.mark.one_rank
 def test_what_is_wrong_with_one_object_is_told_where_that_is_used(tmp_path: Path) -> None:
     path = Checkpoint(model=SimpleNamespace(v=mpidist.Variable(1.0), w=mpidist.Variable(2.0))).save(tmp_path / "ckpt")
     fresh: Any = SimpleNamespace()
