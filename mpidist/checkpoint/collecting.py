@@ -126,6 +126,7 @@ class _Collector:
         try:
             self._look_at(found)
         except (TypeError, ValueError):
+            # Of what is only looked for nothing is saved: saving and restoring tell of it.
             if self._is_complete:
                 raise
 

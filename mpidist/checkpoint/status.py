@@ -42,7 +42,8 @@ class LoadStatus:
     @property
     def missing(self) -> tuple[str, ...]:
         """Keys of the objects for which the checkpoint has no value, those made since included; they kept theirs."""
-        return self._missing if self._waiting is None else (*self._missing, *self._waiting.without_value)
+        without_value = () if self._waiting is None else self._waiting.without_value
+        return tuple(dict.fromkeys((*self._missing, *without_value)))
 
     @property
     def deferred(self) -> tuple[str, ...]:

@@ -348,12 +348,12 @@ def test_what_does_not_fit_when_it_comes(tmp_path: Path) -> None:
 def test_a_value_that_waits_is_given_once(tmp_path: Path) -> None:
     model = SimpleNamespace(v=mpidist.Variable(1.0), w=mpidist.Variable(2.0))
     path = Checkpoint(model=model).save(tmp_path / "ckpt")
-    fresh: Any = SimpleNamespace()
+    fresh: Any = SimpleNamespace(new=mpidist.Variable(3.0))
     status = Checkpoint(model=fresh).restore(path)
     fresh.v = mpidist.Variable(0.0)
     assert fresh.v.numpy() == 1.0
     fresh.v = mpidist.Variable(5.0)
-    assert (fresh.v.numpy(), status.deferred, status.missing) == (5.0, ("model/w",), ())
+    assert (fresh.v.numpy(), status.deferred, status.missing) == (5.0, ("model/w",), ("model/new",))
     status.expect_partial()
 
 
