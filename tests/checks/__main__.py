@@ -7,9 +7,12 @@ and everything is in ``out/checks``. The status is 1 if a part failed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.checks import long, parts
@@ -41,6 +44,18 @@ def _end(*_: object) -> None:
     sys.exit("ended by a signal")
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[Path]:
+    """Hold ``folder`` against other runs, which would write over the logs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"other checks are running in {folder}; wait for them, or give another folder: --out FOLDER")
+        yield folder
+
+
 def main(arguments: list[str]) -> int:
     """Run a set of parts and print the summary."""
     parser = argparse.ArgumentParser(prog="python -m tests.checks", description=__doc__)
@@ -58,7 +73,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no part is called {', '.join(sorted(unknown))}; expected some of {', '.join(names)}")
     chosen = [part for part in everything if given.only is None or part.name in given.only]
     began = time.monotonic()
-    done = run_parts(chosen, given.out.resolve(), tell)
+    with alone_in(given.out.resolve()) as folder:
+        done = run_parts(chosen, folder, tell)
     print(summary(done, time.monotonic() - began))
     failed = [each.part.name for each in done if each.has_failed]
     if failed:

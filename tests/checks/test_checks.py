@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checks import long, parts
+from tests.checks.__main__ import alone_in
 from tests.checks.parts import Part
 from tests.checks.runner import Done, run_parts
 from tests.checks.summary import end_of_log, line_of, summary
@@ -94,3 +95,11 @@ def test_a_share_is_decided_by_the_hash_and_each_long_part_is_in_one() -> None:
     assert sorted(name for share in long.SHARES for name in share) == sorted(names)
     commits = [f"{number:040x}" for number in range(len(long.SHARES))]
     assert [long.share_of(commit) for commit in commits] == long.SHARES
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    with alone_in(folder), pytest.raises(SystemExit, match="other checks are running"), alone_in(folder):
+        pass
+    with alone_in(folder):
+        assert folder.is_dir()
