@@ -42,7 +42,7 @@ class Model:
     """Two dense layers; called as a Keras model."""
 
     def __init__(self) -> None:
-        rng = np.random.default_rng()
+        rng = np.random.default_rng(0)
         self.w1 = mpidist.Variable(rng.normal(0, 0.1, (64, 16)), name="w1")
         self.b1 = mpidist.Variable(np.zeros(16), name="b1")
         self.w2 = mpidist.Variable(rng.normal(0, 0.1, (16, CLASSES)), name="w2")
@@ -104,7 +104,7 @@ class Tutorial:
 
         train_dataset = (
             mpidist.Dataset.from_tensor_slices((train_images, train_labels))
-            .shuffle(BUFFER_SIZE)
+            .shuffle(BUFFER_SIZE, seed=1)
             .batch(self.GLOBAL_BATCH_SIZE)
         )
         test_dataset = mpidist.Dataset.from_tensor_slices((test_images, test_labels)).batch(self.GLOBAL_BATCH_SIZE)
