@@ -14,8 +14,6 @@ _DEVICE = re.compile(
     r"/?(?:device:)?(?P<kind>cpu|gpu)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
-
-
 # What TensorFlow calls a process that belongs to no cluster.
 _THIS_PROCESS = ("localhost", 0)
 
