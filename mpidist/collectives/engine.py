@@ -90,7 +90,7 @@ class Engine:
             if not handshake.begin(plan.id):
                 yield from handshake.finish(plan.text, call_site)
             return plan.from_inline(handshake.totals(plan.count, plan.formed[0][0]), out)
-        if out is not None and plan.read_late:
+        if out is not None and plan.read_late and not self._is_alone(plan):
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
@@ -100,6 +100,10 @@ class Engine:
         finally:
             if call is not None:
                 call.leave()
+
+    def _is_alone(self, plan: ReductionPlan) -> bool:
+        """Whether there is nothing to reduce with; an algorithm that is asked for by name may have something to say."""
+        return self.channel.size == 1 and plan.options.algorithm is None
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
         """Return ``arrays``, with copies of those that results may be written to before they have been read."""
@@ -125,11 +129,16 @@ class Engine:
         """Reduce one pack after the other by its algorithm; the results of a rank that does not want them are blank."""
         handshake, trace = self.channel.handshake, self.channel.trace
         results = plan.blank_results(out, None if call is None else call.results)
-        if not plan.packs or call is not None:
+        is_alone = self._is_alone(plan)
+        if not plan.packs or call is not None or is_alone:
             yield from handshake.open(plan.id, plan.text, call_site)
         if call is not None:
             # The device works on while those in host memory are reduced.
             yield from self._reduce_on_device(plan, call, results)
+        if is_alone:
+            plan.deliver_alone(arrays, results, are_given=out is not None, pool=self._pool)
+            self.last_algorithm = "alone"
+            return results
         for number, pack in enumerate(plan.packs):
             algorithm = self.choice.made(pack.nbytes, plan.options)
             if algorithm is None:
@@ -154,7 +163,7 @@ class Engine:
                 trace.took(algorithm.name)
                 trace.phase(UNPACK)
             if is_wanted:
-                pack.deliver(pieces, results, out)
+                pack.deliver(pieces, results, are_given=out is not None)
         return results
 
     def _reduce_on_device(self, plan: ReductionPlan, call: DeviceCall, results: list[Array]) -> Steps[None]:
@@ -203,7 +212,7 @@ class Engine:
             flat = job.flat_result() if is_root else None
             yield from reduce_to_rank(channel.comm, job.flat_input(), flat, plan.op, root)
             if flat is not None:
-                pack.deliver(job.finish(flat), results, None)
+                pack.deliver(job.finish(flat), results, are_given=False)
         return results
 
     def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[Array]:

@@ -82,13 +82,25 @@ def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | No
     Memory that NumPy has given to one array is no other's: only views of one owner need a closer look, unless one is in
     both lists. Asking for an address takes ten times as long as asking for the owner.
     """
-    owners = [array if array.base is None else array.base for array in arrays]
-    written = {id(owner): owner for owner in [array if array.base is None else array.base for array in out]}
-    if not all([type(owner) is np.ndarray and owner.flags.owndata for owner in (*owners, *written.values())]):
-        return None
-    share = [id(owner) in written for owner in owners]
+    written = {}
+    for array in out:
+        base = array.base
+        owner = array if base is None else base
+        if type(owner) is not np.ndarray or not owner.flags.owndata:
+            return None
+        written[id(owner)] = owner
     same = {*map(id, out)}
-    return share if all([id(array) in same for array, does in zip(arrays, share, strict=True) if does]) else None
+    share = []
+    for array in arrays:
+        base = array.base
+        owner = array if base is None else base
+        if type(owner) is not np.ndarray or not owner.flags.owndata:
+            return None
+        does = id(owner) in written
+        if does and id(array) not in same:
+            return None
+        share.append(does)
+    return share
 
 
 def _by_addresses(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool]:
@@ -168,7 +180,6 @@ class Pack:
         if len(apart) > MOST_PIECES:
             self._together, apart = list(indices), []
         self.apart: Sequence[int] = apart
-        self._in_buffer = frozenset(self._together)
         self._slots = self._make_slots()
         buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
         self.counts = (*buffered, *(self._sizes[i] for i in apart))
@@ -206,29 +217,32 @@ class Pack:
             pieces.append(array.reshape(-1) if fits else pool.take(array.size, self.dtype))
         return pieces
 
-    def deliver(self, pieces: Sequence[Array], results: list[Array], out: Sequence[Array] | None) -> None:
-        """Put the reduced pieces into ``results``, cast to their dtype; copied to ``out`` where they are not there yet.
+    def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
+        """Put the reduced pieces, cast to the dtype of the results, into ``results``.
 
         Args:
             pieces: Flat arrays of ``self.counts`` elements.
-            results: Receives an array for each index.
-            out: The caller's arrays, None for new ones.
+            results: The results by index.
+            are_given: Whether they are there already, arrays of the caller to be written where ``targets`` were not
+                their own memory; otherwise the list receives them.
         """
         if self._together:
             buffer = pieces[0].astype(self._result_dtype, copy=False)
             for index, start, stop, shape in self._slots:
-                results[index] = buffer[start:stop].reshape(shape)
+                part = buffer[start:stop].reshape(shape)
+                if are_given:
+                    results[index][...] = part
+                else:
+                    results[index] = self._kept_apart(part)
         for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
-            results[index] = piece.reshape(self._shapes[index])
-        if out is None and len(self._sizes) > 1:
-            for index in self._sizes:
-                if results[index].nbytes <= _SMALL_RESULT_BYTES:
-                    results[index] = results[index].copy()
-        if out is not None:
-            for index in self._sizes:
-                if index in self._in_buffer or not out[index].flags.c_contiguous:
-                    out[index][...] = results[index]
-                results[index] = out[index]
+            part = piece.reshape(self._shapes[index])
+            if not are_given:
+                results[index] = self._kept_apart(part)
+            elif not results[index].flags.c_contiguous:
+                results[index][...] = part
+
+    def _kept_apart(self, part: Array) -> Array:
+        return part.copy() if len(self._sizes) > 1 and part.nbytes <= _SMALL_RESULT_BYTES else part
 
 
 class Reduction:
@@ -298,14 +312,6 @@ class Reduction:
             pieces.append(flat[start : start + count])
             start += count
         return pieces
-
-    def of_one_rank(self) -> list[Array]:
-        """Return the result where there are no other ranks: copies of the input, divided, in the targets if any."""
-        targets = self.targets()
-        for piece, target in zip(self.pieces, targets, strict=True):
-            target[...] = piece
-            divided(target, self.divisor)
-        return targets
 
     def finish(self, flat: Array) -> list[Array]:
         """Divide a flat result by the divisor and return its pieces, in the targets where there are any."""

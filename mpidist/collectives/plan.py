@@ -16,7 +16,7 @@ from mpidist.arrays.dtypes import DType, reduction_dtypes
 from mpidist.collectives.device_packing import DevicePack
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.memory import Pool
-from mpidist.collectives.packing import Pack, Reduction, group_by_size
+from mpidist.collectives.packing import Pack, Reduction, copies_of_overlapping, group_by_size
 from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions
@@ -106,7 +106,7 @@ class ReductionPlan:
     ) -> None:
         self.op = op
         self.on_device = on_device
-        self.divisor = divisor if op is ReduceOp.MEAN else None
+        self.divisor = divisor if op is ReduceOp.MEAN and divisor > 1 else None
         self.options = options
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
         structure = note_text("as", note)
@@ -179,6 +179,32 @@ class ReductionPlan:
         for index, result in (on_device or {}).items():
             results[index] = result
         return results
+
+    def deliver_alone(self, arrays: Sequence[Array], results: list[Array], *, are_given: bool, pool: Pool) -> None:
+        """Put the results of a rank that has no others, those in host memory, into ``results``.
+
+        Args:
+            arrays: The arrays of the call.
+            results: See ``Pack.deliver``.
+            are_given: See ``Pack.deliver``.
+            pool: Where new memory comes from.
+        """
+        here = [index for pack in self.packs for index in pack.indices]
+        if are_given:
+            # Where an array is its own result nothing moves.
+            moved = [index for index in here if arrays[index] is not results[index]]
+            targets = [results[index] for index in here]
+            sources = copies_of_overlapping([arrays[index] for index in moved], targets, pool)
+        else:
+            moved, sources = here, [arrays[index] for index in here]
+            for index in here:
+                results[index] = pool.take(*self.result_signature[index])
+        for index, source in zip(moved, sources, strict=True):
+            np.copyto(results[index], source)
+        if self.divisor is not None:
+            for index in here:
+                result, (formed, _) = results[index], self.formed[index]
+                np.true_divide(result, self.divisor, out=result, dtype=formed, casting="unsafe")
 
     def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
         """Put all elements into the payload of the handshake."""

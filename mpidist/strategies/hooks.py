@@ -148,7 +148,7 @@ class StrategyHooks:
         raise NotImplementedError
 
     def _replica_ctx_all_reduce_async(
-        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
         raise NotImplementedError
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpidist.collectives.work import FinishedWork, PartOfWork, Work
 from mpidist.core import nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.strategies.leaves import copy_into
 from mpidist.values import regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import PerReplica, here
 
 if TYPE_CHECKING:
-    from mpidist.collectives import FinishedWork, PartOfWork, Work
     from mpidist.strategies.replica_threads import ReplicaThread
     from mpidist.strategies.strategy import Strategy
 
@@ -145,17 +146,24 @@ class ReplicaContext:
         return self._strategy.extended._replica_ctx_all_reduce(self, op, _read_here(value), options, out)
 
     def all_reduce_async(
-        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
     ) -> Work | PartOfWork | FinishedWork:
         """Start an :meth:`all_reduce` and return a handle whose ``wait()`` gives the result. Extension.
 
-        Collective as ``all_reduce``; ``value`` must not be changed before ``wait()`` has returned.
+        Collective as ``all_reduce``; ``value`` must not be changed before ``wait()`` has returned, and ``out`` is
+        written then.
         """
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        work: Work = self._strategy.extended._replica_ctx_all_reduce_async(self, op, _read_here(value), options)
-        return work
+        extended = self._strategy.extended
+        work: Work = extended._replica_ctx_all_reduce_async(self, op, _read_here(value), options, out)
+        return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.

@@ -278,10 +278,7 @@ class ReplicatedExtended(StrategyExtended):
         leaves = nest.flatten(value)
         if self._takes_short_way and not any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
             return self._all_reduce_lone(op, value, leaves, options, out)
-        with self._shared_errors(f"{op.name} of its values"):
-            check_can_reduce(leaves, op)
-            if out is not None:
-                check_out(value, out, op, self._total)
+        self._check_values(leaves, op, value, out)
         if self._total == 1:
             return nest.map_structure(copied, value) if out is None else copy_into(out, value)
 
@@ -292,6 +289,12 @@ class ReplicatedExtended(StrategyExtended):
 
         reduced = ctx._meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else copy_into(out, reduced)
+
+    def _check_values(self, leaves: list[Any], op: ReduceOp, value: Any, out: Any) -> None:
+        with self._shared_errors(f"{op.name} of its values"):
+            check_can_reduce(leaves, op)
+            if out is not None:
+                check_out(value, out, op, self._total)
 
     def _all_reduce_lone(
         self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
@@ -315,17 +318,18 @@ class ReplicatedExtended(StrategyExtended):
         return nest.pack_like(value, [restored(a, b) for a, b in zip(leaves, results, strict=True)])
 
     def _replica_ctx_all_reduce_async(
-        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
-        with self._shared_errors(f"{op.name} of its values"):
-            check_can_reduce(nest.flatten(value), op)
+        self._check_values(nest.flatten(value), op, value, out)
         if self._total == 1:
             return finished_work(nest.map_structure(copied, value), self._first_gpu)
 
-        def merged(_: Strategy, values: Any) -> PerReplica:
+        def merged(_: Strategy, values: Any, outs: Any) -> PerReplica:
+            with self._shared_errors(f"{op.name} of its values"):
+                check_results_apart(outs)
             return PerReplica(replica_works(self._start_all_reduce(op, values, options), self._places), self._ids)
 
-        return ctx._meet(("all_reduce_async", op, options), merged, (value,), {})
+        return ctx._meet(("all_reduce_async", op, options), merged, (value, out), {})
 
     def _start_all_reduce(
         self, op: ReduceOp, value: Any, options: CommunicationOptions | None

@@ -79,9 +79,11 @@ class SingleReplicaExtended(StrategyExtended):
         return copy_into(out, value)
 
     def _replica_ctx_all_reduce_async(
-        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None
+        self, ctx: ReplicaContext, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
         check_can_reduce(nest.flatten(value), op)
+        if out is not None:
+            check_out(value, out, op, 1)
         return finished_work(value, self._first_gpu)
 
     def _replica_ctx_all_gather(

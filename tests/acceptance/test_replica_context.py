@@ -175,28 +175,38 @@ def test_all_reduce_min_max_prod(strategy: Any) -> None:
     check_each(strategy, strategy.run(replica), lambda _: [every.min(0), every.max(0), every.prod(0)])
 
 
-def test_all_reduce_into_out(strategy: Any) -> None:
+def started(*args: Any, **kwargs: Any) -> Any:
+    return context().all_reduce_async(*args, **kwargs).wait()
+
+
+def finished(*args: Any, **kwargs: Any) -> Any:
+    return context().all_reduce(*args, **kwargs)
+
+
+@pytest.mark.parametrize("all_reduce", [finished, started])
+def test_all_reduce_into_out(strategy: Any, all_reduce: Any) -> None:
     n = strategy.num_replicas_in_sync
 
     def replica() -> None:
         mine = np.full(3, float(replica_id()))
         out = np.empty(3)
-        context().all_reduce("SUM", mine, out=out)
+        assert all_reduce("SUM", mine, out=out) is out
         same(out, np.full(3, float(sum(range(n)))))
         same(mine, np.full(3, float(replica_id())))
         both = {"a": np.empty(2), "b": np.empty(())}
-        context().all_reduce("MEAN", {"a": np.ones(2), "b": np.array(2.0)}, out=both)
+        all_reduce("MEAN", {"a": np.ones(2), "b": np.array(2.0)}, out=both)
         same(both, {"a": np.ones(2), "b": np.array(2.0)})
 
     strategy.run(replica)
 
 
-def test_out_that_does_not_fit(strategy: Any) -> None:
+@pytest.mark.parametrize("all_reduce", [finished, started])
+def test_out_that_does_not_fit(strategy: Any, all_reduce: Any) -> None:
     frozen = np.empty(2)
     frozen.flags.writeable = False
     for out in (np.empty(3), np.empty((2, 1)), np.empty(2, np.float32), np.empty(2, np.int64), frozen, [np.empty(2)]):
         with pytest.raises((ValueError, TypeError, mpidist.PeerError), match="out"):
-            strategy.run(lambda o=out: context().all_reduce("SUM", np.ones(2), out=o))
+            strategy.run(lambda o=out: all_reduce("SUM", np.ones(2), out=o))
     same(strategy.reduce("SUM", strategy.run(lambda: 1), axis=None), strategy.num_replicas_in_sync)
 
 

@@ -227,6 +227,23 @@ def test_out_may_be_the_input(comm: Communicator) -> None:
     np.testing.assert_array_equal(mine, expected("SUM", comm.size, (300,), "f8"))
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("length", [2, 600, 20_000])
+def test_results_may_lie_where_other_values_do(comm: Communicator, op: str, length: int) -> None:
+    times = 1 if op == "MEAN" else comm.size
+    for dtype in ("float64", "float16", BFLOAT16):
+        first, second, third = (np.full(length, value, dtype) for value in (1, 2, 3))
+        given = [second, first, third]
+        got = comm.all_reduce(op, [first, second, third], out=given)
+        assert all(one is other for one, other in zip(got, given, strict=True))
+        assert [np.unique(array).astype(float).tolist() for array in (second, first, third)] == [
+            [value * times] for value in (1.0, 2.0, 3.0)
+        ]
+    whole = np.arange(length + 1.0)
+    comm.all_reduce(op, [whole[:-1], whole[1:]], out=[whole[1:], np.empty(length)])
+    assert whole[1:].tolist() == (np.arange(float(length)) * times).tolist()
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [(np.empty(3), r"float64\(3,\).*expected float64\(4,\)"), (np.empty(4, "f4"), "float32")],

@@ -67,9 +67,22 @@ def test_small_arrays_travel_in_one_buffer() -> None:
     pieces = pack.inputs(arrays, Pool())
     assert pieces[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
     results: list[np.ndarray] = [pieces[0]] * 3
-    pack.deliver([2 * piece for piece in pieces], results, None)
+    pack.deliver([2 * piece for piece in pieces], results, are_given=False)
     for array, result in zip(arrays, results, strict=True):
         np.testing.assert_array_equal(result, 2 * array)
+
+
+def test_what_is_given_is_written_where_it_does_not_lie_yet() -> None:
+    results = [np.zeros(3), np.zeros((2, 50_000)).T, np.zeros(50_000)]
+    pack = Pack([0, 1, 2], [a.shape for a in results], F8, F8, F8)
+    assert pack.counts == (3, 100_000, 50_000)
+    targets = pack.targets(results, Pool())
+    for number, target in enumerate(targets):
+        target[:] = number + 1
+    given = list(results)
+    pack.deliver(targets, results, are_given=True)
+    assert all(one is other for one, other in zip(given, results, strict=True))
+    assert [np.unique(result).tolist() for result in results] == [[1], [2], [3]]
 
 
 def test_a_pack_casts_and_takes_any_memory_order() -> None:
@@ -79,7 +92,7 @@ def test_a_pack_casts_and_takes_any_memory_order() -> None:
     assert flat.dtype == F8
     assert flat.tolist() == [7, 0, 3, 1, 4, 2, 5]
     results: list[np.ndarray] = [flat] * 3
-    pack.deliver([flat], results, None)
+    pack.deliver([flat], results, are_given=False)
     for array, result in zip(arrays, results, strict=True):
         assert result.dtype == F4
         np.testing.assert_array_equal(result, array)

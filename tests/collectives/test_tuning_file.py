@@ -199,7 +199,7 @@ def test_one_rank_alone_reads_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setenv(SETTING, str(tmp_path / "missing"))
     with Communicator(MPI.COMM_SELF) as alone:
-        assert taken(alone) == "mpi"
+        assert taken(alone) == "alone"
 
 
 @pytest.mark.min_ranks(2)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Mpi:
-    """One non-blocking call per piece that fits into an MPI count; none on one rank, which has the result already.
+    """One non-blocking call per piece that fits into an MPI count.
 
     Args:
         comm: The communicator; not freed.
@@ -30,8 +30,6 @@ class Mpi:
 
     def all_reduce(self, job: Reduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
-        if self._comm.size == 1:
-            return job.of_one_rank()
         send, result = job.flat_input(), job.flat_result()
         datatype, operation = mpi_datatype(job.dtype), mpi_op(job.op, job.dtype)
         for a, b in chunks(job.count):
