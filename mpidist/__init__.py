@@ -6,20 +6,8 @@ Write a program once against a strategy and start it with ``mpirun -n N python t
 from typing import TYPE_CHECKING
 
 from mpidist.core.advice import IN_PLACE_OF
-from mpidist.core.first_use import on_first_use
-from mpidist.core.settings import warn_about_unknown
-from mpidist.core.version import __version__
-from mpidist.topology import install_excepthook, prepare_environment, rank, size
-
-prepare_environment()
-install_excepthook()
-warn_about_unknown()
-
-# MPI reads its environment when it starts, so the lines above come before everything that could start it.
-from mpidist import cluster_resolver, experimental, metrics, optimizers  # noqa: E402
-from mpidist.cluster_resolver import ClusterSpec  # noqa: E402
-from mpidist.collectives import Communicator  # noqa: E402
-from mpidist.core.context import (  # noqa: E402
+from mpidist.core.context import (
+    default_strategy_is_in,
     experimental_set_strategy,
     get_loss_reduction,
     get_replica_context,
@@ -28,85 +16,118 @@ from mpidist.core.context import (  # noqa: E402
     in_cross_replica_context,
     variable_creator_scope,
 )
-from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization  # noqa: E402
-from mpidist.core.errors import (  # noqa: E402
+from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist.core.errors import (
     CollectiveTimeoutError,
     LaunchError,
     MismatchError,
     OutOfRangeError,
     PeerError,
 )
-from mpidist.core.options import RunOptions  # noqa: E402
-from mpidist.cross_device_ops import (  # noqa: E402
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from mpidist.input import (  # noqa: E402
-    AUTOTUNE,
-    SHARD_HINT,
-    ArraySpec,
-    AutoShardPolicy,
-    Dataset,
-    DatasetSpec,
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    Options,
-)
-from mpidist.strategies import (  # noqa: E402
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    ReplicaContext,
-    Strategy,
-    StrategyExtended,
-    TPUStrategy,
-)
-from mpidist.training import (  # noqa: E402
-    common_rng,
-    compute_average_loss,
-    global_count,
-    replica_rng,
-    scale_regularization_loss,
-    set_seed,
-)
-from mpidist.values import DistributedValues, IndexedSlices, Variable  # noqa: E402
+from mpidist.core.first_use import on_first_use
+from mpidist.core.options import RunOptions
+from mpidist.core.settings import warn_about_unknown
+from mpidist.core.version import __version__
+from mpidist.topology import install_excepthook, prepare_environment, rank, size
 
+prepare_environment()
+install_excepthook()
+warn_about_unknown()
+default_strategy_is_in("mpidist.strategies.default")
+
+# Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
+# program pays for what it needs alone.
 if TYPE_CHECKING:
-    from mpidist import coordinator, elastic, errors, v1
+    from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, v1
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+    from mpidist.cluster_resolver import ClusterSpec
+    from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
+    from mpidist.cross_device_ops import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
     from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
+    from mpidist.input import (
+        AUTOTUNE,
+        SHARD_HINT,
+        ArraySpec,
+        AutoShardPolicy,
+        Dataset,
+        DatasetSpec,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        Options,
+    )
     from mpidist.parameter_server.server import Server
     from mpidist.parameter_server.strategy import ParameterServerStrategy
+    from mpidist.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        ReplicaContext,
+        Strategy,
+        StrategyExtended,
+        TPUStrategy,
+    )
+    from mpidist.training import (
+        common_rng,
+        compute_average_loss,
+        global_count,
+        replica_rng,
+        scale_regularization_loss,
+        set_seed,
+    )
+    from mpidist.values import DistributedValues, IndexedSlices, Variable
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
             # Rooms whose other names docs tell users to take from there.
             "checkpoint": "mpidist.checkpoint",
-            "estimator": "mpidist.estimator",
-            "parameter_server": "mpidist.parameter_server",
+            "cluster_resolver": "mpidist.cluster_resolver",
             "coordinator": "mpidist.coordinator",
             "elastic": "mpidist.elastic",
             "errors": "mpidist.errors",
+            "estimator": "mpidist.estimator",
+            "experimental": "mpidist.experimental",
+            "metrics": "mpidist.metrics",
+            "optimizers": "mpidist.optimizers",
+            "parameter_server": "mpidist.parameter_server",
             "v1": "mpidist.v1",
-            **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
-            **dict.fromkeys(("EvalResult", "EvalSpec", "TrainContext", "TrainSpec"), "mpidist.estimator"),
-            **dict.fromkeys(("launch", "train_and_evaluate"), "mpidist.estimator"),
+            "ClusterSpec": "mpidist.cluster_resolver",
+            "Communicator": "mpidist.collectives",
             "ParameterServerStrategy": "mpidist.parameter_server.strategy",
             "Server": "mpidist.parameter_server.server",
             "tune": "mpidist.collectives.tuning",
+            **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
+            **dict.fromkeys(
+                ("CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"),
+                "mpidist.cross_device_ops",
+            ),
+            **dict.fromkeys(("EvalResult", "EvalSpec", "TrainContext", "TrainSpec"), "mpidist.estimator"),
+            **dict.fromkeys(("launch", "train_and_evaluate"), "mpidist.estimator"),
+            **dict.fromkeys(("AUTOTUNE", "SHARD_HINT", "ArraySpec", "AutoShardPolicy", "Dataset"), "mpidist.input"),
+            **dict.fromkeys(("DatasetSpec", "DistributedDataset", "DistributedIterator"), "mpidist.input"),
+            **dict.fromkeys(("InputContext", "InputOptions", "InputReplicationMode", "Options"), "mpidist.input"),
+            **dict.fromkeys(("MirroredStrategy", "MultiWorkerMirroredStrategy"), "mpidist.strategies"),
+            **dict.fromkeys(("OneDeviceStrategy", "TPUStrategy", "ReplicaContext"), "mpidist.strategies"),
+            **dict.fromkeys(("Strategy", "StrategyExtended"), "mpidist.strategies"),
+            **dict.fromkeys(("common_rng", "replica_rng", "set_seed"), "mpidist.training"),
+            **dict.fromkeys(("compute_average_loss", "scale_regularization_loss", "global_count"), "mpidist.training"),
+            **dict.fromkeys(("DistributedValues", "IndexedSlices", "Variable"), "mpidist.values"),
         },
         IN_PLACE_OF,
     )
 
 # Not for programs, and not to be shown to those who look what there is.
 del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
+del default_strategy_is_in
 
 __all__ = [
     "AUTOTUNE",

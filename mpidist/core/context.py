@@ -8,7 +8,7 @@
 | inside ``s.run(fn)``         | s            | True         | context i           | False                    |
 | merge_fn, update function    | s            | True         | None                | True                     |
 
-The default strategy registers itself when the strategies room is imported, so this room needs no other.
+The default strategy registers itself when its module is imported, which happens on first use: this room needs no other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from mpidist.core.enums import ReduceOp
@@ -47,6 +48,18 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
+_home_of_default: list[str] = []
+
+
+def default_strategy_is_in(module: str) -> None:
+    """Have ``module``, which registers the default strategy, imported when that is first needed."""
+    _home_of_default[:] = [module]
+
+
+def _default_frame() -> Frame:
+    if not _default:
+        import_module(_home_of_default[0])
+    return _default[0]
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
@@ -57,7 +70,7 @@ def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaCo
 def current_frame() -> Frame:
     """Return the innermost frame of this thread, that of the default strategy where nothing is active."""
     frames = _stack.frames
-    return frames[-1] if frames else _default[0]
+    return frames[-1] if frames else _default_frame()
 
 
 def push(frame: Frame) -> None:
@@ -91,7 +104,7 @@ def get_strategy() -> StrategyLike:
 
 def is_default(strategy: StrategyLike) -> bool:
     """Whether ``strategy`` is the default one."""
-    return strategy is _default[0].strategy
+    return strategy is _default_frame().strategy
 
 
 def has_strategy() -> bool:

@@ -41,6 +41,22 @@ def test_rooms_that_a_synchronous_program_does_not_need_are_not_loaded() -> None
 
 
 @pytest.mark.jobs
+def test_a_program_with_a_communicator_alone_loads_no_more_than_that() -> None:
+    program = "import sys, mpidist; before = {*sys.modules}; mpidist.Communicator; print(*before, '|', *sys.modules)"
+    before, after = run_python(program).split("|")
+    assert "numpy" not in before.split()
+    rooms = {name.split(".")[1] for name in after.split() if name.startswith("mpidist.")}
+    assert rooms == {"arrays", "collectives", "core", "topology"}
+
+
+@pytest.mark.jobs
+def test_the_default_strategy_is_there_without_an_import_of_its_own() -> None:
+    assert run_python("import mpidist; print(mpidist.has_strategy(), mpidist.get_strategy().num_replicas_in_sync)") == (
+        "False 1\n"
+    )
+
+
+@pytest.mark.jobs
 @pytest.mark.parametrize("room", ["checkpoint", "estimator", "parameter_server"])
 def test_rooms_are_there_without_an_import_of_their_own(room: str) -> None:
     run_python(f"import mpidist; mpidist.{room}.__all__")
