@@ -191,6 +191,7 @@ def test_nests_metrics_arrays_and_values(strategy: mpidist.Strategy, tmp_path: P
     assert checkpoint.epoch == 4
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint16", "uint64", "float16", "float32", "bfloat16", "complex64", "complex128"]
 )

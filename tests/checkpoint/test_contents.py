@@ -127,6 +127,7 @@ def names_clash(nest: Any) -> bool:
     return isinstance(nest, list) and any(map(names_clash, nest))
 
 
+@pytest.mark.one_rank
 @given(st.lists(NESTS, max_size=4), st.lists(NESTS, max_size=4))
 def test_any_nest_comes_back(tmp_path_factory: pytest.TempPathFactory, saved: list[Any], here: list[Any]) -> None:
     assume(not names_clash(saved) and not names_clash(here))

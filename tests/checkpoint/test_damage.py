@@ -28,6 +28,7 @@ def two_checkpoints(directory: Path) -> tuple[Checkpoint, Path, Path]:
     return checkpoint, Path(first), Path(checkpoint.save(directory / "ckpt"))
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("name", FILES)
 def test_no_flipped_bit_is_overlooked(name: str, tmp_path: Path) -> None:
     checkpoint, _, path = two_checkpoints(tmp_path)
@@ -46,6 +47,7 @@ def test_no_flipped_bit_is_overlooked(name: str, tmp_path: Path) -> None:
     checkpoint.restore(path).assert_consumed()
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("name", FILES)
 def test_no_truncation_is_overlooked(name: str, tmp_path: Path) -> None:
     checkpoint, first, path = two_checkpoints(tmp_path)

@@ -34,6 +34,7 @@ EXTENTS = st.dictionaries(
 )
 
 
+@pytest.mark.one_rank
 @given(EXTENTS, st.integers(1, 9))
 def test_every_element_is_written_once_and_the_bytes_are_balanced(extents: dict[str, Extent], ranks: int) -> None:
     plan = plan_parts(extents, ranks)

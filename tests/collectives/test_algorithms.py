@@ -48,7 +48,7 @@ def reference(op: str, comm: Communicator, count: int, dtype: str, seed: int) ->
     return total / comm.size if op == "MEAN" else total
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
     dtype=st.sampled_from(DTYPES),
@@ -104,7 +104,7 @@ def test_any_message(
 
 
 @pytest.mark.parametrize("has_node_each", [False, True])
-@pytest.mark.parametrize("count", [1, 300_000, 2_000_003])
+@pytest.mark.parametrize("count", [1, 300_000, 1_000_003])
 def test_full_sizes(count: int, has_node_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with communicator(has_node_each, monkeypatch) as comm:
         mine = value_of(comm.rank, count, "f4", 0)

@@ -64,6 +64,7 @@ def test_one_disturbed_size_makes_no_entries() -> None:
     assert best_row(timings)[-1] == undisturbed[-1]
 
 
+@pytest.mark.one_rank
 @given(
     st.lists(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3), min_size=1, max_size=len(SIZES)),
     st.sampled_from([1, 3, 48]),
@@ -80,6 +81,7 @@ def test_any_timings_make_a_right_table(times: list[list[float]], rails: int) ->
         assert all(getattr(table, row) == getattr(SHIPPED, row) for row in untouched)
 
 
+@pytest.mark.one_rank
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=2), min_size=1, max_size=7))
 def test_no_other_row_is_better(times: list[list[float]]) -> None:
     """Compared with every row that changes at measured sizes only."""
