@@ -95,8 +95,9 @@ def test_optimizers_of_several_workers() -> None:
     for _ in range(60):
         optimizer.apply_gradients([(np.ones(4), alone)])
     same(momentum[1], alone.numpy())
-    # Equal gradients make equal steps, whichever number of steps each worker knew of.
-    np.testing.assert_allclose(adam[1], np.full(4, -0.001 * 60), rtol=1e-6)
+    # Equal gradients make equal steps, but where a worker knows of an update that has still to reach this server: the
+    # count lies on the other one. Were the steps not counted at all they would be off by 70 %.
+    np.testing.assert_allclose(adam[1], np.full(4, -0.001 * 60), rtol=0.05)
 
 
 # The same bits as in one process ------------------------------------------------------------------------------------
