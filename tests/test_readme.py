@@ -30,9 +30,3 @@ def test_every_table_is_whole() -> None:
     tables = re.findall(r"(?:^\|.*\n)+", README.read_text(), re.MULTILINE)
     assert len(tables) > 3
     assert [table for table in tables if not re.match(r".*\n\|-", table)] == []
-
-
-def test_relative_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)", README.read_text())
-    assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []

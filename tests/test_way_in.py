@@ -1,0 +1,36 @@
+"""What shows newcomers the way: every file and name that it speaks of is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+pytestmark = pytest.mark.one_rank
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_files_of_the_journey_are_there() -> None:
+    files = re.findall(r"`([a-z_0-9/]+\.py)`", (ROOT / "docs/journey.md").read_text())
+    assert len(files) > 50
+    assert [file for file in files if not (ROOT / "mpidist" / file).exists()] == []
+
+
+def test_the_picture_is_that_of_the_import_contract() -> None:
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs/draw_rooms.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rooms = {room for layer in module.layers() for room in layer}
+    assert {path.name for path in (ROOT / "mpidist").iterdir() if (path / "__init__.py").exists()} <= rooms
+    assert module.PICTURE.read_text() == module.drawn(), "type: python docs/draw_rooms.py"
