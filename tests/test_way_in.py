@@ -28,7 +28,8 @@ def test_the_files_of_the_journey_are_there() -> None:
 
 def test_the_picture_is_that_of_the_import_contract() -> None:
     spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs/draw_rooms.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     rooms = {room for layer in module.layers() for room in layer}
