@@ -449,3 +449,30 @@ def test_a_program_runs_on_pretended_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.fake_cupy", "--devices", "3", "--jitter", "0.001", program, "-x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "3 ['-x'] 3.0"), done.stderr
+
+
+# What is counted
+
+
+def test_what_costs_time_is_counted(fake_gpus: Any) -> None:
+    cp, counts = fake_gpus, fake_cupy.counts()
+
+    def counted() -> tuple[int, ...]:
+        found = counts.device_switches, counts.launches, counts.pinned_allocations, counts.synchronizations
+        counts.clear()
+        return found
+
+    array = cp.zeros(10)
+    assert counted() == (0, 0, 0, 0)
+    with cp.cuda.Device(0):  # back to what was current, without asking whether it still is
+        array += 1
+    assert counted() == (1, 1, 0, 0)
+    array.get()
+    assert counted() == (2, 0, 0, 1)
+    pinned = [cp.cuda.alloc_pinned_memory(600), cp.cuda.alloc_pinned_memory(600)]
+    del pinned[0]
+    cp.cuda.alloc_pinned_memory(1000)
+    assert counted() == (0, 0, 2, 0)
+    cp.cuda.get_current_stream().record().synchronize()
+    cp.cuda.Stream.null.synchronize()
+    assert counted() == (0, 0, 0, 2)

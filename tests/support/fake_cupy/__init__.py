@@ -19,7 +19,7 @@ from tests.support.fake_cupy import module
 from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations
 from tests.support.fake_cupy.nccl_kernels import Kernels
 
-__all__ = ["fail_allocations", "install", "uninstall"]
+__all__ = ["counts", "fail_allocations", "install", "uninstall"]
 
 _hidden: dict[str, ModuleType | None] = {}
 
@@ -65,6 +65,11 @@ def uninstall() -> None:
         machine.close()
     finally:
         gpus.set_machine(None)
+
+
+def counts() -> gpus.Counts:
+    """Return what the program has asked of CUDA so far in this process."""
+    return gpus.machine().counts
 
 
 def _nccl(there: bool) -> ModuleType:

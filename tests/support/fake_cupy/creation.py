@@ -91,7 +91,7 @@ def array(
     target = made.host_view()
     current_worker().enqueue(lambda: np.copyto(target, source))
     if blocking:
-        current_worker().drain()
+        get_current_stream().synchronize()
     return made
 
 

@@ -54,6 +54,30 @@ def check_status(status: int) -> None:
         raise CUDARuntimeError(status)
 
 
+class Counts:
+    """What the program has asked of CUDA so far, CuPy's own calls for it included.
+
+    Attributes:
+        device_switches: Calls of cudaSetDevice.
+        launches: Kernels, NCCL's among them.
+        pinned_allocations: Calls of cudaHostAlloc: what comes from CuPy's pool is none.
+        synchronizations: Calls in which the host waits for a device.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from 0."""
+        self.device_switches = self.launches = self.pinned_allocations = self.synchronizations = 0
+
+    def add(self, name: str) -> None:
+        """Count one more."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + 1)
+
+
 class Failure:
     """What a job of a device ended with: CUDA does nothing more on the device, and every call there fails for ever."""
 
@@ -162,6 +186,7 @@ class Machine:
 
     def __init__(self, devices: int, jitter: float) -> None:
         self.devices = devices
+        self.counts = Counts()
         self.nccl_kernels: Any = None  # of each device; see nccl_kernels.py
         self.jitter = jitter
         self.local = threading.local()
@@ -248,12 +273,13 @@ def set_device(device: int) -> None:
     """Make ``device`` current in this thread."""
     if not 0 <= device < machine().devices:
         raise CUDARuntimeError(101)
+    machine().counts.add("device_switches")
     machine().local.device = device
 
 
 @contextlib.contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Make ``device`` current for a while."""
+    """Make ``device`` current for a while, as CuPy does: it goes back without asking whether that is needed."""
     before = current_device()
     set_device(device)
     try:

@@ -141,6 +141,7 @@ class MemoryPointer:
         if size:
             target, source = self.bytes(size), bytes_at(_number(mem), size)
             if not is_pinned(_number(mem)):  # CUDA has read pageable memory on return
+                worker.machine.counts.add("synchronizations")
                 worker.drain()
                 source = source.copy()
             worker.enqueue(lambda: np.copyto(target, source))
@@ -151,6 +152,7 @@ class MemoryPointer:
             target, source = bytes_at(_number(mem), size), self.bytes(size)
             worker.enqueue(lambda: np.copyto(target, source))
             if not is_pinned(_number(mem)):
+                worker.machine.counts.add("synchronizations")
                 worker.drain()
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
@@ -184,6 +186,7 @@ class PinnedMemoryPool:
             if free:
                 block = free.pop()
             else:
+                machine().counts.add("pinned_allocations")
                 block = aligned(rounded)
                 self._blocks.append(block)
         pointer_type = type("PinnedMemoryPointer", (ctypes.c_int8 * rounded,), {"size": lambda self: rounded})

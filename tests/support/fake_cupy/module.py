@@ -164,7 +164,7 @@ def _runtime() -> Any:
         deviceCanAccessPeer=lambda device, peer: 0,
         deviceSynchronize=lambda: streams.Device().synchronize(),
         eventQuery=streams.event_query,
-        streamSynchronize=lambda stream: devices.machine().worker(stream).drain(),
+        streamSynchronize=streams.stream_synchronize,
         memGetInfo=lambda: streams.Device().mem_info,
         getDeviceProperties=_properties,
         runtimeGetVersion=lambda: 13000,

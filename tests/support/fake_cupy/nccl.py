@@ -144,6 +144,7 @@ def _launch(comm: NcclCommunicator, calls: list[_Call]) -> None:
     turn = comm._next_turn()
     kernels = machine().nccl_kernels[comm._device]
     kernel = kernels.launch()
+    machine().counts.add("launches")
     arrived = [threading.Event() for _ in others]
     done = threading.Event()
 

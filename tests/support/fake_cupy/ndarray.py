@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.fake_cupy import running
-from tests.support.fake_cupy.devices import current_device, on_device
+from tests.support.fake_cupy.devices import current_device, machine, on_device
 from tests.support.fake_cupy.memory import MemoryPointer, alloc, is_pinned
 from tests.support.fake_cupy.operators import add_operators
 from tests.support.fake_cupy.streams import BaseStream, Device, get_current_stream, worker_of
@@ -181,6 +181,7 @@ class ndarray:  # noqa: N801 - the name it has in CuPy
             worker = worker_of(stream)
             worker.enqueue(lambda: np.copyto(target, source))
             if blocking:
+                machine().counts.add("synchronizations")
                 worker.drain()
         return out
 
@@ -197,6 +198,7 @@ class ndarray:  # noqa: N801 - the name it has in CuPy
             worker = worker_of(stream)
             target, source = self.host_view(), arr
             if not is_pinned(arr.ctypes.data):
+                machine().counts.add("synchronizations")
                 worker.drain()
                 source = arr.copy()
             worker.enqueue(lambda: np.copyto(target, source))

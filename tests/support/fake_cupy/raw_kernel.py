@@ -50,6 +50,7 @@ class RawKernel:
         function = EMULATIONS[self.name]
         seen = tuple(self._seen(value) for value in args)
         worker = worker_of(stream)
+        worker.machine.counts.add("launches")
         worker.enqueue(lambda: function(grid, block, seen, worker.device))
 
     def _seen(self, value: Any) -> Any:

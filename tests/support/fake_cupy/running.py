@@ -54,7 +54,7 @@ def run(
         seen_out = out.host_view()
         value = seen_out.copy()
         function(*seen_args, out=value, **seen_kwargs)
-        current_worker().enqueue(lambda: np.copyto(seen_out, value))
+        _launch(lambda: np.copyto(seen_out, value))
         return out
     current_worker().drain()
     return _wrapped(function(*seen_args, **seen_kwargs), sources)
@@ -69,7 +69,7 @@ def run_into(target: Any, write: Callable[..., Any], args: tuple[Any, ...]) -> N
     seen = [_snapshot(part) for part in views]
     view = target.host_view()
     write(view.copy(), *seen)  # errors show in the line that makes them
-    current_worker().enqueue(lambda: write(view, *seen))
+    _launch(lambda: write(view, *seen))
 
 
 def binary(function: Any, left: Any, right: Any, reflected: bool) -> Any:
@@ -150,8 +150,14 @@ def _wrapped(value: Any, sources: list[Any]) -> Any:
             return source.view_of(value)
     result = ndarray(value.shape, value.dtype, strides=value.strides if _is_dense(value) else None)
     seen = result.host_view()
-    current_worker().enqueue(lambda: np.copyto(seen, value))
+    _launch(lambda: np.copyto(seen, value))
     return result
+
+
+def _launch(job: Callable[[], None]) -> None:
+    worker = current_worker()
+    worker.machine.counts.add("launches")
+    worker.enqueue(job)
 
 
 def _is_dense(value: np.ndarray) -> bool:

@@ -15,6 +15,7 @@ from tests.support.fake_cupy.devices import (
     cuda_error,
     current_device,
     machine,
+    on_device,
     set_device,
 )
 
@@ -42,9 +43,9 @@ class Device:
 
     def __enter__(self) -> Device:
         stack = machine().local.__dict__.setdefault("devices", [])
-        before = current_device()
-        set_device(self.id)
-        stack.append(before)
+        stack.append(current_device())
+        if self.id != stack[-1]:
+            set_device(self.id)
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -55,9 +56,11 @@ class Device:
         return self
 
     def synchronize(self) -> None:
-        for worker in list(machine().workers.values()):
-            if worker.device == self.id:
-                worker.drain()
+        machine().counts.add("synchronizations")
+        with on_device(self.id):
+            for worker in list(machine().workers.values()):
+                if worker.device == self.id:
+                    worker.drain()
 
     @property
     def pci_bus_id(self) -> str:
@@ -102,6 +105,7 @@ class Event:
         worker.enqueue(job)
 
     def synchronize(self) -> None:
+        machine().counts.add("synchronizations")
         self.capture()()
 
     def capture(self) -> Callable[[], None]:
@@ -165,7 +169,7 @@ class BaseStream:
         return worker.is_idle and worker.device not in machine().failures
 
     def synchronize(self) -> None:
-        _worker_of(self).drain()
+        stream_synchronize(self.ptr)
 
     def launch_host_func(self, callback: Callable[[Any], None], arg: Any) -> None:
         _worker_of(self).enqueue(lambda: callback(arg))
@@ -234,6 +238,12 @@ def worker_of(stream: Any) -> Worker:
 
 def _worker_of(stream: Any) -> Worker:
     return machine().worker(stream.ptr)
+
+
+def stream_synchronize(stream: int) -> None:
+    """``cupy.cuda.runtime.streamSynchronize``."""
+    machine().counts.add("synchronizations")
+    machine().worker(stream).drain()
 
 
 def event_query(event: int) -> int:
