@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.host_ops import check_copy
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ _NOT_READY = 600
 class CupyEvent:
     """A CUDA event that has been recorded."""
 
-    def __init__(self, cupy: ModuleType, raw: Any) -> None:
-        self._runtime = cupy.cuda.runtime
+    def __init__(self, stream: CupyStream, raw: Any) -> None:
+        self._runtime = stream.cupy.cuda.runtime
+        self._on_device = stream.on_device
         self.raw = raw
 
     @property
@@ -41,7 +43,8 @@ class CupyEvent:
             CUDARuntimeError: The device has failed, as after an illegal access of a kernel: it never will.
         """
         # Event.done would be False for ever after such an error.
-        status = int(self._runtime.eventQuery(self.raw.ptr))
+        with self._on_device():
+            status = int(self._runtime.eventQuery(self.raw.ptr))
         if status == _NOT_READY:
             return False
         if status:
@@ -50,21 +53,22 @@ class CupyEvent:
 
     def synchronize(self) -> None:
         """Block until everything before it has happened; other Python threads run meanwhile."""
-        self.raw.synchronize()
+        with self._on_device():
+            self.raw.synchronize()
 
 
 class CupyStream:
     """A CUDA stream together with its device, which CuPy's default stream does not know; for any thread."""
 
-    def __init__(self, cupy: ModuleType, device: int, raw: Any) -> None:
-        self._cupy = cupy
-        self._device = device
+    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: Any) -> None:
+        self.cupy = cupy
+        self._current, self._device = current, device
         self.raw = raw
         self._entered = threading.local()
 
-    def _on_device(self) -> Any:
-        # An object of its own each time: it remembers what was current before, of the thread that entered it.
-        return self._cupy.cuda.Device(self._device)
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a block in which its device is current."""
+        return self._current.on(self._device)
 
     @property
     def handle(self) -> int:
@@ -74,33 +78,32 @@ class CupyStream:
     def record(self) -> CupyEvent:
         """Return a new event after everything that was given so far."""
         # An event belongs to the device that is current when it is made, and must be that of its stream.
-        with self._on_device():
-            event = self._cupy.cuda.Event(disable_timing=True)
+        with self.on_device():
+            event = self.cupy.cuda.Event(disable_timing=True)
             event.record(self.raw)
-        return CupyEvent(self._cupy, event)
+        return CupyEvent(self, event)
 
     def wait(self, event: Any) -> None:
         """Let what is given from now on wait for ``event``; one of the CPU is waited for at once."""
         if isinstance(event, CupyEvent):
-            with self._on_device():
+            with self.on_device():
                 self.raw.wait_event(event.raw)
         else:
             event.synchronize()
 
     def synchronize(self) -> None:
         """Block until everything has happened."""
-        with self._on_device():
+        with self.on_device():
             self.raw.synchronize()
 
     def __enter__(self) -> CupyStream:
         # CuPy refuses a stream whose device is not current.
-        device = self._on_device()
-        device.__enter__()
-        before = self._cupy.cuda.get_current_stream()
+        device = self._current.enter(self._device)
+        before = self.cupy.cuda.get_current_stream()
         try:
             self.raw.use()
         except BaseException:
-            device.__exit__()
+            self._current.leave(device)
             raise
         self._entered.__dict__.setdefault("stack", []).append((device, before))
         return self
@@ -111,7 +114,7 @@ class CupyStream:
         device, before = self._entered.stack.pop()
         # Leaving CuPy's own block would return to the block around it, and undo a use() of the program's.
         before.use()
-        device.__exit__(kind, error, traceback)
+        self._current.leave(device)
 
 
 class CupyOps:
@@ -125,16 +128,16 @@ class CupyOps:
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
+        self._current = CurrentDevice(cupy)
         self._sending = _Sending()
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
         return int(array.data.device_id)  # type: ignore[attr-defined]
 
-    def on(self, device: int) -> AbstractContextManager[Any]:
-        """Make ``device`` current in this thread."""
-        context: AbstractContextManager[Any] = self._cupy.cuda.Device(device)
-        return context
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Return a block in which ``device`` is current in this thread; see ``CurrentDevice``."""
+        return self._current.on(device)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         """Return an array with any content."""
@@ -154,12 +157,13 @@ class CupyOps:
         target = self.empty(array.shape, array.dtype, device)
         source, flat = np.ascontiguousarray(array).reshape(-1), target.reshape(-1)
         stream, per_piece = self.current_stream(device), max(1, _PIECE_BYTES // array.itemsize)
-        for start in range(0, source.size, per_piece):
-            piece = source[start : start + per_piece]
-            staged = self._sending.room(self, piece.nbytes)
-            np.copyto(staged.view(array.dtype), piece)
-            self.copy_to_device(flat[start : start + per_piece], staged, stream)
-            self._sending.keep(stream.record(), staged)
+        with self.on(device):
+            for start in range(0, source.size, per_piece):
+                piece = source[start : start + per_piece]
+                staged = self._sending.room(self, piece.nbytes)
+                np.copyto(staged.view(array.dtype), piece)
+                self.copy_to_device(flat[start : start + per_piece], staged, stream)
+                self._sending.keep(stream.record(), staged)
         return target
 
     def to_host(self, array: Array) -> Array:
@@ -204,12 +208,11 @@ class CupyOps:
     def stream(self, device: int) -> CupyStream:
         """Return a new stream, which waits for no other one."""
         with self.on(device):
-            return CupyStream(self._cupy, device, self._cupy.cuda.Stream(non_blocking=True))
+            return CupyStream(self._cupy, self._current, device, self._cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self, device: int) -> CupyStream:
         """Return the stream that is current on ``device`` in this thread."""
-        with self.on(device):
-            return CupyStream(self._cupy, device, self._cupy.cuda.get_current_stream())
+        return CupyStream(self._cupy, self._current, device, self._cupy.cuda.get_current_stream(device))
 
     def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
         """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; returns before it is done."""

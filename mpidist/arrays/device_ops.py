@@ -79,8 +79,11 @@ class DeviceOps(Protocol):
         """Return the number of the device on which ``array`` lies; 0 for the CPU."""
         ...
 
-    def on(self, device: int) -> AbstractContextManager[Any]:
-        """Make ``device`` current in this thread."""
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Return a block in which ``device`` is current in this thread, to be entered once.
+
+        What was current before is so again afterwards, but for a device that this process does not use.
+        """
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
@@ -115,7 +118,10 @@ class DeviceOps(Protocol):
         ...
 
     def pinned(self, nbytes: int) -> Array:
-        """Return host memory as an array of uint8, page-locked; the pool behind it rounds up to a power of two."""
+        """Return host memory as an array of uint8, page-locked; the pool behind it rounds up to a power of two.
+
+        A device that is to read or write it has to be current.
+        """
         ...
 
     def stream(self, device: int) -> Stream:

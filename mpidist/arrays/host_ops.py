@@ -59,7 +59,7 @@ class HostOps:
         """Return 0, the only device."""
         return 0
 
-    def on(self, device: int) -> AbstractContextManager[Any]:
+    def on(self, device: int) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return nullcontext()
 

@@ -15,6 +15,7 @@ import threading
 import time
 from typing import Protocol
 
+from mpidist.arrays.current_device import mark_own_thread
 from mpidist.core import settings
 from mpidist.topology import end_job, import_mpi
 
@@ -124,6 +125,7 @@ class DeviceWatch:
         self.__init__()  # type: ignore[misc]
 
     def _run(self, stop: threading.Event) -> None:
+        mark_own_thread()
         warn_after: float = settings.WARN_AFTER.read()
         while not stop.wait(_LOOK_SECONDS):
             with self._lock:

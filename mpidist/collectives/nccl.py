@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.device_ops import ops_for
@@ -50,6 +51,8 @@ class NcclComm:
         self._errors = (binding.NcclError, KeyError)
         self._is_contiguous, self._device_of, self._pointer = ops.is_contiguous, ops.device_of, ops.pointer
         self._group = NcclGroup(binding)
+        # NCCL goes back to what was current before, which has to be a device that this process uses.
+        self._on_device = partial(ops.on, device)
 
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
@@ -201,13 +204,15 @@ class NcclComm:
         raw = self._raw
         if not self.is_closed:
             self._raw = _Closed("it has been closed")
-            raw.destroy()
+            with self._on_device():
+                raw.destroy()
 
     def _give_up(self, why: str) -> None:
         raw = self._raw
         if not self.is_closed:
             self._raw = _Closed(why)
-            raw.abort()
+            with self._on_device():
+                raw.abort()
 
     # Checks -----------------------------------------------------------------------------------------------------
 

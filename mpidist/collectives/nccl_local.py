@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.device_ops import ops_for
@@ -44,9 +45,11 @@ class LocalNccl:
             raise DeviceError(problem)
         binding, ops, size = nccl_binding(), ops_for("gpu"), len(self.devices)
         try:
-            raw = binding.NcclCommunicator.initAll(self.devices)
+            with ops.on(self.devices[0]):
+                raw = binding.NcclCommunicator.initAll(self.devices)
         except (binding.NcclError, KeyError) as error:
             raise failure(binding, f"NCCL could not join the GPUs {self.devices} of one process", error) from error
+        self._on_first = partial(ops.on, self.devices[0])
         self.comms = [NcclComm(binding, raw[i], device, i, size, ops) for i, device in enumerate(self.devices)]
 
     def __repr__(self) -> str:
@@ -64,13 +67,13 @@ class LocalNccl:
         targets = arrays if targets is None else targets
         self._check("all_reduce", streams, arrays, targets)
         nccl_reduction(arrays[0].dtype, op)
-        with self.comms[0].group():
+        with self._on_first(), self.comms[0].group():
             for comm, array, target, stream in zip(self.comms, arrays, targets, streams, strict=True):
                 comm.all_reduce(array, target, op, stream)
 
     def close(self) -> None:
         """Free it; any number of times. All that was enqueued must be done."""
-        with self.comms[0].group():
+        with self._on_first(), self.comms[0].group():
             for comm in self.comms:
                 comm.close()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
+from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.nccl_types import nccl_reduction
@@ -204,6 +205,7 @@ class _Start:
             self._abort_if_abandoned()
 
     def _run(self) -> None:
+        mark_own_thread()
         doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
         try:
             with self._ops.on(self._device):
@@ -240,4 +242,5 @@ class _Start:
 
     def _abort_if_abandoned(self) -> None:
         if self._is_abandoned and not self._is_inside and self._raw is not None:
-            self._raw.abort()
+            with self._ops.on(self._device):
+                self._raw.abort()

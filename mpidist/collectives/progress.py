@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Protocol
 
+from mpidist.arrays.current_device import mark_own_thread
 from mpidist.core import settings
 from mpidist.topology import import_mpi
 
@@ -91,6 +92,7 @@ class Progress:
         return self._is_allowed
 
     def _run(self) -> None:
+        mark_own_thread()
         me = threading.current_thread()
         nap = _SHORTEST_NAP_SECONDS
         last: list[int] = []

@@ -16,6 +16,8 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+from mpidist.arrays.current_device import mark_own_thread
+
 T = TypeVar("T")
 
 _NOTHING = object()
@@ -37,6 +39,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         """Read elements, and tell in the end what ended them."""
+        mark_own_thread()
         _running.add(self)
         end: BaseException | None = None
         try:

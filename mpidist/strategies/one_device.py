@@ -22,6 +22,7 @@ class OneDeviceExtended(SingleReplicaExtended):
         super().__init__(strategy)
         self._device = check_device(device)
         self._place = place_at(self._device)
+        self._place.settle()
         self._first_gpu = None if self._place.is_host else self._place
         self._context = ReplicaContext(strategy, 0)
 

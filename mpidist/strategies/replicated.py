@@ -78,6 +78,8 @@ class ReplicatedExtended(StrategyExtended):
         self._devices = devices
         self._places = [place_at(device) for device in devices]
         self._first_gpu = next((place for place in self._places if not place.is_host), None)
+        if self._first_gpu is not None:
+            self._first_gpu.settle()
         self._comm = comm
         self._cluster_resolver = cluster_resolver
         self._allows_per_replica_input = allows_per_replica_input

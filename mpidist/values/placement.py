@@ -43,6 +43,14 @@ class Place:
         """Return a block in which this thread computes here; on the host that changes nothing."""
         return self.ops.on(self.number)
 
+    def settle(self) -> None:
+        """Let this thread compute here from now on, where it would otherwise on a GPU that this process does not use.
+
+        That is GPU 0, in a thread that has chosen none.
+        """
+        with self.current():
+            pass
+
     def calls(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Return ``fn(*args)``, computed here."""
         if self is HOST:

@@ -131,6 +131,7 @@ def test_the_cuda_array_interface_is_enough(fake_gpus: Any) -> None:
 
 
 def test_an_array_that_cannot_be_exported_is_a_type_error(fake_gpus: Any) -> None:
+    fake_gpus.cuda.Device(0).use()
     with pytest.raises(TypeError, match=r"grads of type .*OnDevice cannot be read by CuPy: this is never exported"):
         to_array(OnDevice(2), "grads")
 

@@ -34,6 +34,7 @@ class Gate:
 
 @pytest.fixture
 def ops(fake_gpus: Any) -> CupyOps:
+    fake_gpus.cuda.Device(0).use()
     made = ops_for("gpu")
     assert isinstance(made, CupyOps)
     return made

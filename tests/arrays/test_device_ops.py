@@ -20,7 +20,7 @@ DTYPES.append(np.dtype(ml_dtypes.bfloat16))
 @pytest.fixture(params=["cpu", "gpu"])
 def ops(request: pytest.FixtureRequest) -> DeviceOps:
     if request.param == "gpu":
-        request.getfixturevalue("fake_gpus")
+        request.getfixturevalue("fake_gpus").cuda.Device(0).use()
     return ops_for(request.param)
 
 

@@ -180,3 +180,4 @@ def test_element_spec_and_length(gpu_strategy: Any) -> None:
     kept = gpu_strategy.experimental_distribute_dataset(dataset(), InputOptions(experimental_fetch_to_device=False))
     assert fetched.element_spec == kept.element_spec
     assert len(fetched) == len(kept) == 6
+    assert next(iter(fetched)).keys() == fetched.element_spec.keys()

@@ -32,12 +32,12 @@ def test_the_replicas_device_is_current_in_run(gpu_strategy: Any, fake_gpus: Any
     expected = local_devices(gpu_strategy)
     assert seen == [(device, (f"gpu:{device}",)) for device in expected]
     assert devices_of(result) == expected
-    assert fake_gpus.cuda.Device().id == 0
+    assert fake_gpus.cuda.Device().id == expected[0]
 
 
 def test_the_first_gpu_is_current_in_scopes(gpu_strategy: Any, fake_gpus: Any) -> None:
     first = local_devices(gpu_strategy)[0]
-    with fake_gpus.cuda.Device(1 - first):
+    with fake_gpus.cuda.Device(1 - first).use():
         with gpu_strategy.scope():
             assert fake_gpus.cuda.Device().id == first
             with gpu_strategy.scope() as entered:
@@ -54,7 +54,7 @@ def test_the_first_gpu_is_current_in_merge_functions(fake_gpus: Any) -> None:
     from mpi4py import MPI
 
     def merged(strategy: Any) -> int:
-        return int(fake_gpus.cuda.Device().id)
+        return int(fake_gpus.ones(1).device.id)
 
     with mpidist.MirroredStrategy(["cpu:0", "gpu:1", "gpu:0"], communicator=MPI.COMM_SELF) as strategy:
         seen = strategy.run(lambda: mpidist.get_replica_context().merge_call(merged))

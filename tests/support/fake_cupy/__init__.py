@@ -13,15 +13,16 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mpidist.arrays import cupy_module, device_ops
+from mpidist.arrays import cuda_driver, cupy_module, device_ops
 from tests.support.fake_cupy import devices as gpus
-from tests.support.fake_cupy import module
+from tests.support.fake_cupy import driver, module
 from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations
 from tests.support.fake_cupy.nccl_kernels import Kernels
 
 __all__ = ["counts", "fail_allocations", "install", "uninstall"]
 
 _hidden: dict[str, ModuleType | None] = {}
+_load_driver = cuda_driver.load
 
 
 def install(devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_nccl: bool = True) -> ModuleType:
@@ -47,6 +48,7 @@ def install(devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_ncc
     modules = module.build()
     modules["cupy.cuda.nccl"] = modules["cupy.cuda"].nccl = _nccl(nccl)  # type: ignore[attr-defined]
     sys.modules.update(modules)
+    cuda_driver.load = driver.Library
     _forget()
     return modules["cupy"]
 
@@ -60,6 +62,7 @@ def uninstall() -> None:
         del sys.modules[name]
     sys.modules.update(_hidden)  # type: ignore[arg-type]
     _hidden.clear()
+    cuda_driver.load = _load_driver
     _forget()
     try:
         machine.close()

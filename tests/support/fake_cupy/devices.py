@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
+from tests.support.fake_cupy.contexts import Contexts
 from tests.support.fake_cupy.pool import Arena, Regions
 
 Job = Callable[[], None]
@@ -187,6 +188,7 @@ class Machine:
     def __init__(self, devices: int, jitter: float) -> None:
         self.devices = devices
         self.counts = Counts()
+        self.contexts = Contexts()
         self.nccl_kernels: Any = None  # of each device; see nccl_kernels.py
         self.jitter = jitter
         self.local = threading.local()
@@ -202,6 +204,7 @@ class Machine:
         self.events: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by ``Event.ptr``
         self.closed = False
         self.default = [self.new_worker(device) for device in range(devices)]
+        self.contexts = Contexts()  # the default streams are there without one
 
     def new_worker(self, device: int) -> Worker:
         """Return a new stream of ``device``."""
@@ -209,10 +212,12 @@ class Machine:
             handle = self._next_handle
             self._next_handle += 0x40
             worker = self.workers[handle] = Worker(self, device, handle)
+        self.contexts.need(device)
         return worker
 
     def keep(self, block: Any, device: int) -> None:
         """Keep memory of a device."""
+        self.contexts.need(device)
         self.blocks.append(block)
         self.regions.add(block, device)
 
@@ -240,6 +245,7 @@ class Machine:
         for failure in self.failures.values():
             if not failure.was_seen:
                 failure.raise_it()
+        self.contexts.check()
 
 
 _machine: Machine | None = None
@@ -269,12 +275,18 @@ def current_device() -> int:
     return device
 
 
+def touch() -> None:
+    """Do what nearly every call of CUDA does first: make a context on the current device if it has none."""
+    machine().contexts.make(current_device())
+
+
 def set_device(device: int) -> None:
     """Make ``device`` current in this thread."""
     if not 0 <= device < machine().devices:
         raise CUDARuntimeError(101)
     machine().counts.add("device_switches")
     machine().local.device = device
+    touch()
 
 
 @contextlib.contextmanager

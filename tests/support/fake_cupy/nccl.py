@@ -19,6 +19,7 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
+from tests.support.fake_cupy.devices import touch
 from tests.support.fake_cupy.memory import bytes_at
 from tests.support.fake_cupy.nccl_messages import (
     ABORTING,
@@ -140,6 +141,7 @@ def _issue(call: _Call) -> None:
 
 def _launch(comm: NcclCommunicator, calls: list[_Call]) -> None:
     """Let the first stream carry out the calls, after what all of them were given before; the others wait for it."""
+    touch()  # NCCL makes the communicator's device current, and then again the one that was
     first, *others = dict.fromkeys([call.worker for call in calls])
     turn = comm._next_turn()
     kernels = machine().nccl_kernels[comm._device]
@@ -196,6 +198,7 @@ class NcclCommunicator:
         self._begin(_between_processes(ndev, commId, rank))
 
     def _begin(self, transport: Transport) -> None:
+        touch()
         self._device = current_device()
         self._transport = transport
         self._lock = threading.Lock()
@@ -229,11 +232,13 @@ class NcclCommunicator:
         return id(self) if self._is_open else 0
 
     def destroy(self) -> None:
+        touch()
         if self._is_open:
             drive(self._until_turn(self._turns), self._check)
             self._close()
 
     def abort(self) -> None:
+        touch()
         self._is_aborted = True
         if abort_waits and isinstance(self._transport, BetweenProcesses):
             drive(self._until_all_abort(self._transport), _check_machine)

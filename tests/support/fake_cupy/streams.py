@@ -17,6 +17,7 @@ from tests.support.fake_cupy.devices import (
     machine,
     on_device,
     set_device,
+    touch,
 )
 
 _LOOK_SECONDS = 0.05
@@ -83,6 +84,7 @@ class Event:
     """``cupy.cuda.Event``."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        touch()
         self._device = current_device()
         self._happened: threading.Event | None = None
         self.ptr = next(_event_numbers)
@@ -105,6 +107,7 @@ class Event:
         worker.enqueue(job)
 
     def synchronize(self) -> None:
+        touch()
         machine().counts.add("synchronizations")
         self.capture()()
 
@@ -199,6 +202,7 @@ class Stream(BaseStream):
         if null or ptds:
             super().__init__(0 if null else 2, -1)
         else:
+            touch()
             worker = machine().new_worker(current_device())
             super().__init__(worker.handle, worker.device)
             weakref.finalize(self, worker.stop).atexit = False
@@ -237,17 +241,20 @@ def worker_of(stream: Any) -> Worker:
 
 
 def _worker_of(stream: Any) -> Worker:
+    touch()
     return machine().worker(stream.ptr)
 
 
 def stream_synchronize(stream: int) -> None:
     """``cupy.cuda.runtime.streamSynchronize``."""
+    touch()
     machine().counts.add("synchronizations")
     machine().worker(stream).drain()
 
 
 def event_query(event: int) -> int:
     """``cupy.cuda.runtime.eventQuery``: a status, which is an error from the moment on when the device has failed."""
+    touch()
     known = machine().events[event]
     failure = machine().failures.get(known._device)
     if failure is not None:

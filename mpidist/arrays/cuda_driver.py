@@ -1,0 +1,45 @@
+"""What CuPy has no name for, asked of the driver's own library."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import Any
+
+from mpidist.core.errors import DeviceError
+
+
+def load() -> Any:
+    """Return the library, which CuPy has loaded already where it sees a GPU."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class CudaDriver:
+    """The driver's library; any thread may call."""
+
+    def __init__(self) -> None:
+        self._with_context: set[int] = set()
+
+    @cached_property
+    def _library(self) -> Any:
+        library = load()
+        _check("cuInit", library.cuInit(0))
+        return library
+
+    def has_context(self, device: int) -> bool:
+        """Whether this process has a context on the device that CuPy knows by this number; makes none."""
+        if device not in self._with_context:
+            handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+            library = self._library
+            _check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(handle), device))
+            status = library.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
+            _check("cuDevicePrimaryCtxGetState", status)
+            if not is_active.value:
+                return False
+            self._with_context.add(device)
+        return True
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise DeviceError(f"{name} of the NVIDIA driver failed with status {status}; look at what `nvidia-smi` says")

@@ -1,0 +1,81 @@
+"""Which GPU is current in a thread, made so where it is not, and none that the process has nothing to do with.
+
+cudaSetDevice makes a context, of hundreds of MiB, and fails on a GPU that is another process's alone. A new thread has
+GPU 0 current without a context there, so a block that goes back to what was current before, as CuPy's does, would make
+one on GPU 0 for every rank. Asking which is current makes none.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType, TracebackType
+
+from mpidist.arrays.cuda_driver import CudaDriver
+
+
+class _Thread(threading.local):
+    """What is known of this thread."""
+
+    is_own = False
+    has_begun = False
+
+
+_thread = _Thread()
+
+
+def mark_own_thread() -> None:
+    """Note that mpidist started this thread, which then stays on the first GPU that it has to do with.
+
+    To be called at its begin, whether it will ever have to do with one or not: nothing is asked of CUDA yet.
+    """
+    _thread.is_own = True
+
+
+class CurrentDevice:
+    """The GPU that is current, in each thread.
+
+    Args:
+        cupy: The module, which sees a GPU.
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._runtime = cupy.cuda.runtime
+        self._driver = CudaDriver()
+
+    def on(self, device: int) -> _Block:
+        """Return a block in which ``device`` is current; to be entered once.
+
+        What was current before is so again afterwards, if this process has a context there.
+        """
+        return _Block(self, device)
+
+    def enter(self, device: int) -> int:
+        """Make ``device`` current, and return what to go back to."""
+        before: int = self._runtime.getDevice()
+        if before != device:
+            self._runtime.setDevice(device)
+        if _thread.is_own and not _thread.has_begun:
+            _thread.has_begun = True
+            if before == 0:  # as in every new thread: nobody has chosen it
+                return device
+        return before
+
+    def leave(self, before: int) -> None:
+        """Go back."""
+        if self._runtime.getDevice() != before and self._driver.has_context(before):
+            self._runtime.setDevice(before)
+
+
+class _Block:
+    __slots__ = ("_before", "_current", "_device")
+
+    def __init__(self, current: CurrentDevice, device: int) -> None:
+        self._current, self._device = current, device
+
+    def __enter__(self) -> None:
+        self._before = self._current.enter(self._device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._current.leave(self._before)
