@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 
 # A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.
 Array = NDArray[Any]
@@ -107,7 +107,7 @@ def restorer(value: Any) -> Restore | None:
         return _to_torch
     if hasattr(value, "__array_namespace__") and hasattr(value, "__dlpack__"):
         namespace = value.__array_namespace__()
-        return lambda array: namespace.from_dlpack(_writable(array))
+        return lambda array: _exported(namespace.from_dlpack, array)
     return None
 
 
@@ -138,8 +138,9 @@ def _from_gpu(value: Any, what: str) -> Array:
         wrapped: Array = cupy.asarray(value)
         return wrapped
     try:
-        # CuPy lets its current stream wait for what the other library has left to do.
-        array: Array = cupy.from_dlpack(value)
+        # CuPy lets its current stream wait for what the other library has left to do; it goes back to what was current.
+        with ops_for("gpu").on(value.__dlpack_device__()[1]):
+            array: Array = cupy.from_dlpack(value)
     except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{what} of type {_type_name(value)} cannot be read by CuPy: {error}") from error
     return array
@@ -222,9 +223,17 @@ def jax_makes(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return made
 
 
+def _exported(from_dlpack: Callable[[Any], Any], array: Array) -> Any:
+    """Return what another library makes of an array, whose memory it takes where it is."""
+    if not is_device_array(array):
+        return from_dlpack(_writable(array))
+    ops = ops_of(array)
+    # CuPy has the other library wait for the stream that is current on the device that is current.
+    with ops.on(ops.device_of(array)):
+        return from_dlpack(array)
+
+
 def _writable(array: Array) -> Array:
-    if is_device_array(array):
-        return array
     # DLPack has no read-only arrays in the versions that libraries agree on.
     return array if array.flags.writeable else array.copy()
 
@@ -251,7 +260,7 @@ def _from_torch(tensor: Any, what: str) -> Array:
 def _to_torch(array: Array) -> Any:
     torch = sys.modules["torch"]
     if is_device_array(array):
-        return torch.from_dlpack(array)
+        return _exported(torch.from_dlpack, array)
     array = _writable(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

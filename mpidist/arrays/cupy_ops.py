@@ -62,13 +62,14 @@ class CupyStream:
 
     def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: Any) -> None:
         self.cupy = cupy
-        self._current, self._device = current, device
+        self.device = device
+        self._current = current
         self.raw = raw
         self._entered = threading.local()
 
     def on_device(self) -> AbstractContextManager[None]:
         """Return a block in which its device is current."""
-        return self._current.on(self._device)
+        return self._current.on(self.device)
 
     @property
     def handle(self) -> int:
@@ -98,7 +99,7 @@ class CupyStream:
 
     def __enter__(self) -> CupyStream:
         # CuPy refuses a stream whose device is not current.
-        device = self._current.enter(self._device)
+        device = self._current.enter(self.device)
         before = self.cupy.cuda.get_current_stream()
         try:
             self.raw.use()

@@ -37,7 +37,13 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work of one device that happens in the order in which it was given; ``with stream:`` makes it current."""
+    """Work of one device that happens in the order in which it was given; ``with stream:`` makes it current.
+
+    Attributes:
+        device: The number of the device.
+    """
+
+    device: int
 
     @property
     def handle(self) -> int:

@@ -29,6 +29,7 @@ class HostStream:
     """The one stream of the CPU, on which nothing is ever left to do."""
 
     handle = 0
+    device = 0
 
     def record(self) -> HostEvent:
         """Return an event that is done."""

@@ -48,7 +48,7 @@ class Kernels:
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
         self._functions: dict[str, Any] = {}
-        self._tables: OrderedDict[tuple[int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
         self._dropped: deque[tuple[Any, _Table]] = deque()
         self._lock = threading.Lock()
 
@@ -92,7 +92,7 @@ class Kernels:
 
     def _table(self, kernel: Kernel, rows: list[_Row], stream: Any) -> _Table:
         # The table holds on to its stream, so that no other stream gets the same handle.
-        key = (stream.handle, kernel.tile, kernel.parts, tuple(rows))
+        key = (stream.device, stream.handle, kernel.tile, kernel.parts, tuple(rows))
         table = self._tables.get(key)
         if table is not None:
             self._tables.move_to_end(key)

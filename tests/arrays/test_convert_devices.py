@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array as buffers
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from mpidist.arrays.convert import is_array_like, restorer, to_array
 from mpidist.arrays.cupy_module import find_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.core.errors import DeviceError
+from tests.support.fake_cupy.devices import machine
 
 pytestmark = pytest.mark.one_rank
 
@@ -119,6 +122,45 @@ def test_work_of_the_other_library_is_waited_for(fake_gpus: Any) -> None:
         to_array(Late(fake_gpus.zeros(3)))
     to_array(Late(fake_gpus.zeros(3)))
     assert seen == [stream.ptr, 1]  # the stream that is current, or CUDA's number for the default one
+
+
+@pytest.mark.parametrize("is_torch", [False, True], ids=["namespace", "torch"])
+def test_the_other_library_waits_for_work_on_a_device_that_is_not_current(
+    is_torch: bool, fake_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, went_on, ops = threading.Event(), threading.Event(), ops_of(fake_gpus.zeros(1))
+    ours, theirs = ops.stream(1), ops.stream(1)
+    array = ops.zeros((3,), np.dtype("f4"), 1)
+    ours.wait(ops.current_stream(1).record())
+
+    def from_dlpack(given: Any) -> Any:
+        return given.__dlpack__(stream=theirs.handle)  # as PyTorch does, whatever device is current
+
+    with ours:
+        fake_gpus.cuda.get_current_stream().launch_host_func(lambda gate: gate.wait(30), gate)
+        fake_gpus.cuda.Device(0).use()
+        if is_torch:
+            monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=from_dlpack, Tensor=Foreign))
+        else:
+            monkeypatch.setattr(_Namespace, "from_dlpack", staticmethod(from_dlpack))
+        restore = restorer(Foreign(array))
+        assert restore is not None
+        restore(array)
+    theirs.raw.launch_host_func(threading.Event.set, went_on)
+    try:
+        assert not went_on.wait(0.1)
+    finally:
+        gate.set()
+    theirs.synchronize()
+
+
+def test_the_device_of_another_librarys_array_is_current_while_it_is_taken(fake_gpus: Any) -> None:
+    fake_gpus.cuda.Device(1).use()
+    foreign = Foreign(fake_gpus.ones(3))
+    thread = threading.Thread(target=lambda: to_array(foreign))
+    thread.start()
+    thread.join()
+    assert machine().contexts.devices == {1}
 
 
 def test_the_cuda_array_interface_is_enough(fake_gpus: Any) -> None:

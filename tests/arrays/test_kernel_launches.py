@@ -112,3 +112,14 @@ def test_memory_that_is_not_the_gpus_own_is_not_touched(fake_gpus: Any, whose: s
     with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError, match="a kernel on gpu:0 was to use 400 bytes at"):
         stream.synchronize()
     assert not host.any()
+
+
+def test_a_table_is_of_one_device_only(fake_gpus: Any) -> None:
+    """The default streams of all devices have one handle, and a driver may map memory of two at one address in turn."""
+    ops, kernels = ops_for("gpu"), Kernels(fake_gpus)
+    kernel, rows = kernel_for("float32", "float32", False), [(4096, 0, 10)]
+    seen = []
+    for device in (0, 1, 0):
+        with ops.current_stream(device) as stream:
+            seen.append(kernels._table(kernel, rows, stream).device.data.device_id)
+    assert seen == [0, 1, 0]

@@ -161,6 +161,7 @@ class CompiledCupy:
 class HostStream(nullcontext[None]):
     """A stream on which everything has happened."""
 
+    device = 0
     handle = 0
 
     def record(self) -> Any:

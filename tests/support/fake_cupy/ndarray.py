@@ -153,10 +153,10 @@ class ndarray:  # noqa: N801 - the name it has in CuPy
     ) -> Any:
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError("unsupported device requested.")
-        with on_device(self.data.device_id):
-            consumer = 1 if stream is None else stream
-            if consumer != -1 and consumer != (get_current_stream().ptr or 1):
-                BaseStream(consumer, -1).wait_event(get_current_stream().record())
+        # The stream of the current device, wherever the array lies, as in CuPy.
+        consumer = 1 if stream is None else stream
+        if consumer != -1 and consumer != (get_current_stream().ptr or 1):
+            BaseStream(consumer, -1).wait_event(get_current_stream().record())
         return running.Capsule(self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
