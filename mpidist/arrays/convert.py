@@ -50,6 +50,7 @@ def to_array(value: Any, what: str = "value") -> Array:
     Raises:
         TypeError: It is none of these, or lies on a device that neither NumPy nor CuPy reaches.
         DeviceError: It lies on a GPU, and CuPy cannot be used.
+        RuntimeError: It is a tensor of PyTorch on a GPU, whose current stream records a CUDA graph.
 
     >>> to_array(1.5).dtype
     dtype('float64')
@@ -66,7 +67,11 @@ def to_array(value: Any, what: str = "value") -> Array:
         device_array: Array = value
         return device_array
     if is_torch(value):
-        return _from_gpu(value.detach(), what) if value.is_cuda else _from_torch(value, what)
+        if not value.is_cuda:
+            return _from_torch(value, what)
+        if sys.modules["torch"].cuda.is_current_stream_capturing():
+            raise graph_error(what)
+        return _from_gpu(value.detach(), what)
     if _is_on_gpu(value):
         return _from_gpu(value, what)
     if hasattr(value, "__array__"):
@@ -109,6 +114,14 @@ def restorer(value: Any) -> Restore | None:
         namespace = value.__array_namespace__()
         return lambda array: _exported(namespace.from_dlpack, array)
     return None
+
+
+def graph_error(what: str) -> RuntimeError:
+    """Return what to raise where the stream that is current records a CUDA graph."""
+    return RuntimeError(
+        f"{what}: the current stream records a CUDA graph, and ranks meet on the host, which no graph records; call it "
+        "between two graphs: end the first before it (cudaStreamEndCapture, the end of `with torch.cuda.graph(...)`)"
+    )
 
 
 def _to_scalar(array: Array) -> Any:

@@ -14,6 +14,10 @@ def load() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+# CU_STREAM_CAPTURE_MODE_RELAXED.
+_RELAXED = 2
+
+
 class CudaDriver:
     """The driver's library; any thread may call."""
 
@@ -38,6 +42,12 @@ class CudaDriver:
                 return False
             self._with_context.add(device)
         return True
+
+    def relax_capture_mode(self) -> None:
+        """Let this thread make calls that would fail while another thread records a CUDA graph, and spoil the graph."""
+        mode = ctypes.c_int(_RELAXED)
+        status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        _check("cuThreadExchangeStreamCaptureMode", status)
 
 
 def _check(name: str, status: int) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
 # cudaErrorNotReady, which CuPy has no name for.
 _NOT_READY = 600
+# What CUDA says in place of an answer while a graph is recorded: cudaErrorStreamCaptureUnsupported and -Invalidated,
+# cudaErrorCapturedEvent; and, of the default stream, cudaErrorStreamCaptureImplicit.
+_NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
 class CupyEvent:
@@ -37,7 +40,7 @@ class CupyEvent:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything before it has happened.
+        """Whether everything before it has happened; False, too, where CUDA does not tell: a graph is being recorded.
 
         Raises:
             CUDARuntimeError: The device has failed, as after an illegal access of a kernel: it never will.
@@ -45,7 +48,7 @@ class CupyEvent:
         # Event.done would be False for ever after such an error.
         with self._on_device():
             status = int(self._runtime.eventQuery(self.raw.ptr))
-        if status == _NOT_READY:
+        if status == _NOT_READY or status in _NOT_KNOWN:
             return False
         if status:
             raise self._runtime.CUDARuntimeError(status)
@@ -75,6 +78,18 @@ class CupyStream:
     def handle(self) -> int:
         """The cudaStream_t as a number."""
         return int(self.raw.ptr)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what it is given is recorded as a CUDA graph, or would spoil one that is."""
+        runtime = self.cupy.cuda.runtime
+        with self.on_device():
+            try:
+                return bool(runtime.streamIsCapturing(self.raw.ptr))
+            except runtime.CUDARuntimeError as error:
+                if error.status == _CAPTURE_IMPLICIT:
+                    return True
+                raise
 
     def record(self) -> CupyEvent:
         """Return a new event after everything that was given so far."""

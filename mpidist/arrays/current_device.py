@@ -24,7 +24,7 @@ _thread = _Thread()
 
 
 def mark_own_thread() -> None:
-    """Note that mpidist started this thread, which then stays on the first GPU that it has to do with.
+    """Note that mpidist started this thread: it stays on the first GPU that it has to do with, and disturbs no graph.
 
     To be called at its begin, whether it will ever have to do with one or not: nothing is asked of CUDA yet.
     """
@@ -51,14 +51,15 @@ class CurrentDevice:
 
     def enter(self, device: int) -> int:
         """Make ``device`` current, and return what to go back to."""
+        is_first = _thread.is_own and not _thread.has_begun
+        if is_first:
+            self._driver.relax_capture_mode()
+            _thread.has_begun = True
         before: int = self._runtime.getDevice()
         if before != device:
             self._runtime.setDevice(device)
-        if _thread.is_own and not _thread.has_begun:
-            _thread.has_begun = True
-            if before == 0:  # as in every new thread: nobody has chosen it
-                return device
-        return before
+        # In a new thread nobody has chosen 0.
+        return device if is_first and before == 0 else before
 
     def leave(self, before: int) -> None:
         """Go back."""

@@ -50,6 +50,11 @@ class Stream(Protocol):
         """The number by which NCCL knows the stream."""
         ...
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what it is given is recorded as a CUDA graph, and not done."""
+        ...
+
     def record(self) -> Event:
         """Return an event after everything that was given so far."""
         ...

@@ -30,6 +30,7 @@ class HostStream:
 
     handle = 0
     device = 0
+    is_capturing = False
 
     def record(self) -> HostEvent:
         """Return an event that is done."""

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import algorithms, gathering
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
@@ -54,9 +54,12 @@ class Engine:
 
         Raises:
             ValueError: They lie on another device than those before.
+            RuntimeError: The current stream there records a CUDA graph.
         """
         channel = self.channel
         kind, device = device_of_arrays(arrays if out is None else [*arrays, *out])
+        if ops_for(kind).current_stream(device).is_capturing:
+            raise graph_error("all_reduce")
         if self._on_device is None:
             lane = Lane(ops_for(kind), device)
             channel.at_exit.append(lane.abandon)

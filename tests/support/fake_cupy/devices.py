@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
+from tests.support.fake_cupy.captures import Captures
 from tests.support.fake_cupy.contexts import Contexts
 from tests.support.fake_cupy.pool import Arena, Regions
 
@@ -31,6 +32,10 @@ _TEXTS = {
     NOT_READY: "cudaErrorNotReady: device not ready",
     700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
     _LAUNCH_FAILURE: "cudaErrorLaunchFailure: unspecified launch failure",
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
+    906: "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking stream",
+    907: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
 }
 
 
@@ -117,7 +122,8 @@ class Worker:
         """Let ``job`` happen after everything that was given before."""
         if self.stopping:
             raise cuda_error(400, f"{self.thread.name} was destroyed")
-        self._put(job)
+        if not self.machine.captures.has(self.handle):
+            self._put(job)
 
     @property
     def is_idle(self) -> bool:
@@ -188,6 +194,7 @@ class Machine:
     def __init__(self, devices: int, jitter: float) -> None:
         self.devices = devices
         self.counts = Counts()
+        self.captures = Captures()
         self.contexts = Contexts()
         self.nccl_kernels: Any = None  # of each device; see nccl_kernels.py
         self.jitter = jitter
@@ -216,7 +223,8 @@ class Machine:
         return worker
 
     def keep(self, block: Any, device: int) -> None:
-        """Keep memory of a device."""
+        """Keep memory of a device, which cudaMalloc gives."""
+        check_status(self.captures.try_unsafe())
         self.contexts.need(device)
         self.blocks.append(block)
         self.regions.add(block, device)

@@ -29,6 +29,11 @@ class Library:
         _pointed(active, ctypes.c_int).value = int(device.value in machine().contexts.devices)
         return SUCCESS
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        pointed = _pointed(mode, ctypes.c_int)
+        pointed.value = machine().captures.exchange_mode(pointed.value)
+        return SUCCESS
+
 
 def _pointed(argument: Any, kind: type) -> Any:
     """Return what ``byref`` was given."""

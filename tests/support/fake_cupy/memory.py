@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.fake_cupy.devices import Machine, Worker, current_device, machine, touch
+from tests.support.fake_cupy.devices import Machine, Worker, check_status, current_device, machine, touch
 from tests.support.fake_cupy.pool import Chunk, aligned
 from tests.support.fake_cupy.streams import Device, Stream, current_worker, worker_of
 
@@ -187,6 +187,7 @@ class PinnedMemoryPool:
                 block = free.pop()
             else:
                 touch()
+                check_status(machine().captures.try_unsafe())
                 machine().counts.add("pinned_allocations")
                 block = aligned(rounded)
                 self._blocks.append(block)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.fake_cupy import creation, devices, memory, running, streams
+from tests.support.fake_cupy import captures, creation, devices, memory, running, streams
 from tests.support.fake_cupy.ndarray import ndarray
 from tests.support.fake_cupy.raw_kernel import RawKernel
 
@@ -164,6 +164,10 @@ def _runtime() -> Any:
         deviceCanAccessPeer=lambda device, peer: 0,
         deviceSynchronize=lambda: streams.Device().synchronize(),
         eventQuery=streams.event_query,
+        streamIsCapturing=streams.stream_is_capturing,
+        streamCaptureModeGlobal=captures.GLOBAL,
+        streamCaptureModeThreadLocal=captures.THREAD_LOCAL,
+        streamCaptureModeRelaxed=captures.RELAXED,
         streamSynchronize=streams.stream_synchronize,
         memGetInfo=lambda: streams.Device().mem_info,
         getDeviceProperties=_properties,

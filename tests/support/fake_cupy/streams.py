@@ -8,10 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.fake_cupy.captures import CAPTURED_EVENT, RELAXED
 from tests.support.fake_cupy.devices import (
     NOT_READY,
     SUCCESS,
     Worker,
+    check_status,
     cuda_error,
     current_device,
     machine,
@@ -87,6 +89,7 @@ class Event:
         touch()
         self._device = current_device()
         self._happened: threading.Event | None = None
+        self._is_captured = False
         self.ptr = next(_event_numbers)
         machine().events[self.ptr] = self
 
@@ -99,6 +102,7 @@ class Event:
         if worker.device != self._device:
             raise cuda_error(400, f"event of gpu:{self._device}, stream of gpu:{worker.device}")
         worker.raise_error()
+        self._is_captured = worker.machine.captures.has(worker.handle)
         happened = self._happened = threading.Event()
 
         def job() -> None:  # not happened.set itself: an event may be late
@@ -185,6 +189,17 @@ class BaseStream:
     def wait_event(self, event: Event) -> None:
         _worker_of(self).enqueue(event.capture())
 
+    def begin_capture(self, mode: int | None = None) -> None:
+        if self.ptr in (0, 1):
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        machine().captures.begin(self.ptr, RELAXED if mode is None else mode)
+
+    def end_capture(self) -> None:
+        check_status(machine().captures.end(self.ptr))
+
+    def is_capturing(self) -> bool:
+        return stream_is_capturing(self.ptr)
+
     @property
     def is_non_blocking(self) -> bool:
         return bool(self.ptr)
@@ -252,10 +267,21 @@ def stream_synchronize(stream: int) -> None:
     machine().worker(stream).drain()
 
 
+def stream_is_capturing(stream: int) -> bool:
+    """``cupy.cuda.runtime.streamIsCapturing``."""
+    touch()
+    return machine().captures.has(stream)
+
+
 def event_query(event: int) -> int:
     """``cupy.cuda.runtime.eventQuery``: a status, which is an error from the moment on when the device has failed."""
     touch()
     known = machine().events[event]
+    if known._is_captured:
+        return CAPTURED_EVENT
+    hindered = machine().captures.try_unsafe()
+    if hindered:
+        return hindered
     failure = machine().failures.get(known._device)
     if failure is not None:
         failure.was_seen = True
