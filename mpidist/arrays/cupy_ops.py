@@ -14,6 +14,7 @@ import numpy as np
 
 from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.host_ops import check_copy
+from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
     from mpidist.arrays.convert import Array
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Arrays go to a GPU through pinned memory: the bytes of a piece, and of all that are on their way at a time.
 _PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
+# cudaStreamPerThread.
+_PER_THREAD = 2
 # cudaErrorNotReady, which CuPy has no name for.
 _NOT_READY = 600
 # What CUDA says in place of an answer while a graph is recorded: cudaErrorStreamCaptureUnsupported and -Invalidated,
@@ -227,8 +230,20 @@ class CupyOps:
             return CupyStream(self._cupy, self._current, device, self._cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self, device: int) -> CupyStream:
-        """Return the stream that is current on ``device`` in this thread."""
-        return CupyStream(self._cupy, self._current, device, self._cupy.cuda.get_current_stream(device))
+        """Return the stream that is current on ``device`` in this thread.
+
+        Raises:
+            DeviceError: It is the default stream of each thread, whose number means another one in other threads.
+        """
+        raw = self._cupy.cuda.get_current_stream(device)
+        if raw.ptr == _PER_THREAD:
+            raise DeviceError(
+                f"the current stream of gpu:{device} is CUDA's per-thread default stream, which is another one in each "
+                "thread, mpidist's among them; expected one for all threads. Type: unset "
+                "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM; for a stream of the program's own make one current: "
+                "cupy.cuda.Stream(non_blocking=True).use()"
+            )
+        return CupyStream(self._cupy, self._current, device, raw)
 
     def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
         """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; returns before it is done."""

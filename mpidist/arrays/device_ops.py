@@ -140,7 +140,11 @@ class DeviceOps(Protocol):
         ...
 
     def current_stream(self, device: int) -> Stream:
-        """Return the stream that is current on ``device`` in this thread."""
+        """Return the stream that is current on ``device`` in this thread.
+
+        Raises:
+            DeviceError: It is CUDA's default stream of each thread.
+        """
         ...
 
     def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.device_ops import ops_for
+from mpidist.core.errors import DeviceError
 from tests.support.fake_cupy.devices import machine
 
 pytestmark = pytest.mark.one_rank
@@ -72,6 +73,17 @@ def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: 
     with pytest.raises(RuntimeError, match="refused"), stream:
         pass
     assert fake_gpus.cuda.runtime.getDevice() == 0
+
+
+@pytest.mark.parametrize("fake_gpus", [{"ptds": True}, {"ptds": False}], indirect=True, ids=["setting", "use"])
+def test_the_default_stream_of_a_thread_is_refused(fake_gpus: Any, ops: CupyOps) -> None:
+    if not machine().ptds:
+        fake_gpus.cuda.Stream.ptds.use()
+    expected = r"current stream of gpu:0 is .* another one in each thread.*unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+    with pytest.raises(DeviceError, match=expected):
+        ops.current_stream(0)
+    fake_gpus.cuda.Stream(non_blocking=True).use()
+    assert ops.current_stream(0).handle > 2
 
 
 def test_a_stream_that_the_program_uses_stays_current(fake_gpus: Any, ops: CupyOps) -> None:

@@ -476,3 +476,21 @@ def test_what_costs_time_is_counted(fake_gpus: Any) -> None:
     cp.cuda.get_current_stream().record().synchronize()
     cp.cuda.Stream.null.synchronize()
     assert counted() == (0, 0, 0, 2)
+
+
+@pytest.mark.parametrize("fake_gpus", [{"ptds": True}], indirect=True)
+def test_each_thread_may_have_a_default_stream(fake_gpus: Any, gate: threading.Event) -> None:
+    array = fake_gpus.zeros(100)
+    fake_gpus.cuda.get_current_stream().synchronize()
+    hold(fake_gpus.cuda.get_current_stream(), gate)
+    array.data.memset_async(1, array.nbytes)
+    seen: list[tuple[int, bool]] = []
+    thread = threading.Thread(
+        target=lambda: seen.append((fake_gpus.cuda.get_current_stream().ptr, bool(array.get().any())))
+    )
+    thread.start()
+    thread.join()
+    gate.set()
+    assert fake_gpus.cuda.get_current_stream().ptr == 2
+    assert seen == [(2, False)]
+    assert array.get().any()

@@ -11,7 +11,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator, MismatchError
-from mpidist.core.errors import AlgorithmError
+from mpidist.core.errors import AlgorithmError, DeviceError, PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 
@@ -225,6 +225,18 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
         with cupy.cuda.Device(other):
             array = cupy.ones(2)
         with pytest.raises(ValueError, match=f"arrays on gpu:{other}; this communicator reduces on gpu:{comm.rank}"):
+            comm.all_reduce("SUM", array)
+
+
+@PUNCTUAL
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_default_stream_of_each_thread_is_refused(everywhere: bool, cupy: Any) -> None:
+    with mpidist.Communicator(world_topology().world) as comm:
+        array = cupy.ones(2)
+        is_refused = everywhere or comm.rank == 0
+        if is_refused:
+            cupy.cuda.Stream.ptds.use()
+        with pytest.raises(DeviceError if is_refused else PeerError, match="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"):
             comm.all_reduce("SUM", array)
 
 

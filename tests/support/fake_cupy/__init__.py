@@ -25,7 +25,9 @@ _hidden: dict[str, ModuleType | None] = {}
 _load_driver = cuda_driver.load
 
 
-def install(devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_nccl: bool = True) -> ModuleType:
+def install(
+    devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_nccl: bool = True, ptds: bool = False
+) -> ModuleType:
     """Pretend that this process has CuPy and GPUs.
 
     Args:
@@ -33,13 +35,14 @@ def install(devices: int = 2, jitter: float = 0.0, nccl: bool = True, serial_ncc
         jitter: Seconds by which each job of a stream is late at most.
         nccl: Whether NCCL is there.
         serial_nccl: Whether a GPU runs one kernel of NCCL at a time, in the order in which they were launched.
+        ptds: Whether each thread has a default stream of its own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1).
 
     Returns:
         The module ``cupy``.
     """
     if gpus.installed() is not None:
         raise RuntimeError("fake_cupy is installed already; uninstall() it first")
-    machine = gpus.Machine(devices, jitter)
+    machine = gpus.Machine(devices, jitter, ptds)
     machine.pinned = PinnedMemoryPool()
     machine.nccl_kernels = [Kernels(serial_nccl) for _ in range(devices)]
     gpus.set_machine(machine)

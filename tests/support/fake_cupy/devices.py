@@ -189,10 +189,12 @@ class Machine:
     Args:
         devices: How many there are.
         jitter: Seconds by which a job is late at most.
+        ptds: Whether each thread has a default stream of its own.
     """
 
-    def __init__(self, devices: int, jitter: float) -> None:
+    def __init__(self, devices: int, jitter: float, ptds: bool = False) -> None:
         self.devices = devices
+        self.ptds = ptds
         self.counts = Counts()
         self.captures = Captures()
         self.contexts = Contexts()
@@ -230,9 +232,19 @@ class Machine:
         self.regions.add(block, device)
 
     def worker(self, handle: int, device: int | None = None) -> Worker:
-        """Return the stream with that handle; 0, 1 and 2 are the default one of ``device``, or of the current one."""
+        """Return the stream with that handle.
+
+        0 and 1 are the default one of ``device``, or of the current one, and 2 is that of the thread there.
+        """
         if handle in (0, 1, 2):
-            return self.default[current_device() if device is None else device]
+            device = current_device() if device is None else device
+            if handle < 2:
+                return self.default[device]
+            own = self.local.__dict__.setdefault("own_defaults", {})
+            if device not in own:
+                own[device] = self.new_worker(device)
+            found: Worker = own[device]
+            return found
         try:
             return self.workers[handle]
         except KeyError:

@@ -237,7 +237,7 @@ class ExternalStream(BaseStream):
 def get_current_stream(device_id: int = -1) -> Any:
     """``cupy.cuda.get_current_stream``."""
     device = current_device() if device_id == -1 else device_id
-    return _current_streams().get(device, Stream.null)
+    return _current_streams().get(device, Stream.ptds if machine().ptds else Stream.null)
 
 
 def current_worker() -> Worker:
