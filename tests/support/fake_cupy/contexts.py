@@ -52,12 +52,14 @@ class Contexts:
 
 
 def _lines_of_library() -> str | None:
-    """Return the lines of mpidist that are being run, None where it is the program's own call."""
+    """Return the lines of mpidist that are being run, None where it is the program's own call or its strategy's GPU."""
     frame: FrameType | None = sys._getframe()
     lines = []
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_LIBRARY):
+            if (path.rpartition("/")[2], frame.f_code.co_name) == ("placement.py", "settle"):
+                return None
             lines.append(f"{path.removeprefix(_LIBRARY + '/')}:{frame.f_lineno}")
         elif path.startswith(_TESTS) and not path.startswith(_HERE):
             break
