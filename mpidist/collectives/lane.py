@@ -76,7 +76,7 @@ class Lane:
     def raise_if_failed(self) -> None:
         """Raise NcclFailure if NCCL has found an error here; from any thread."""
         for nccl in self._nccl:
-            nccl.raise_if_failed()
+            nccl.check_async_error()
 
     def abandon(self) -> None:
         """Stop what NCCL does here; what is under way never ends right. May block where other ranks do not as well."""

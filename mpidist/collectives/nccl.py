@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.nccl_library import failure, nccl_binding
+from mpidist.collectives.nccl_library import IN_PROGRESS, failure, nccl_binding
 from mpidist.collectives.nccl_start import PATIENCE_SECONDS, started
 from mpidist.collectives.nccl_types import BYTES, nccl_reduction
 from mpidist.collectives.waiting import Steps
@@ -179,25 +179,23 @@ class NcclComm:
 
     def check_async_error(self) -> None:
         """Raise NcclFailure if NCCL has found an error since the last call: a rank or a network was lost."""
-        self._call("an earlier call", self._raw.check_async_error)
-
-    def raise_if_failed(self) -> None:
-        """Do what ``check_async_error`` does, and abort before raising; for loops that wait for a stream.
-
-        Without the abort the stream would never get past the call that failed.
-        """
         try:
-            self.check_async_error()
+            self._call("an earlier call", self._raw.check_async_error)
         except NcclFailure as error:
-            self._give_up(f"it was aborted, because {error}")
-            raise
+            if error.status != IN_PROGRESS:
+                raise
 
     def abort(self) -> None:
         """Stop what is under way, whose results are lost, and give up this end of it; any number of times.
 
-        The other ranks do not learn of it from NCCL; each has to be told to abort its own end.
+        The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May block until all of
+        them have.
         """
-        self._give_up("it was aborted")
+        raw = self._raw
+        if not self.is_closed:
+            self._raw = _Closed("it was aborted")
+            with self._on_device():
+                raw.abort()
 
     def close(self) -> None:
         """Free it; any number of times. All that was enqueued must be done, on every rank."""
@@ -206,13 +204,6 @@ class NcclComm:
             self._raw = _Closed("it has been closed")
             with self._on_device():
                 raw.destroy()
-
-    def _give_up(self, why: str) -> None:
-        raw = self._raw
-        if not self.is_closed:
-            self._raw = _Closed(why)
-            with self._on_device():
-                raw.abort()
 
     # Checks -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,9 @@ from typing import Any
 from mpidist.arrays.cupy_module import find_cupy, require_cupy
 from mpidist.core.errors import NcclFailure
 
+IN_PROGRESS = 7
+"""ncclInProgress: no error, but that NCCL is at work. CuPy has no name for it."""
+
 
 def nccl_problem() -> str | None:
     """Return why NCCL cannot be used in this process, and what to type; None where it can."""

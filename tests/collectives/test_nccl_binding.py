@@ -164,15 +164,15 @@ def _wrong_calls(library: str) -> None:
         assert caught.value.status == 4
         with pytest.raises(NcclFailure, match="INVALID_USAGE") as caught:
             comm.group().__exit__(None, None, None)
-        comm.raise_if_failed()
-        for status in (6, 7):
+        comm.check_async_error()
+        with mock.patch.dict(os.environ, FAKE_NCCL_ASYNC_STATUS="7"):
+            comm.check_async_error()
+        for status in (6, 8):
             variables = {"FAKE_NCCL_ASYNC_STATUS": str(status)}
             with mock.patch.dict(os.environ, variables), pytest.raises(NcclFailure) as caught:
                 comm.check_async_error()
             assert caught.value.status == status
-        with mock.patch.dict(os.environ, FAKE_NCCL_ASYNC_STATUS="7"), pytest.raises(NcclFailure):
-            comm.raise_if_failed()
-        assert comm.is_closed
+        comm.abort()
         with pytest.raises(RuntimeError, match="aborted"):
             comm.check_async_error()
 

@@ -64,7 +64,7 @@ class _Rank:
 
     def leave(self) -> None:
         self.stream.synchronize()
-        self.comm.raise_if_failed()
+        self.comm.check_async_error()
         self.comm.close()
 
 
