@@ -265,6 +265,10 @@ class CupyOps:
         """Fill contiguous arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
         self._kernels.unpack(flat, targets, divisor, stream)
 
+    def compile(self, source: DType, target: DType, divides: bool) -> None:
+        """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
+        self._kernels.compile(source, target, divides)
+
     @cached_property
     def _kernels(self) -> Kernels:
         from mpidist.arrays.kernels import Kernels

@@ -155,6 +155,10 @@ class DeviceOps(Protocol):
         """Copy the bytes of ``source``, a NumPy array over pinned memory, into ``target``; both contiguous."""
         ...
 
+    def compile(self, source: DType, target: DType, divides: bool) -> None:
+        """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
+        ...
+
     def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
         """Cast contiguous arrays to the dtype of ``flat`` and put them into it, one after the other."""
         ...

@@ -115,6 +115,9 @@ class HostOps:
         """Copy the bytes of ``source`` into ``target``."""
         self.copy_to_host(target, source, stream)
 
+    def compile(self, source: DType, target: DType, divides: bool) -> None:
+        """Do nothing: NumPy has what it needs."""
+
     def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
         """Cast arrays to the dtype of ``flat`` and put them into it, one after the other."""
         for source, piece in pieces(sources, flat):

@@ -76,15 +76,25 @@ class Kernels:
             kernel = kernel_for(flat.dtype.name, dtype.name, divisor is not None)
             self._launch(kernel, rows, flat, False, 1.0 if divisor is None else float(divisor), stream)
 
+    def compile(self, source: DType, target: DType, divides: bool) -> None:
+        """Compile the kernel for a cast on the current device: a launch does not have to any more."""
+        kernel = kernel_for(source.name, target.name, divides)
+        with self._lock:
+            # RawKernel.compile would forget those of all devices.
+            self._function(kernel).kernel  # noqa: B018
+
+    def _function(self, kernel: Kernel) -> Any:
+        function = self._functions.get(kernel.name)
+        if function is None:
+            function = self._functions[kernel.name] = self._cupy.RawKernel(source_of(kernel), kernel.name)
+        return function
+
     def _launch(
         self, kernel: Kernel, rows: list[_Row], flat: Array, into_flat: bool, divisor: float, stream: Any
     ) -> None:
         with stream, self._lock:
             table = self._table(kernel, rows, stream)
-            function = self._functions.get(kernel.name)
-            if function is None:
-                function = self._functions[kernel.name] = self._cupy.RawKernel(source_of(kernel), kernel.name)
-            function(
+            self._function(kernel)(
                 (table.blocks,),
                 (THREADS,),
                 (table.device, np.int32(len(rows)), flat, np.int32(into_flat), np.float64(divisor)),

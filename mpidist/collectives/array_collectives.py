@@ -150,6 +150,13 @@ class ArrayCollectives:
         with self.shared_errors("all_reduce"):
             return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
+    def prepare_device(self, kind: str, device: int) -> None:
+        """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
+        text = "preparing to reduce arrays on GPUs"
+        with self.shared_errors(text):
+            steps = self._engine.prepare_device(kind, device, text)
+        self._run(steps, text, None)
+
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
@@ -245,10 +252,10 @@ class ArrayCollectives:
 
     def close(self) -> None:
         """Finish what is on its way and free the communicator (collective). Closing again does nothing."""
-        self._close(self._engine.close)
+        self._close(self._engine.close, self._engine.before_close())
 
-    def _close(self, free_first: Callable[[], None]) -> None:
-        if self._channel.close(free_first) and self._uses_world_channel:
+    def _close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> None:
+        if self._channel.close(free_first, before) and self._uses_world_channel:
             world_channel.release()
 
     def _plan(

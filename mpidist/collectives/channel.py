@@ -252,8 +252,8 @@ class Channel:
         """
         announce(self, error, doing)
 
-    def close(self, free_first: Callable[[], None]) -> bool:
-        """Finish what is on its way, call ``free_first`` and free the communicator (collective).
+    def close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> bool:
+        """Finish what is on its way, and ``before``, call ``free_first`` and free the communicator (collective).
 
         Returns:
             Whether it did; not the second time, nor where it was unusable already.
@@ -261,7 +261,7 @@ class Channel:
         if self not in open_channels or self.unusable is not None or self.handshake.left:
             # What was given up is dealt with at the end of the program, where it is known whether the others came.
             return False
-        self.run(self.handshake.open(plan_id("close"), "close", None), "close")
+        self.run(self._closing(before), "close")
         open_channels.remove(self)
         progress.forget(self)
         if self.guard is not None:
@@ -272,6 +272,11 @@ class Channel:
         self.comm.Free()
         self.unusable = "it has been closed"
         return True
+
+    def _closing(self, before: Steps[None] | None) -> Steps[None]:
+        yield from self.handshake.open(plan_id("close"), "close", None)
+        if before is not None:
+            yield from before
 
     # Inside, while it is this thread's turn ---------------------------------------------------------------------
 

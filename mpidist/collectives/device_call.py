@@ -87,6 +87,8 @@ class DeviceCall:
             self.ready: Event = stream.record()
             self._caller = stream.handle
             lane.stream.wait(self.ready)
+            for pack in plan.device_packs:
+                pack.compile(ops, divides=plan.divisor is not None)
             self.flats = [self.load(pack, multiple) for pack in plan.device_packs]
         self._queue.enter(self)
 

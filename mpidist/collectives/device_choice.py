@@ -17,6 +17,7 @@ from mpidist.collectives.device_packing import DevicePack, DeviceReduction
 from mpidist.collectives.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
+from mpidist.collectives.staging import agreed_staging_bytes
 from mpidist.collectives.table import ALGORITHMS, Row, Table, look_up
 from mpidist.collectives.waiting import Steps
 from mpidist.core.errors import AlgorithmError
@@ -90,7 +91,13 @@ class DeviceChoice:
             name = "hierarchical"
         if name == "hierarchical" and self._node.is_alone:
             name = "nccl"
-        return "staged" if options.algorithm is None and name in self._without else name
+        return self._working(name) if options.algorithm is None else name
+
+    def _working(self, name: str) -> str:
+        """Return an algorithm that has not failed to work here: the one named, or the next best."""
+        while name in self._without:
+            name = "hierarchical" if name == "nccl" and not self._node.is_alone else "staged"
+        return name
 
     def made(self, pack: DevicePack, options: CommunicationOptions) -> DeviceAlgorithm | None:
         """Return the algorithm for a pack if it has been made."""
@@ -99,28 +106,42 @@ class DeviceChoice:
     def make(self, pack: DevicePack, options: CommunicationOptions) -> Steps[DeviceAlgorithm]:
         """Make the algorithm for a pack (collective).
 
-        Where the table's own choice does not work the arrays are reduced on the host, and a warning says so.
+        Where the table's own choice does not work another takes its place, and a warning says so.
 
         Raises:
             AlgorithmError: It was asked for by name and does not work here, or is not one for arrays on GPUs.
         """
         name = self.name_for(pack, options)
-        try:
-            self._made[name] = made = yield from self._make(name)
-        except AlgorithmError as error:
-            if options.algorithm is not None:
-                raise
-            if self._comm.Get_rank() == 0:
-                _log.warning("mpidist: %s. Arrays on GPUs are reduced in host memory, which is slow", error)
-            self._without.add(name)
-            return self.made(pack, options) or (yield from self.make(pack, options))
+        if options.algorithm is None:
+            return (yield from self._make_working(name))
+        self._made[name] = made = yield from self._make(name)
         return made
+
+    def prepare(self) -> Steps[None]:
+        """Make the algorithms that the table names (collective)."""
+        if self._comm.Get_size() > 1:
+            row: Row = getattr(self._table, self.place)
+            for name in dict.fromkeys(name for _, name in row):
+                yield from self._make_working(name)
+
+    def _make_working(self, name: str) -> Steps[DeviceAlgorithm]:
+        while (name := self._working(name)) not in self._made:
+            try:
+                self._made[name] = yield from self._make(name)
+            except AlgorithmError as error:
+                self._without.add(name)
+                if self._comm.Get_rank() == 0:
+                    instead = self._working(name)
+                    how = "in host memory, which is slow" if instead == "staged" else f"by {instead!r} instead"
+                    _log.warning("mpidist: %s. Arrays on GPUs are reduced %s", error, how)
+        return self._made[name]
 
     def _make(self, name: str) -> Steps[DeviceAlgorithm]:
         if name == "alone":
             return Alone(self.lane)
         if name == "staged":
-            return Staged(self._node, self.lane, self._on_host, self._pool)
+            chunk_bytes = yield from agreed_staging_bytes(self._comm)
+            return Staged(self._node, self.lane, self._on_host, self._pool, chunk_bytes)
         if name == "nccl":
             return (yield from Nccl.made(self._comm, self.lane))
         if name == "hierarchical":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import DeviceOps
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.device_call import DeviceCall
 from mpidist.collectives.nccl_types import nccl_dtype
@@ -47,9 +48,29 @@ class DevicePack:
         self.nbytes = self.count * self.dtype.itemsize
         self.is_plain = len(self.indices) == 1 and source_dtype == result_dtype == self.dtype
         """Whether the one array can travel as it is."""
-        # On the host they travel as one flat array.
-        self.on_host = Pack([0], [(self.count,)], self.dtype, self.dtype, self.dtype)
+        self._on_host: list[Pack] = []
         self.residuals: dict[int, Array] = {}
+        self._casts = ((source_dtype, self.dtype), (self.dtype, result_dtype))
+        self._is_compiled = False
+
+    def on_host(self, per_chunk: int) -> Sequence[Pack]:
+        """Return what travels on the host: flat chunks, of ``per_chunk`` elements but for the last; always as many."""
+        if not self._on_host:
+            for start in range(0, self.count, per_chunk):
+                count = min(per_chunk, self.count - start)
+                self._on_host.append(Pack([0], [(count,)], self.dtype, self.dtype, self.dtype))
+        return self._on_host
+
+    def compile(self, ops: DeviceOps, divides: bool) -> None:
+        """Compile the kernels that put the arrays together and take them apart, on the current device.
+
+        Only the first time, as a communicator keeps to one device.
+        """
+        if not self._is_compiled:
+            together, apart = self._casts
+            ops.compile(*together, divides=False)
+            ops.compile(*apart, divides=divides)
+            self._is_compiled = True
 
     def deliver(self, pieces: Sequence[Array], results: list[Array]) -> None:
         """Put the arrays of this pack, reduced, into ``results``."""

@@ -20,20 +20,34 @@ if TYPE_CHECKING:
     from mpidist.collectives.lane import Lane
 
 
+class Turn:
+    """A turn among the calls of a device for what is none: to start NCCL, or to close it.
+
+    Args:
+        lane: Where it happens.
+    """
+
+    done: Event | None = None
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.is_void = lane.has_given_up
+
+
 class DeviceQueue:
     """The calls that have not been handed to one device yet."""
 
     def __init__(self) -> None:
-        self._calls: deque[weakref.ref[DeviceCall]] = deque()
+        self._calls: deque[weakref.ref[DeviceCall | Turn]] = deque()
         self._lock = threading.Lock()
         self._last: tuple[Lane, Event] | None = None
 
-    def enter(self, call: DeviceCall) -> None:
+    def enter(self, call: DeviceCall | Turn) -> None:
         """Put a new call at the end."""
         with self._lock:
             self._calls.append(weakref.ref(call))
 
-    def turn(self, call: DeviceCall) -> Steps[None]:
+    def turn(self, call: DeviceCall | Turn) -> Steps[None]:
         """Yield until it is the turn of ``call``; its lane then follows whatever came before."""
         looks = 0
         while not self._is_first(call):
@@ -45,14 +59,14 @@ class DeviceQueue:
             with call.lane.on():
                 call.lane.stream.wait(last[1])
 
-    def leave(self, call: DeviceCall) -> None:
+    def leave(self, call: DeviceCall | Turn) -> None:
         """Let the next call have its turn; any number of times."""
         with self._lock:
             if call.done is not None and self._calls and self._calls[0]() is call:
                 self._last = (call.lane, call.done)
             self._calls = deque(entry for entry in self._calls if entry() is not call)
 
-    def _is_first(self, call: DeviceCall) -> bool:
+    def _is_first(self, call: DeviceCall | Turn) -> bool:
         with self._lock:
             while self._calls:
                 first = self._calls[0]()

@@ -18,7 +18,8 @@ from mpidist.collectives.chunks import slices
 from mpidist.collectives.device_call import DeviceCall, device_of_arrays
 from mpidist.collectives.device_choice import DeviceChoice
 from mpidist.collectives.device_packing import DeviceReduction
-from mpidist.collectives.device_queue import queue_of
+from mpidist.collectives.device_queue import Turn, queue_of
+from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.movement import Movement
@@ -43,6 +44,7 @@ class Engine:
         self.choice = Choice(channel.comm, channel.node, table)
         self._table = table
         self._on_device: DeviceChoice | None = None
+        self._device_turn: Turn | None = None
         self._movement = Movement(channel.node)
         self._pool = Pool()
         self.last_algorithm = "none"
@@ -56,23 +58,56 @@ class Engine:
             ValueError: They lie on another device than those before.
             RuntimeError: The current stream there records a CUDA graph.
         """
-        channel = self.channel
         kind, device = device_of_arrays(arrays if out is None else [*arrays, *out])
         if ops_for(kind).current_stream(device).is_capturing:
             raise graph_error("all_reduce")
-        if self._on_device is None:
-            lane = Lane(ops_for(kind), device)
-            channel.at_exit.append(lane.abandon)
-            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, lane, self.choice, self._pool)
-        lane = self._on_device.lane
+        choice = self._choice_on(kind, device)
+        lane = choice.lane
         if lane.device != device:
             raise ValueError(
                 f"arrays on {kind}:{device}; this communicator reduces on {kind}:{lane.device}, "
                 "where its first arrays lay: a rank keeps to one device"
             )
-        return DeviceCall(
-            plan, arrays, out, lane, self._on_device.rails, timeout or channel.timeout, lambda: not channel.is_usable
-        )
+        lane.check_in_step()
+        return DeviceCall(plan, arrays, out, lane, choice.rails, timeout or self.channel.timeout, lane.has_given_up)
+
+    def _choice_on(self, kind: str, device: int) -> DeviceChoice:
+        """Return the choice for arrays on devices; the first device that is asked for counts."""
+        channel = self.channel
+        if self._on_device is None:
+            lane = Lane(ops_for(kind), device, lambda: not channel.is_usable)
+            channel.at_exit.append(lane.abandon)
+            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, lane, self.choice, self._pool)
+        return self._on_device
+
+    def prepare_device(self, kind: str, device: int, text: str) -> Steps[None]:
+        """Return the steps that make what all-reduces on a device will take (collective)."""
+        return self._prepare(self._choice_on(kind, device), text)
+
+    def _prepare(self, choice: DeviceChoice, text: str) -> Steps[None]:
+        yield from self.channel.handshake.open(plan_id(text), text, None)
+        yield from self._take_turn(choice.lane)
+        try:
+            yield from choice.prepare()
+        finally:
+            self._end_turn(choice.lane)
+
+    def before_close(self) -> Steps[None]:
+        """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
+        if self._on_device is not None:
+            # Those of other communicators may still be about to share what this one holds of NCCL.
+            yield from self._take_turn(self._on_device.lane)
+
+    def _take_turn(self, lane: Lane) -> Steps[None]:
+        turn = self._device_turn = Turn(lane)
+        queue = queue_of(lane.device)
+        queue.enter(turn)
+        yield from queue.turn(turn)
+
+    def _end_turn(self, lane: Lane) -> None:
+        if self._device_turn is not None:
+            queue_of(lane.device).leave(self._device_turn)
+            self._device_turn = None
 
     def all_reduce(
         self,
@@ -190,7 +225,10 @@ class Engine:
     def close(self) -> None:
         """Free what the algorithms hold (collective)."""
         if self._on_device is not None:
-            self._on_device.close()
+            try:
+                self._on_device.close()
+            finally:
+                self._end_turn(self._on_device.lane)
         self.choice.close()
 
     def reduce_to(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from mpidist.arrays.convert import Array
@@ -25,15 +26,17 @@ class Lane:
     Args:
         ops: What handles arrays on it.
         device: Its number.
+        has_given_up: Whether the communicator carries out no more calls, also of those that other ranks do.
 
     Attributes:
         stream: On which all work is ordered.
         to_host, to_device: For copies.
     """
 
-    def __init__(self, ops: DeviceOps, device: int) -> None:
+    def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
         self.ops = ops
         self.device = device
+        self.has_given_up = has_given_up
         self._nccl: list[NcclComm] = []
         with ops.on(device):
             self.stream = ops.stream(device)
@@ -72,6 +75,11 @@ class Lane:
                     return event, call
                 self._under_way.popleft()
         return None
+
+    def check_in_step(self) -> None:
+        """Raise RuntimeError where NCCL's calls may not be those of the other ranks (see ``nccl_sharing``)."""
+        for nccl in self._nccl:
+            nccl.check_in_step()
 
     def raise_if_failed(self) -> None:
         """Raise NcclFailure if NCCL has found an error here; from any thread."""

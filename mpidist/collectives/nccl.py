@@ -35,7 +35,7 @@ class NcclComm:
 
     Args:
         binding: The module ``cupy.cuda.nccl``.
-        raw: The NcclCommunicator.
+        raw: The NcclCommunicator, or an ``NcclShare`` of one.
         device: Number of the GPU.
         rank: Of this end.
         size: How many ranks there are.
@@ -60,16 +60,23 @@ class NcclComm:
 
     @classmethod
     def made(
-        cls, comm: MPI.Intracomm, device: int | None, patience_seconds: float = PATIENCE_SECONDS
+        cls,
+        comm: MPI.Intracomm,
+        device: int | None,
+        patience_seconds: float = PATIENCE_SECONDS,
+        has_given_up: Callable[[], bool] = lambda: False,
     ) -> Steps[NcclComm | str]:
         """Return one of the ranks of ``comm``, or on every rank the same reason why there is none (collective).
+
+        What NCCL holds is shared with others of the same ranks on the same GPUs.
 
         Args:
             comm: The ranks, which keep their numbers.
             device: Number of this rank's GPU; None where it has none.
             patience_seconds: How long NCCL may take to start.
+            has_given_up: Whether its user makes no more calls, also of those that other ranks make.
         """
-        raw = yield from started(comm, device, patience_seconds)
+        raw = yield from started(comm, device, patience_seconds, has_given_up)
         if isinstance(raw, str):
             return raw
         assert device is not None
@@ -185,8 +192,12 @@ class NcclComm:
             if error.status != IN_PROGRESS:
                 raise
 
+    def check_in_step(self) -> None:
+        """Raise RuntimeError where another user of what NCCL holds has given up; of one that ``made`` has returned."""
+        self._raw.check_in_step()
+
     def abort(self) -> None:
-        """Stop what is under way, whose results are lost, and give up this end of it; any number of times.
+        """Stop what is under way, whose results are lost, for all who share it; any number of times.
 
         The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May block until all of
         them have.
@@ -198,7 +209,7 @@ class NcclComm:
                 raw.abort()
 
     def close(self) -> None:
-        """Free it; any number of times. All that was enqueued must be done, on every rank."""
+        """Free it, if nobody shares it; any number of times. All that was enqueued must be done, on every rank."""
         raw = self._raw
         if not self.is_closed:
             self._raw = _Closed("it has been closed")

@@ -7,14 +7,17 @@ import pickle
 import platform
 import threading
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
+from mpidist.collectives import nccl_sharing
+from mpidist.collectives.naming import ranks_in_job
 from mpidist.collectives.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.nccl_types import nccl_reduction
 from mpidist.collectives.objects import broadcast_pickle, gather_objects
@@ -41,15 +44,30 @@ class _Candidate:
     version: str = ""
     host: str = ""
     bus_id: str = ""
+    open: tuple[Hashable, ...] = ()
+    """What there is already of the same ranks on its GPU."""
 
 
-def started(comm: MPI.Intracomm, device: int | None, patience_seconds: float) -> Steps[Any]:
-    """Return CuPy's NcclCommunicator of the ranks of ``comm``, or on every rank the same reason, a str (collective).
+class _Problem(NamedTuple):
+    """Why NCCL did not start."""
+
+    text: str
+    is_late: bool
+    """Whether some rank may still be starting."""
+
+
+def started(
+    comm: MPI.Intracomm, device: int | None, patience_seconds: float, has_given_up: Callable[[], bool]
+) -> Steps[Any]:
+    """Return an NcclShare of the ranks of ``comm``, or on every rank the same reason why not, a str (collective).
+
+    One that all ranks have already is shared.
 
     NCCL is told to begin only when every rank can, and blocks until all of them have; CuPy gives no way to stop it, so
     that happens in a thread, and with a first all-reduce, which is when NCCL connects. If it fails on a rank, or takes
     longer than it may, all ranks turn away from it. A thread that still is inside NCCL then stays there until NCCL
-    itself gives up or the process ends, with what NCCL holds.
+    itself gives up or the process ends, with what NCCL holds. Otherwise it is tried once more, with the memory that
+    CuPy keeps for later arrays: NCCL asks the GPU for its own.
 
     A rank whose process dies leaves the others waiting in MPI: for the launcher to end the job, or for their deadline.
 
@@ -57,42 +75,61 @@ def started(comm: MPI.Intracomm, device: int | None, patience_seconds: float) ->
         comm: The ranks, in NCCL's order too.
         device: Number of this rank's GPU; None where it has none.
         patience_seconds: How long NCCL may take.
+        has_given_up: Whether the user of the share makes no more calls, also of those that other ranks make.
     """
-    everyone: list[_Candidate] = yield from gather_objects(comm, _candidate(device))
-    problem = _first_problem(everyone)
-    if problem is not None:
-        return problem
+    ranks = ranks_in_job(comm)
+    everyone: list[_Candidate] = yield from gather_objects(comm, _candidate(device, ranks))
+    first_problem = _first_problem(everyone)
+    if first_problem is not None:
+        return first_problem
     assert device is not None
+    key = (ranks, device)
+    for identity in everyone[0].open:
+        if all(identity in candidate.open for candidate in everyone):
+            return nccl_sharing.share(key, identity, has_given_up)
+    shared_gpu = _shared_gpus(everyone)
+    made = yield from _attempt(comm, device, patience_seconds)
+    if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
+        with ops_for("gpu").on(device):
+            require_cupy().get_default_memory_pool().free_all_blocks()
+        made = yield from _attempt(comm, device, patience_seconds)
+    if isinstance(made, _Problem):
+        return made.text if shared_gpu is None else f"{shared_gpu} NCCL's own words: {made.text}"
+    raw, identity = made
+    return nccl_sharing.opened(key, raw, identity, has_given_up)
+
+
+def _attempt(comm: MPI.Intracomm, device: int, patience_seconds: float) -> Steps[tuple[Any, Hashable] | _Problem]:
+    """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
     unique_id = yield from broadcast_pickle(comm, mine, 0)
     if isinstance(unique_id, str):
-        return unique_id
+        return _Problem(unique_id, is_late=False)
     start = _Start(binding, ops_for("gpu"), device, comm.Get_rank(), comm.Get_size(), unique_id)
     try:
         problem = yield from _agreed_outcome(comm, start, patience_seconds)
-        if problem is None:
-            return start.take()
+        return (start.take(), unique_id) if problem is None else problem
     finally:
         start.abandon()
-    shared = _shared_gpus(everyone)
-    return problem if shared is None else f"{shared} NCCL's own words: {problem}"
 
 
 # What each rank can do ----------------------------------------------------------------------------------------------
 
 
-def _candidate(device: int | None) -> _Candidate:
+def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
     """Return what this rank has to tell. Raises nothing: the others wait for it."""
     try:
         problem = nccl_problem()
-        if problem is None and device is None:
-            problem = "no GPU was assigned to it"
-        if problem is not None:
+        if device is None:
+            problem = problem or "no GPU was assigned to it"
+        if problem is not None or device is None:
             return _Candidate(problem)
         bus_id = require_cupy().cuda.runtime.deviceGetPCIBusId(device)
         # NCCL tells hosts apart by this variable where it is set, and by the name of the machine otherwise.
-        return _Candidate(None, nccl_version(nccl_binding()), os.environ.get("NCCL_HOSTID") or platform.node(), bus_id)
+        host = os.environ.get("NCCL_HOSTID") or platform.node()
+        known = nccl_sharing.identities((ranks, device))
+        return _Candidate(None, nccl_version(nccl_binding()), host, bus_id, known)
     except Exception as error:
         return _Candidate(f"{type(error).__name__}: {error}")
 
@@ -135,8 +172,8 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 # Starting -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float) -> Steps[str | None]:
-    """Return why NCCL did not start, the same text on every rank; None where it did on all."""
+def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float) -> Steps[_Problem | None]:
+    """Return why NCCL did not start, the same on every rank; None where it did on all."""
     give_up = time.monotonic() + patience_seconds
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
@@ -146,22 +183,24 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float)
         looks += 1
         relax(looks, 0)
         yield
-    problem = start.problem
+    problem = None if start.problem is None else _Problem(start.problem, is_late=False)
     if is_late and not start.is_over:
-        problem = f"NCCL was not ready on rank {comm.Get_rank()} of {comm.Get_size()} after {patience_seconds:g} s"
+        text = f"NCCL was not ready on rank {comm.Get_rank()} of {comm.Get_size()} after {patience_seconds:g} s"
+        problem = _Problem(text, is_late=True)
     return (yield from _first_failure(comm, problem))
 
 
-def _first_failure(comm: MPI.Intracomm, problem: str | None) -> Steps[str | None]:
-    """Call the others off if this rank has a problem, and return the problem of the first rank that has one."""
+def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Problem | None]:
+    """Call the others off if this rank has a problem, and return that of the first rank that has one."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
     requests = [] if problem is None else [comm.Isend(nothing, other, _NEWS_TAG) for other in others]
-    problems: list[str | None] = yield from gather_objects(comm, problem)
+    problems: list[_Problem | None] = yield from gather_objects(comm, problem)
     requests += [comm.Irecv(nothing, other, _NEWS_TAG) for other in others if problems[other] is not None]
     for request in requests:
         yield from until_done(request)
-    return next((problem for problem in problems if problem is not None), None)
+    found = [problem for problem in problems if problem is not None]
+    return _Problem(found[0].text, any(problem.is_late for problem in found)) if found else None
 
 
 class _Start:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
 from mpidist.arrays.dtypes import DType
+from mpidist.collectives.gathering import agreed_minimum
 from mpidist.collectives.lane import Lane
+from mpidist.collectives.waiting import Steps
+from mpidist.core import settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _SLOTS = 4
+
+
+def agreed_staging_bytes(comm: MPI.Intracomm) -> Steps[int]:
+    """Return the bytes of a chunk, at most: the least that any rank was told (collective)."""
+    return (yield from agreed_minimum(comm, settings.STAGING_BYTES.read()))
 
 
 class Slot:

@@ -66,8 +66,10 @@ def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def agreed_devices(
     devices: tuple[str, ...] | None, comm: Communicator | None
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the devices of this rank, and how many every rank of ``comm`` has (collective where there are several).
+) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+    """Return the devices of this rank, how many every rank of ``comm`` has, and whether all of them have GPUs.
+
+    Collective where there are several.
 
     A rank that names none has its share of the GPUs that it sees: ranks of ``comm`` on one machine that name none and
     see the same GPUs share them out. A process by itself shares them with the processes that the launcher has started
@@ -79,7 +81,7 @@ def agreed_devices(
     mine = visible_devices() if devices is None else ()
     if comm is None:
         chosen = _named(_share_alone(mine)) if devices is None else devices
-        return chosen, (len(chosen),)
+        return chosen, (len(chosen),), _is_gpu(chosen)
     why_none = "" if devices is not None or mine else _why_no_gpu()
     told: list[_Rank] = comm.all_gather_object(_Rank(devices, mine, _machine(), platform.node(), why_none))
     everyone = []
@@ -90,7 +92,7 @@ def agreed_devices(
         sharing = [k for k, other in enumerate(told) if other.named is None and other.machine == own.machine]
         everyone.append(_named(devices_of_each([told[k].seen for k in sharing])[sharing.index(rank)]))
     _check_kinds(told, everyone)
-    return everyone[comm.rank], tuple(map(len, everyone))
+    return everyone[comm.rank], tuple(map(len, everyone)), all(map(_is_gpu, everyone))
 
 
 class _Rank(NamedTuple):
@@ -106,7 +108,7 @@ class _Rank(NamedTuple):
 def _check_kinds(told: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
     """Raise DeviceError if ranks would compute on the CPU beside others on GPUs without having been told to."""
     without = [rank for rank, own in enumerate(told) if own.named is None and not own.seen]
-    with_gpus = [rank for rank, own in enumerate(devices) if parse_device(own[0]).kind == "gpu"]
+    with_gpus = [rank for rank, own in enumerate(devices) if _is_gpu(own)]
     if not without or not with_gpus:
         return
     reasons = dict.fromkeys(told[rank].why_none for rank in without)
@@ -137,6 +139,10 @@ def _why_no_gpu() -> str:
     return (
         "no NVIDIA driver to be seen" if hidden is None else f"none to be seen, CUDA_VISIBLE_DEVICES being {hidden!r}"
     )
+
+
+def _is_gpu(devices: tuple[str, ...]) -> bool:
+    return parse_device(devices[0]).kind == "gpu"
 
 
 def _named(gpus: Sequence[int]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class ReplicatedExtended(StrategyExtended):
     ) -> None:
         super().__init__(strategy)
         try:
-            devices, self._replica_counts = agreed_devices(devices, comm)
+            devices, self._replica_counts, all_have_gpus = agreed_devices(devices, comm)
         except DeviceError:  # raised on all ranks together
             if comm is not None:
                 comm.close()
@@ -96,6 +96,9 @@ class ReplicatedExtended(StrategyExtended):
             if comm is not None:
                 comm.close()
             raise
+        if comm is not None and all_have_gpus:
+            # Before the model takes the memory of the GPUs.
+            comm.prepare_device("gpu", self._places[0].number)
         # Whether an all-reduce of dense values is the engine's call and nothing else.
         self._takes_short_way = (
             comm is not None and len(devices) == 1 and not self._wraps_lone_replica and self._ops.leaves_all_to_engine

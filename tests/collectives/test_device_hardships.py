@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
+from mpidist.arrays import cupy_ops
+from mpidist.arrays.kernel_source import kernel_for
 from mpidist.collectives.algorithms import device_hierarchical, device_ring
 from mpidist.collectives.algorithms.wires import NAMES as WIRES
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import import_mpi, world_topology
 from tests.support import fake_cupy
-from tests.support.fake_cupy import devices, memory
+from tests.support.fake_cupy import devices, memory, raw_kernel
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.nccl_messages import Steps
 
@@ -171,6 +173,29 @@ def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: A
         assert comm.all_reduce("SUM", arrays)[2].get().tolist() == [comm.size] * 1000
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_a_rank_that_cannot_compile_tells_the_others_before_nccl_waits_for_it(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    def fail(kernel: raw_kernel.RawKernel) -> None:
+        if kernel.name == apart:
+            raise RuntimeError("nvrtc: error: failed to load builtins")
+
+    apart = kernel_for("float32", "float16", op == "MEAN").name
+    with Communicator(world_topology().world) as comm:
+        arrays = [cupy.ones(1000, "f2") for _ in range(3)]
+        with monkeypatch.context() as changed:
+            if comm.rank == comm.size - 1:
+                changed.setattr(raw_kernel, "compile_source", fail)
+                with pytest.raises(RuntimeError, match="nvrtc"):
+                    comm.all_reduce(op, arrays)
+            else:
+                with pytest.raises(PeerError, match=f"rank {comm.size - 1}.*nvrtc"):
+                    comm.all_reduce(op, arrays)
+        expected = comm.size if op == "SUM" else 1
+        assert comm.all_reduce(op, arrays)[2].get().tolist() == [expected] * 1000
+
+
 @pytest.mark.parametrize("algorithm", ["nccl", "staged"])
 def test_results_that_are_there_are_not_kept_until_the_next_call(cupy: Any, algorithm: str) -> None:
     options = CommunicationOptions(deterministic=algorithm == "staged")
@@ -190,6 +215,27 @@ def test_results_that_are_there_are_not_kept_until_the_next_call(cupy: Any, algo
 
 def _used_bytes() -> int:
     return devices.machine().used[devices.current_device()]
+
+
+def test_a_reduction_in_host_memory_page_locks_a_few_chunks_only(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
+    asked: list[int] = []
+    pinned = cupy_ops.CupyOps.pinned
+
+    def noted(self: Any, nbytes: int) -> Any:
+        asked.append(nbytes)
+        return pinned(self, nbytes)
+
+    monkeypatch.setattr(cupy_ops.CupyOps, "pinned", noted)
+    with Communicator() as comm:
+        # It does not divide, and neither do the chunks.
+        value = cupy.arange(300_001, dtype="f4") % 97
+        asked.clear()
+        for factor in (1, 2):
+            got = comm.all_reduce("MAX", value * factor)
+            np.testing.assert_array_equal(got.get(), np.arange(300_001, dtype="f4") % 97 * factor)
+        assert comm.last_algorithm == "staged"
+    assert 0 < sum(asked) <= 4 * 65536
 
 
 @pytest.mark.parametrize("count", [1000, 100_000, 700_000])

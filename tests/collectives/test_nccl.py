@@ -44,6 +44,11 @@ def me(fake_gpus: Any) -> Iterator[Rank]:
         yield rank
 
 
+def the_raw() -> Any:
+    (raw,) = fake_nccl.open_communicators()
+    return raw
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
@@ -274,7 +279,7 @@ def test_the_dtype_to_cast_to(fake_gpus: Any) -> None:
 def test_an_error_of_nccl_is_found(me: Rank, status: int) -> None:
     comm = me.comm
     comm.check_async_error()
-    comm._raw.async_error = status
+    the_raw().async_error = status
     with pytest.raises(NcclFailure, match="remote process exited" if status == 6 else "status 8") as caught:
         comm.check_async_error()
     assert caught.value.status == status
@@ -284,7 +289,7 @@ def test_an_error_of_nccl_is_found(me: Rank, status: int) -> None:
 
 
 def test_nccl_at_work_is_no_error(me: Rank) -> None:
-    me.comm._raw.async_error = 7
+    the_raw().async_error = 7
     me.comm.check_async_error()
 
 
@@ -335,7 +340,7 @@ def test_the_double_finds_ranks_that_make_different_calls(me: Rank) -> None:
 @pytest.mark.min_ranks(2)
 def test_an_abort_may_want_all_ranks(me: Rank, monkeypatch: Any) -> None:
     monkeypatch.setattr(fake_nccl, "abort_waits", True)
-    aborting = threading.Thread(target=me.comm._raw.abort)
+    aborting = threading.Thread(target=the_raw().abort)
     if me.comm.rank == 0:
         aborting.start()
         aborting.join(0.3)

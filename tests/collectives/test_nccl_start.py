@@ -13,7 +13,9 @@ from mpidist.arrays.cupy_module import CupyState
 from mpidist.collectives import nccl_library
 from mpidist.collectives.nccl import NcclComm
 from mpidist.collectives.nccl_library import nccl_problem
+from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import finished, private_world
+from tests.support.fake_cupy import devices
 from tests.support.fake_cupy import nccl as fake_nccl
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -155,6 +157,20 @@ def test_nothing_is_left_of_a_failure_for_the_next_start(fake_gpus: Any, monkeyp
         made = finished(NcclComm.made(world, world.rank))
         assert isinstance(made, NcclComm), made
         made.close()
+
+
+@four_gpus
+def test_nccl_gets_the_memory_that_cupy_keeps_for_later_arrays(fake_gpus: Any, monkeypatch: Any) -> None:
+    """On one rank; its program has let go of an array that was as large as what NCCL takes."""
+    monkeypatch.setattr(fake_nccl, "communicator_bytes", 1 << 20)
+    if is_last():
+        device = world_topology().rank
+        devices.machine().memory[device] = 2 << 20
+        with fake_gpus.cuda.Device(device):
+            array = fake_gpus.zeros(3 << 18, "f4")
+            assert array.nbytes > 1 << 20
+            del array
+    assert outcome()[0] == "made"
 
 
 @four_gpus

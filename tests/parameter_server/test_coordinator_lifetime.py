@@ -27,7 +27,7 @@ def _wrong_clusters() -> list[str]:
     found = [_error_of_cluster({"chief": 1, "worker": 3}), _error_of_cluster({"chief": 1, "ps": 3})]
     with pytest.MonkeyPatch.context() as patch:
         if MPIClusterResolver().rank == 2:
-            patch.setattr(link, "agreed_devices", lambda *_: (("cpu:0", "cpu:1"), (2,)))
+            patch.setattr(link, "agreed_devices", lambda *_: (("cpu:0", "cpu:1"), (2,), False))
         return [*found, _error_of_cluster({"chief": 1, "ps": 1, "worker": 2})]
 
 

@@ -87,7 +87,7 @@ def test_a_process_by_itself_leaves_gpus_to_those_beside_it(fake_gpus: Any, monk
 
 
 def test_without_gpus_there_is_the_cpu() -> None:
-    assert agreed_devices(None, None) == (("cpu:0",), (1,))
+    assert agreed_devices(None, None) == (("cpu:0",), (1,), False)
 
 
 @pytest.mark.min_ranks(2)

@@ -22,14 +22,12 @@ from mpidist.collectives.algorithms.device_ring import DeviceRing
 from mpidist.collectives.algorithms.wires import Wire, Wires
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.device_packing import DeviceReduction
-from mpidist.collectives.gathering import agreed_minimum
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.nccl import NcclComm
 from mpidist.collectives.node import Node
 from mpidist.collectives.objects import gather_objects
-from mpidist.collectives.staging import Slot, StagingRing
+from mpidist.collectives.staging import Slot, StagingRing, agreed_staging_bytes
 from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
-from mpidist.core import settings
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ class DeviceHierarchical:
         """
         made: NcclComm | str | None = None
         if node.size > 1:
-            made = yield from NcclComm.made(node.comm, lane.device)
+            made = yield from NcclComm.made(node.comm, lane.device, has_given_up=lane.has_given_up)
         problems = yield from gather_objects(comm, made if isinstance(made, str) else None)
         nccl = None if isinstance(made, str) else made
         problem = next((text for text in problems if text is not None), None)
@@ -95,7 +93,7 @@ class DeviceHierarchical:
         ring = None
         if takes_device_memory and level.has_slice:
             ring = DeviceRing(comm, [ranks[node.rank] for ranks in node.ranks], node.topology.node_index, lane)
-        slice_bytes = yield from agreed_minimum(comm, settings.STAGING_BYTES.read())
+        slice_bytes = yield from agreed_staging_bytes(comm)
         return cls(node, level, wires, ring, lane, slice_bytes)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:

@@ -36,7 +36,7 @@ class Nccl:
         Raises:
             AlgorithmError: NCCL does not work on some rank; on all ranks.
         """
-        made = yield from NcclComm.made(comm, lane.device)
+        made = yield from NcclComm.made(comm, lane.device, has_given_up=lane.has_given_up)
         if isinstance(made, str):
             raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
         lane.watch(made)

@@ -2,71 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event
 from mpidist.collectives.algorithms import DEVICE_NAMES
 from mpidist.collectives.device_packing import DeviceReduction
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.node import Node
-from mpidist.collectives.packing import Reduction
+from mpidist.collectives.packing import Pack, Reduction
 from mpidist.collectives.waiting import Steps, until_event
 
 if TYPE_CHECKING:
     from mpidist.collectives.choice import Choice
 
 
+# Chunks that are in host memory at a time: one is copied there while the one before is reduced.
+_ROOMS = 2
+
+
 class Staged:
-    """The pack is copied to page-locked memory, reduced there by an algorithm for the host, and copied back.
+    """The pack passes in chunks through page-locked memory, where an algorithm for the host reduces them.
 
     Args:
         node: The node of this rank.
         lane: Where the arrays are.
         choice: Of algorithms for the host.
         pool: Memory for them.
+        chunk_bytes: Of a chunk, at most; the same on all ranks.
     """
 
     name = "staged"
 
-    def __init__(self, node: Node, lane: Lane, choice: Choice, pool: Pool) -> None:
+    def __init__(self, node: Node, lane: Lane, choice: Choice, pool: Pool, chunk_bytes: int) -> None:
         self._node = node
         self._lane = lane
         self._choice = choice
         self._pool = pool
-        self._rooms = [np.empty(0, np.uint8)] * 2
+        self._chunk_bytes = chunk_bytes
+        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
         lane, ops = self._lane, self._lane.ops
-        if self._rooms[0].nbytes < job.nbytes:
-            # The pool would give their memory to others at once.
-            yield from until_event(lane.stream.record())
+        chunks = job.pack.on_host(self._chunk_bytes // job.dtype.itemsize)
+        yield from self._make_room(chunks[0].nbytes)
+        next_copied = self._copy_to_host(job, chunks, 0)
+        for number, chunk in enumerate(chunks):
+            copied, room = next_copied, number % _ROOMS
+            if number + 1 < len(chunks):
+                next_copied = self._copy_to_host(job, chunks, number + 1)
+            # The lane's stream has then been past the last copies from and to this room, too.
+            yield from until_event(copied)
+            given, reduced = [rooms[room][: chunk.nbytes].view(job.dtype) for rooms in (self._given, self._reduced)]
+            yield from self._reduce(job, chunk, given, reduced)
             with lane.on():
-                self._rooms = [ops.pinned(job.nbytes) for _ in range(2)]
-        # Used in order: the lane's stream has been past the last copy from them when it comes to the next one to them.
-        given, reduced = [room[: job.nbytes].view(job.dtype) for room in self._rooms]
+                start = number * chunks[0].count
+                ops.copy_to_device(job.target[start : start + chunk.count], reduced, lane.stream)
         with lane.on():
-            ops.copy_to_host(given, job.source[: job.count], lane.stream)
-            copied = lane.stream.record()
-        yield from until_event(copied)
+            return job.store()
+
+    def _make_room(self, nbytes: int) -> Steps[None]:
+        if self._given[0].nbytes < nbytes:
+            # The pool would give their memory to others at once.
+            yield from until_event(self._lane.stream.record())
+            with self._lane.on():
+                self._given, self._reduced = [[self._lane.ops.pinned(nbytes) for _ in range(_ROOMS)] for _ in range(2)]
+
+    def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[Pack], number: int) -> Event:
+        lane, chunk, start = self._lane, chunks[number], number * chunks[0].count
+        given = self._given[number % _ROOMS][: chunk.nbytes].view(job.dtype)
+        with lane.on():
+            lane.ops.copy_to_host(given, job.source[start : start + chunk.count], lane.stream)
+            return lane.stream.record()
+
+    def _reduce(self, job: DeviceReduction, chunk: Pack, given: Array, reduced: Array) -> Steps[None]:
         options = job.options
         if options.algorithm in DEVICE_NAMES:
             options = replace(options, algorithm=None)
-        host_job = Reduction(job.pack.on_host, [given], [reduced], job.op, None, options, self._pool)
-        algorithm = self._choice.made(job.nbytes, options)
+        host_job = Reduction(chunk, [given], [reduced], job.op, None, options, self._pool)
+        algorithm = self._choice.made(chunk.nbytes, options)
         if algorithm is None:
-            algorithm = yield from self._choice.make(job.nbytes, options)
+            algorithm = yield from self._choice.make(chunk.nbytes, options)
         algorithm.prepare(host_job, may_share=False)
         yield from self._node.board.meet()
         yield from algorithm.all_reduce(host_job)
-        with lane.on():
-            ops.copy_to_device(job.target[: job.count], reduced, lane.stream)
-            return job.store()
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._rooms = [np.empty(0, np.uint8)] * 2
+        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS

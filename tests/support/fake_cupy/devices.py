@@ -205,6 +205,9 @@ class Machine:
         self.blocks: list[Any] = []  # all memory that was ever a device's: late work must not meet memory of others
         self.regions = Regions()
         self.used = [0] * devices
+        # What each device has, and what of it the pool holds: arrays, and memory that it keeps for later ones.
+        self.memory = [1 << 34] * devices
+        self.held = [0] * devices
         self.failing_allocations = range(0)  # counted from the next one
         self._lock = threading.Lock()
         self._next_handle = 0x7F0000001000
@@ -229,7 +232,13 @@ class Machine:
         check_status(self.captures.try_unsafe())
         self.contexts.need(device)
         self.blocks.append(block)
+        self.held[device] += block.nbytes
         self.regions.add(block, device)
+
+    def release(self, device: int) -> None:
+        """Give a device back what the pool keeps for later arrays; nobody else gets it: work may be late."""
+        workers = [worker for worker in list(self.workers.values()) if worker.device == device]
+        self.held[device] -= sum(worker.arena.release() for worker in workers)
 
     def worker(self, handle: int, device: int | None = None) -> Worker:
         """Return the stream with that handle.

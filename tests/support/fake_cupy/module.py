@@ -45,7 +45,7 @@ class _Pool:
         return sum(block.nbytes for block in devices.machine().blocks)
 
     def free_all_blocks(self) -> None:
-        """Keep them: work that is late must not meet the memory of others."""
+        devices.machine().release(devices.current_device())
 
 
 class _UFunc:

@@ -3,8 +3,8 @@
 What NCCL leaves undefined is an error here: ranks that make different calls, calls of several GPUs of one thread
 outside of a group, streams of another device. What it loses is lost here, too: NaN under MIN and MAX.
 
-For tests: ``version_code``, ``available``, ``abort_waits``, ``NcclCommunicator.async_error`` and
-``open_communicators()``.
+For tests: ``version_code``, ``available``, ``communicator_bytes``, ``abort_waits``,
+``NcclCommunicator.async_error`` and ``open_communicators()``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from tests.support.fake_cupy.devices import touch
 from tests.support.fake_cupy.memory import bytes_at
 from tests.support.fake_cupy.nccl_messages import (
-    ABORTING,
     COLLECTIVES,
+    ENDING,
     BetweenProcesses,
     Board,
     Steps,
@@ -66,6 +66,8 @@ from tests.support.fake_cupy.streams import Device, current_device, machine
 
 available = True
 version_code = 22809
+# What a communicator takes of its GPU's memory, of which CuPy's pool holds a part.
+communicator_bytes = 256 << 20
 # Whether ``abort`` returns only once all ranks have called it, as NCCL may need it.
 abort_waits = False
 
@@ -200,6 +202,10 @@ class NcclCommunicator:
     def _begin(self, transport: Transport) -> None:
         touch()
         self._device = current_device()
+        taken = sum(comm._bytes for comm in _open.values() if comm._device == self._device)
+        if machine().held[self._device] + taken + communicator_bytes > machine().memory[self._device]:
+            raise NcclError(CUDA_ERROR)
+        self._bytes = communicator_bytes
         self._transport = transport
         self._lock = threading.Lock()
         self._turns = self._serving = 0
@@ -235,21 +241,24 @@ class NcclCommunicator:
         touch()
         if self._is_open:
             drive(self._until_turn(self._turns), self._check)
+            drive(self._until_all_end(waits=True), _check_machine)
             self._close()
 
     def abort(self) -> None:
         touch()
-        self._is_aborted = True
-        if abort_waits and isinstance(self._transport, BetweenProcesses):
-            drive(self._until_all_abort(self._transport), _check_machine)
-        self._close()
+        if self._is_open:
+            self._is_aborted = True
+            drive(self._until_all_end(waits=abort_waits), _check_machine)
+            self._close()
 
-    @staticmethod
-    def _until_all_abort(transport: Transport) -> Steps[None]:
+    def _until_all_end(self, waits: bool) -> Steps[None]:
+        transport = self._transport
+        if not isinstance(transport, BetweenProcesses):
+            return
         others = [rank for rank in range(transport.size) if rank != transport.rank]
-        left = [transport.send(rank, ABORTING, b"") for rank in others]
-        for rank in others:
-            yield from transport.receive(rank, ABORTING)
+        left = [transport.send(rank, ENDING, b"") for rank in others]
+        for rank in others if waits else ():
+            yield from transport.receive(rank, ENDING)
         while not all([has_left() for has_left in left]):
             yield
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 # Tags per communicator: one to find one another, one for each lane of its messages.
-JOINING, COLLECTIVES, ABORTING = range(3)
+JOINING, COLLECTIVES, ENDING = range(3)
 _TAGS_EACH = 3
 _FIRST_TAG = 1 << 15
 _LENGTH = np.dtype(np.int64)

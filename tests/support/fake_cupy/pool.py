@@ -83,6 +83,15 @@ class Arena:
         """Let the chunk be taken again."""
         self._returned.append(chunk)
 
+    def release(self) -> int:
+        """Give the device back all blocks of which nothing is in use; returns their bytes."""
+        with self._lock:
+            while self._returned:
+                self._join(self._returned.popleft())
+            whole = [chunk for chunk in self._free if chunk.before is None and chunk.after is None]
+            self._free = [chunk for chunk in self._free if chunk not in whole]
+            return sum(chunk.nbytes for chunk in whole)
+
     def _split(self, chunk: Chunk, nbytes: int) -> None:
         rest = Chunk(chunk.block, chunk.start + nbytes, chunk.nbytes - nbytes)
         chunk.nbytes = nbytes

@@ -13,6 +13,10 @@ from tests.support.fake_cupy.streams import worker_of
 _MOST_THREADS = 1024
 
 
+def compile_source(kernel: RawKernel) -> None:
+    """Compile a kernel for the current device: nothing here; a test may let it fail."""
+
+
 class RawKernel:
     """``cupy.RawKernel``.
 
@@ -39,6 +43,15 @@ class RawKernel:
         self.name = name
         self.options = options
         self.backend = backend
+        self._compiled: set[int] = set()
+
+    @property
+    def kernel(self) -> RawKernel:
+        """Itself, compiled for the current device."""
+        if current_device() not in self._compiled:
+            compile_source(self)
+            self._compiled.add(current_device())
+        return self
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0, stream: Any = None) -> None:
         from tests.support.fake_cupy.kernels import EMULATIONS
@@ -47,7 +60,7 @@ class RawKernel:
             raise TypeError("grid and block are tuples")
         if not 0 < int(np.prod(block)) <= _MOST_THREADS:
             raise ValueError(f"a block has 1 to {_MOST_THREADS} threads, and was to have {block}")
-        function = EMULATIONS[self.name]
+        function = EMULATIONS[self.kernel.name]
         seen = tuple(self._seen(value) for value in args)
         worker = worker_of(stream)
         worker.machine.counts.add("launches")
