@@ -15,8 +15,7 @@ from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
 from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives.lane import Lane
-from mpidist.collectives.staging import StagingRing
-from mpidist.core import settings
+from mpidist.collectives.staging import StagingRing, staging_bytes
 
 # Launches of one repetition, so that starting them hides behind the GPU's work.
 ROUNDS = 10
@@ -92,7 +91,7 @@ def run_staging(session: Session, nbytes: int) -> None:
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
     lane = Lane(ops, device)
-    ring = StagingRing(lane, settings.STAGING_BYTES.read())
+    ring = StagingRing(lane, staging_bytes())
     array = cupy.zeros(nbytes, np.uint8)
     whole = ops.pinned(nbytes)
     cupy.cuda.Device().synchronize()

@@ -17,8 +17,9 @@ from mpidist.collectives.device_packing import DevicePack, DeviceReduction
 from mpidist.collectives.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
+from mpidist.collectives.nccl_network import rdma_everywhere, rdma_fabric
 from mpidist.collectives.staging import agreed_staging_bytes
-from mpidist.collectives.table import ALGORITHMS, Row, Table, look_up
+from mpidist.collectives.table import ALGORITHMS, BY_NETWORK, Row, Table, look_up, resolved, row_text
 from mpidist.collectives.waiting import Steps
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
@@ -60,6 +61,7 @@ class DeviceChoice:
         self._comm = comm
         self._node = node
         self._table = table
+        self._row: Row = getattr(table, place_of(node, lane.ops.kind))
         self.lane = lane
         self._on_host = on_host
         self._pool = pool
@@ -85,8 +87,7 @@ class DeviceChoice:
             return "alone"
         if not pack.suits_nccl or options.deterministic:
             return "staged"
-        row: Row = getattr(self._table, self.place)
-        name = options.algorithm or look_up(row, pack.nbytes)
+        name = options.algorithm or look_up(self._row, pack.nbytes)
         if name in WIRES or (not self._node.is_alone and options.wire_dtype is not None):
             name = "hierarchical"
         if name == "hierarchical" and self._node.is_alone:
@@ -98,6 +99,16 @@ class DeviceChoice:
         while name in self._without:
             name = "hierarchical" if name == "nccl" and not self._node.is_alone else "staged"
         return name
+
+    def settle(self) -> Steps[None]:
+        """Find out what the row of the table asks about the network, the first time (collective)."""
+        if any(name == BY_NETWORK for _, name in self._row):
+            has_rdma = yield from rdma_everywhere(self._comm)
+            self._row = resolved(self._row, has_rdma)
+            if self._comm.Get_rank() == 0:
+                fabric = rdma_fabric()
+                why = f"NCCL has RDMA on all ranks, {fabric.name} here" if has_rdma and fabric else "no RDMA for NCCL"
+                _log.info("mpidist: arrays on GPUs go between nodes by %s (%s)", row_text(self._row), why)
 
     def made(self, pack: DevicePack, options: CommunicationOptions) -> DeviceAlgorithm | None:
         """Return the algorithm for a pack if it has been made."""
@@ -120,8 +131,8 @@ class DeviceChoice:
     def prepare(self) -> Steps[None]:
         """Make the algorithms that the table names (collective)."""
         if self._comm.Get_size() > 1:
-            row: Row = getattr(self._table, self.place)
-            for name in dict.fromkeys(name for _, name in row):
+            yield from self.settle()
+            for name in dict.fromkeys(name for _, name in self._row):
                 yield from self._make_working(name)
 
     def _make_working(self, name: str) -> Steps[DeviceAlgorithm]:

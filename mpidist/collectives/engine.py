@@ -208,6 +208,7 @@ class Engine:
         choice, trace = self._on_device, self.channel.trace
         assert choice is not None
         yield from queue_of(call.lane.device).turn(call)
+        yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             if trace is not None:
                 trace.phase(REDUCE)

@@ -34,13 +34,16 @@ class Table(NamedTuple):
     """Arrays on GPUs, ranks on several nodes."""
 
 
+# In the row for arrays on GPUs on several nodes: "nccl" where it has RDMA between them on all ranks, "hierarchical"
+# elsewhere, as NCCL would take sockets.
+BY_NETWORK = "by_network"
 SHIPPED = Table(
     one_node_readable=((256 * KiB, "gather_reduce"), (2048 * KiB, "window"), (None, "neighbours")),
     one_node=((256 * KiB, "gather_reduce"), (None, "window")),
     several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
     one_node_gpu=((None, "nccl"),),
-    several_nodes_gpu=((None, "hierarchical"),),
+    several_nodes_gpu=((None, BY_NETWORK),),
 )
 # What works at each place.
 ALGORITHMS = {
@@ -51,6 +54,16 @@ ALGORITHMS = {
     "one_node_gpu": ("nccl", "staged"),
     "several_nodes_gpu": ("hierarchical", "nccl", "staged"),
 }
+
+
+def resolved(row: Row, has_rdma: bool) -> Row:
+    """Return a row without ``BY_NETWORK``.
+
+    >>> resolved(SHIPPED.several_nodes_gpu, has_rdma=True)
+    ((None, 'nccl'),)
+    """
+    way = "nccl" if has_rdma else "hierarchical"
+    return tuple((limit, way if name == BY_NETWORK else name) for limit, name in row)
 
 
 def look_up(row: Row, nbytes: int) -> str:
@@ -139,7 +152,7 @@ def _row_from_json(row: Any, place: str, where: str) -> Row:
 
     if not isinstance(row, list) or not row or not all(isinstance(e, list) and len(e) == 2 for e in row):
         raise wrong('pairs of a largest size and an algorithm, such as [[32768, "mpi"], [null, "hierarchical"]]')
-    names = ALGORITHMS[place]
+    names = (*ALGORITHMS[place], BY_NETWORK) if place == "several_nodes_gpu" else ALGORITHMS[place]
     unknown = [name for _, name in row if name not in names]
     if unknown:
         raise wrong(f"algorithms out of {', '.join(names)}, not {json.dumps(unknown[0])}")

@@ -124,10 +124,11 @@ GPU_AWARE_MPI = Setting(
 )
 STAGING_BYTES = Setting(
     "MPIDIST_STAGING_BYTES",
-    4 << 20,
+    None,
     _power_of_two,
     "a power of two from 65536 to 1073741824",
-    "how much of an array on a GPU passes through host memory at a time on its way to other nodes",
+    "how much of an array on a GPU passes through host memory at a time on its way to other nodes; by default 4 MiB, "
+    "8 MiB where all ranks have a network for RDMA of 100 Gb/s, 16 MiB where it has 200 Gb/s",
 )
 RANKS_PER_NODE = Setting(
     "MPIDIST_RANKS_PER_NODE",

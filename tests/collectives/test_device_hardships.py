@@ -16,7 +16,9 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.kernel_source import kernel_for
-from mpidist.collectives.algorithms import device_hierarchical, device_ring
+from mpidist.collectives import staging
+from mpidist.collectives.algorithms import device_ring
+from mpidist.collectives.algorithms import ring as host_ring
 from mpidist.collectives.algorithms.wires import NAMES as WIRES
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
@@ -150,6 +152,32 @@ def test_a_call_in_place_copies_nothing(cupy: Any, monkeypatch: pytest.MonkeyPat
         assert (array.get() == (comm.size**2 if op == "SUM" else 1)).all()
 
 
+@pytest.mark.parametrize("aware", ["0", "1"])
+def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, aware: str
+) -> None:
+    monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", aware)
+    asked: list[int] = []
+    take = memory.Memory.__init__
+
+    def noted(self: Any, size: int) -> None:
+        asked.append(size)
+        take(self, size)
+
+    def on_the_host(*_: Any) -> Any:
+        raise AssertionError("sums are formed on the host")
+
+    monkeypatch.setattr(host_ring.Ring, "all_reduce", on_the_host)
+    with Communicator() as comm:
+        array = cupy.ones(1 << 16, "f4")
+        comm.all_reduce("SUM", array, out=array, options=HIERARCHICAL)
+        monkeypatch.setattr(memory.Memory, "__init__", noted)
+        comm.all_reduce("SUM", array, out=array, options=HIERARCHICAL)
+        # Tables of addresses.
+        assert sum(asked) < 1024
+        assert (array.get() == comm.size**2).all()
+
+
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +199,24 @@ def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: A
                 comm.all_reduce("SUM", arrays)
         # It has let go of something.
         assert comm.all_reduce("SUM", arrays)[2].get().tolist() == [comm.size] * 1000
+
+
+def test_a_rank_without_memory_for_the_way_between_nodes_has_all_take_another(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, nbytes: int) -> Any:
+        raise MemoryError("cudaErrorMemoryAllocation: no memory to page-lock")
+
+    if world_topology().rank == 1:
+        changed = [fail]
+        pinned = cupy_ops.CupyOps.pinned
+        monkeypatch.setattr(
+            cupy_ops.CupyOps, "pinned", lambda self, n: changed.pop()(self, n) if changed else pinned(self, n)
+        )
+    with Communicator() as comm:
+        assert (comm.all_reduce("SUM", cupy.ones(1000, "f4")).get() == comm.size).all()
+        assert comm.last_algorithm == "staged"
+        assert ("rank 1: MemoryError: cudaErrorMemoryAllocation" in caplog.text) == (comm.rank == 0)
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
@@ -263,11 +309,12 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
     most, at_once = [], []
     cross, carry_out = device_ring.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
 
-    def counted(self: Any, flat: Any, op: Any, chunk: int) -> Steps[None]:
+    def counted(self: Any, flat: Any, op: Any, chunk: int, *others: Any) -> Steps[Any]:
         under_way.add(chunk)
         most.append(len(under_way))
-        yield from cross(self, flat, op, chunk)
+        arrived = yield from cross(self, flat, op, chunk, *others)
         under_way.discard(chunk)
+        return arrived
 
     def looked_at(self: Any, turn: int, calls: Any) -> None:
         at_once.append(len(under_way))
@@ -280,7 +327,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
         monkeypatch.setattr(fake_nccl.NcclCommunicator, "_carry_out", looked_at)
         got = comm.all_reduce("SUM", cupy.ones(1 << 20, "f4"), options=HIERARCHICAL)
         assert (got.get() == comm.size).all()
-    assert 1 < max(most) <= device_hierarchical.MOST_ON_DEVICE
+    assert 1 < max(most) <= staging._SLOTS
     assert not any(at_once)
     assert per_node == 1 or at_once
 

@@ -158,7 +158,13 @@ def some_layout(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("late", [late_caller, late_lane, TO_HOST, TO_DEVICE])
 @pytest.mark.parametrize(
     ("algorithm", "aware"),
-    [("hierarchical", "0"), pytest.param("hierarchical", "1", marks=pytest.mark.long), ("staged", "0"), ("nccl", "0")],
+    [
+        ("hierarchical", "0"),
+        pytest.param("hierarchical", "1", marks=pytest.mark.long),
+        ("ring", "0"),
+        ("staged", "0"),
+        ("nccl", "0"),
+    ],
 )
 def test_nothing_is_wrong_as_it_is(
     fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, aware: str, late: Late
@@ -183,6 +189,23 @@ def test_nothing_is_wrong_as_it_is(
 def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
     some_layout(monkeypatch)
     assert run(fake_gpus, monkeypatch, "hierarchical", mutate, late) > 0
+
+
+@pytest.mark.parametrize(
+    ("mutate", "late"),
+    [
+        pytest.param(deaf_in("_show_first"), late_lane, id="neither copies nor sums wait for the lane"),
+        pytest.param(hasty(device_ring), TO_HOST, id="MPI does not wait for the copy to the host"),
+        pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
+        pytest.param(deaf_in("move"), TO_DEVICE, id="the lane does not wait for the copy to the device"),
+        pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
+    ],
+)
+def test_the_ring_whose_sums_are_formed_on_the_device(
+    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late
+) -> None:
+    some_layout(monkeypatch)
+    assert run(fake_gpus, monkeypatch, "ring", mutate, late) > 0
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,12 @@ def _binding(library: str) -> Any:
 
     ops = _HostMemoryOps(cupy)
 
-    def candidate(device: int) -> Any:
+    def candidate(device: int, ranks: tuple[int, ...]) -> Any:
         return nccl_start._Candidate(None, nccl_version(nccl), "host", str(device))
 
     found = {"nccl_binding": lambda: nccl, "ops_for": lambda _: ops}
-    with mock.patch.multiple(nccl_start, **found, _candidate=candidate), mock.patch.multiple(nccl_module, **found):
+    starting = {**found, "_candidate": candidate, "require_cupy": mock.MagicMock()}
+    with mock.patch.multiple(nccl_start, **starting), mock.patch.multiple(nccl_module, **found):
         yield nccl, ops
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from mpidist.cli.doctor_facts.facts import CollectiveFacts
 from mpidist.collectives.choice import place_of
 from mpidist.collectives.gpu_aware_mpi import takes_device_memory
+from mpidist.collectives.nccl_network import rdma_everywhere
 from mpidist.collectives.node import Node
-from mpidist.collectives.table import SHIPPED, Table, table_text
+from mpidist.collectives.table import SHIPPED, Table, resolved, table_text
 from mpidist.collectives.tuning_file import Setup, read, setup_of
+from mpidist.collectives.waiting import Steps
 from mpidist.core.settings import TUNING_FILE
 
 if TYPE_CHECKING:
@@ -28,7 +30,10 @@ def collective_facts(comm: MPI.Intracomm, has_gpus: bool) -> CollectiveFacts:
     try:
         place = place_of(node)
         table, origin, error = _table(setup_of(node))
-        takes = _run_to_the_end(comm) if has_gpus else None
+        takes = _run_to_the_end(takes_device_memory(comm)) if has_gpus else None
+        if has_gpus:
+            row = resolved(table.several_nodes_gpu, _run_to_the_end(rdma_everywhere(comm)))
+            table = table._replace(several_nodes_gpu=row)
         return CollectiveFacts(
             node_of_rank=node.topology.node_of_rank,
             reads_neighbours=node.reads_neighbours,
@@ -57,9 +62,8 @@ def _table(setup: Setup) -> tuple[Table, str, str]:
     return SHIPPED, "the shipped table", f"{path} has no table for {', '.join(setup)}"
 
 
-def _run_to_the_end(comm: MPI.Intracomm) -> bool:
-    """Return whether MPI takes pointers to GPU memory on all ranks."""
-    steps = takes_device_memory(comm)
+def _run_to_the_end(steps: Steps[bool]) -> bool:
+    """Return what the ranks have agreed on."""
     while True:
         try:
             next(steps)

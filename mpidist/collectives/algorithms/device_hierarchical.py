@@ -4,7 +4,8 @@ The flat array is cut into chunks, and each chunk into one slice per *rail* (see
 of a chunk to the ranks of the node that have them; each passes through page-locked memory to its rail and back, or
 straight from and to the device where MPI takes its memory; NCCL spreads the slices over the node. The host waits for
 the device only where MPI needs the bytes. NCCL calls are made in the same order on all ranks of a node: first the
-reductions of all chunks, then, chunk by chunk, the spreading.
+reductions of all chunks, then, chunk by chunk, the spreading. What comes from another node in a ring is added on the
+GPU; small slices, and those that are rounded, on the host.
 
 The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
 """
@@ -18,7 +19,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
-from mpidist.collectives.algorithms.device_ring import DeviceRing
+from mpidist.collectives.algorithms.device_ring import DeviceRing, received_bytes
 from mpidist.collectives.algorithms.wires import Wire, Wires
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.device_packing import DeviceReduction
@@ -33,9 +34,6 @@ from mpidist.core.errors import AlgorithmError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Slices of device memory that MPI has at a time: each takes as much again.
-MOST_ON_DEVICE = 4
-
 
 class DeviceHierarchical:
     """NCCL in the node, MPI between the nodes.
@@ -44,22 +42,22 @@ class DeviceHierarchical:
         node: The node of this rank.
         level: NCCL in the node.
         wires: What happens between nodes on host memory.
-        ring: What happens between nodes on device memory; None where MPI does not take it.
+        ring: What happens between nodes on the device.
         lane: Where it works.
-        slice_bytes: Of a slice, at most; the same on all ranks.
+        staging: What slices pass through.
     """
 
     name = "hierarchical"
 
     def __init__(
-        self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing | None, lane: Lane, slice_bytes: int
+        self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing, lane: Lane, staging: StagingRing
     ) -> None:
         self._board = node.board
         self._level = level
         self._wires = wires
         self._ring = ring
         self._lane = lane
-        self._staging = StagingRing(lane, slice_bytes)
+        self._staging = staging
 
     @classmethod
     def made(
@@ -75,13 +73,18 @@ class DeviceHierarchical:
             takes_device_memory: Whether MPI does, on all ranks.
 
         Raises:
-            AlgorithmError: NCCL does not work on some node; on all ranks.
+            AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
         """
+        slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
         if node.size > 1:
             made = yield from NcclComm.made(node.comm, lane.device, has_given_up=lane.has_given_up)
-        problems = yield from gather_objects(comm, made if isinstance(made, str) else None)
-        nccl = None if isinstance(made, str) else made
+        nccl, problem = (None, made) if isinstance(made, str) else (made, None)
+        try:
+            staging = StagingRing(lane, slice_bytes, received_bytes(slice_bytes, len(node.ranks)))
+        except Exception as error:  # the others wait for this rank
+            problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
+        problems: list[str | None] = yield from gather_objects(comm, problem)
         problem = next((text for text in problems if text is not None), None)
         if problem is not None:
             if nccl is not None:
@@ -90,19 +93,20 @@ class DeviceHierarchical:
         if nccl is not None:
             lane.watch(nccl)
         level = _InNode(nccl, node.rank, min(len(ranks) for ranks in node.ranks), lane)
-        ring = None
-        if takes_device_memory and level.has_slice:
-            ring = DeviceRing(comm, [ranks[node.rank] for ranks in node.ranks], node.topology.node_index, lane)
-        slice_bytes = yield from agreed_staging_bytes(comm)
-        return cls(node, level, wires, ring, lane, slice_bytes)
+        rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
+        ring = DeviceRing(comm, rail, node.topology.node_index, lane, takes_device_memory)
+        # MPI does not wait for what a stream has still to do with memory that it gave out before.
+        yield from until_event(staging.is_made)
+        return cls(node, level, wires, ring, lane, staging)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
         lane, level = self._lane, self._level
         per_slice = self._staging.nbytes // job.dtype.itemsize
-        _, wire = self._wires.choose(min(-(-job.nbytes // level.rails), self._staging.nbytes), job.options)
+        name, wire = self._wires.choose(min(-(-job.nbytes // level.rails), self._staging.nbytes), job.options)
         rounds = job.options.wire_dtype is not None
-        run = _Run(job, level, wire, None if rounds else self._ring, self._staging, lane)
+        on_device = not rounds and (self._ring.takes_device_memory or name == "ring")
+        run = _Run(job, level, wire, self._ring if on_device else None, self._staging, lane)
         with lane.on():
             run.start(per_slice)
         looks = 0
@@ -183,7 +187,7 @@ class _Run:
         job: The reduction.
         level: NCCL in the node.
         wire: What happens between nodes on host memory.
-        ring: What happens between nodes on device memory, which is then taken; or None.
+        ring: What happens between nodes on the device, which is then taken; or None.
         staging: What chunks pass through.
         lane: Where it works.
     """
@@ -199,6 +203,7 @@ class _Run:
     ) -> None:
         self._job, self._level, self._wire, self._ring = job, level, wire, ring
         self._staging, self._lane = staging, lane
+        self._is_mpi_on_device = ring is not None and ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
         self._crossing: deque[_Crossing] = deque()
@@ -242,31 +247,35 @@ class _Run:
     def _waits_for_mpi(self) -> bool:
         """Whether NCCL has to wait: it and MPI are not to be at work on one device at the same time."""
         all_crossed = self._begun == len(self._chunks) and all(crossing.is_done for crossing in self._crossing)
-        return self._ring is not None and not all_crossed
+        return self._is_mpi_on_device and not all_crossed
 
     def _begin(self) -> bool:
         """Begin the crossing of the next chunk, if there is one and room for it."""
         chunk = self._begun
         if chunk == len(self._chunks):
             return False
-        steps: Steps[Event | None] | Steps[None] | None = None
+        steps: Steps[Event] | None = None
         if self._level.has_slice:
+            if self._is_mpi_on_device and not self._nccl_is_done():
+                return False
+            slot = self._staging.take()
+            if slot is None:
+                return False
             part = self._level.slice_of(self._chunks[chunk])
-            if self._ring is not None:
-                crossing = sum(not one.is_done for one in self._crossing)
-                if crossing == MOST_ON_DEVICE or not self._nccl_is_done():
-                    return False
-                steps = self._ring.all_reduce(part, self._job.op, chunk)
-            else:
-                slot = self._staging.take()
-                if slot is None:
-                    return False
-                steps = self._through(slot, part, chunk)
+            steps = (
+                self._through(slot, part, chunk) if self._ring is None else self._around(self._ring, slot, part, chunk)
+            )
         self._crossing.append(_Crossing(steps))
         self._begun += 1
         return True
 
-    def _through(self, slot: Slot, part: Array, chunk: int) -> Steps[Event | None]:
+    def _around(self, ring: DeviceRing, slot: Slot, part: Array, chunk: int) -> Steps[Event]:
+        """Take a slice over the ring, whose sums are formed on the device."""
+        arrived = yield from ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
+        self._staging.give_back(slot, arrived)
+        return arrived
+
+    def _through(self, slot: Slot, part: Array, chunk: int) -> Steps[Event]:
         """Take a slice to the host, over the wire and back."""
         lane, job = self._lane, self._job
         memory = slot.array(part.size, part.dtype)
@@ -295,7 +304,7 @@ class _Crossing:
         steps: What is left to do, which returns what its arrival on the device is told by; None for nothing.
     """
 
-    def __init__(self, steps: Steps[Event | None] | Steps[None] | None) -> None:
+    def __init__(self, steps: Steps[Event] | None) -> None:
         self._steps = steps
         self.arrived: Event | None = None
 

@@ -1,7 +1,8 @@
-"""Between nodes on device memory: a ring as ``ring``, for MPI libraries that take pointers to it.
+"""Between nodes: a ring as ``ring``, of arrays on GPUs, which form the sums.
 
-NCCL and MPI are never at work on the same memory at once: the device is done with what MPI is given, and MPI with what
-the device is given, before either begins. Waiting for the device keeps MPI going and the other way round.
+MPI is given memory of the device where it takes that; elsewhere the segments pass through page-locked memory of the
+same layout. NCCL and MPI are never at work on the same memory at once: the device is done with what MPI is given, and
+MPI with what the device is given, before either begins. Waiting for the device keeps MPI going and the other way round.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.lane import Lane
-from mpidist.collectives.mpi_types import numpy_op, tag_of
+from mpidist.collectives.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.staging import Slot
 from mpidist.collectives.waiting import Steps, until_all_done, until_event
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
@@ -20,49 +23,87 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def received_bytes(slice_bytes: int, nodes: int) -> int:
+    """Return what a slot has to hold on the device: a segment of a slice, which may be one element longer."""
+    return slice_bytes // nodes + 16
+
+
 class DeviceRing:
     """An all-reduce over a ring of ranks, of arrays on their devices.
 
     Args:
-        comm: The communicator, of an MPI library that takes device memory.
+        comm: The communicator.
         ranks: The ranks of the ring, in it.
         position: Of this rank among them.
         lane: Whose device it is.
+        takes_device_memory: Whether MPI takes pointers to it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ranks: list[int], position: int, lane: Lane) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, ranks: list[int], position: int, lane: Lane, takes_device_memory: bool
+    ) -> None:
         self._comm = comm
         self._size, self._position = len(ranks), position
         self._next = ranks[(position + 1) % len(ranks)]
         self._previous = ranks[position - 1]
         self._lane = lane
+        self.takes_device_memory = takes_device_memory
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int) -> Steps[None]:
-        """Reduce ``flat`` in place over all ranks; the device must be done with it, and is done with it afterwards.
+    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: Slot, filled: Event) -> Steps[Event]:
+        """Reduce ``flat`` in place over all ranks; returns after what on ``lane.to_device`` it is there.
 
         Args:
             flat: Contiguous, on the device.
             op: The operation.
             chunk: Tells several apart that are on their way.
+            slot: In use until then.
+            filled: When ``flat`` has its content; where MPI takes device memory, that has to be now.
         """
-        n, combine, lane = self._size, numpy_op(op), self._lane
-        segments = [flat[a:b] for a, b in slices(flat.size, n)]
-        with lane.on(), lane.to_device:
-            received = lane.ops.empty((segments[0].size,), flat.dtype, lane.device)
-            # MPI does not wait for what the stream has still to do with memory that it gave out before.
-            is_given = lane.to_device.record()
-        yield from until_event(is_given, relaxes=False)
+        n, lane = self._size, self._lane
+        borders = slices(flat.size, n)
+        memory = flat if self.takes_device_memory else slot.array(flat.size, flat.dtype)
+        segments, shown = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
+        yield from self._show_first(segments[self._position], shown[self._position], filled)
         for step in range(n - 1):
             mine, theirs = (self._position - step) % n, (self._position - step - 1) % n
-            part = received[: segments[theirs].size]
-            yield from self._exchange(segments[mine], part, chunk)
-            with lane.on(), lane.to_device:
-                combine(segments[theirs], part, out=segments[theirs])
-                combined = lane.to_device.record()
-            yield from until_event(combined, relaxes=False)
+            received = slot.received(segments[theirs].size, flat.dtype)
+            target = received if self.takes_device_memory else shown[theirs]
+            yield from self._exchange(shown[mine], target, chunk)
+            yield from self._add(op, segments[theirs], received, shown[theirs])
         for step in range(n - 1):
             mine, theirs = (self._position + 1 - step) % n, (self._position - step) % n
-            yield from self._exchange(segments[mine], segments[theirs], chunk)
+            yield from self._exchange(shown[mine], shown[theirs], chunk)
+            if not self.takes_device_memory:
+                lane.ops.copy_to_device(segments[theirs], shown[theirs], lane.to_device)
+        with lane.on():
+            return lane.to_device.record()
+
+    def _show_first(self, segment: Array, shown: Array, filled: Event) -> Steps[None]:
+        """Give MPI the first segment, and have the sums wait for the others."""
+        lane = self._lane
+        with lane.on():
+            lane.to_device.wait(filled)
+            if self.takes_device_memory:
+                return
+            lane.to_host.wait(filled)
+            lane.ops.copy_to_host(shown, segment, lane.to_host)
+            is_shown = lane.to_host.record()
+        yield from until_event(is_shown, relaxes=False)
+
+    def _add(self, op: ReduceOp, segment: Array, received: Array, shown: Array) -> Steps[None]:
+        """Add what was received to a segment, on the device, and give MPI the sum."""
+        lane = self._lane
+        with lane.on():
+            if not self.takes_device_memory:
+                lane.ops.copy_to_device(received, shown, lane.to_device)
+            with lane.to_device:
+                numpy_op(op)(segment, received, out=segment)
+            is_shown = lane.to_device.record()
+            if not self.takes_device_memory:
+                lane.to_host.wait(is_shown)
+                lane.ops.copy_to_host(shown, segment, lane.to_host)
+                is_shown = lane.to_host.record()
+        yield from until_event(is_shown, relaxes=False)
 
     def _exchange(self, send: Array, receive: Array, chunk: int) -> Steps[None]:
         tag = tag_of(chunk)
@@ -73,7 +114,9 @@ class DeviceRing:
             ]
         )
 
-    def _message(self, array: Array) -> list[Any]:
+    def _message(self, array: Array) -> Any:
+        if not self.takes_device_memory:
+            return message(array)
         mpi = import_mpi()
         memory = mpi.buffer.fromaddress(self._lane.ops.pointer(array), array.nbytes)
         return [memory, array.nbytes, mpi.BYTE]
