@@ -11,12 +11,12 @@ from mpidist.core.context import Frame, get_replica_context, pop, push, require_
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.strategies.leaves import copy_into
+from mpidist.strategies.replica_threads import run_of_this_thread
 from mpidist.values import regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import PerReplica, here
 
 if TYPE_CHECKING:
-    from mpidist.strategies.replica_threads import ReplicaThread
     from mpidist.strategies.strategy import Strategy
 
 
@@ -34,7 +34,6 @@ class ReplicaContext:
         self._id = replica_id_in_sync_group
         self._local_id = local_replica_id
         self._frame = Frame(strategy, self)
-        self._thread: ReplicaThread | None = None
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -99,8 +98,9 @@ class ReplicaContext:
         self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Do what ``merge_call`` does; ``call`` is what must be equal on all local replicas."""
-        if self._thread is not None:
-            return self._thread.merge(call, merge_fn, args, kwargs)
+        run = run_of_this_thread()
+        if run is not None:
+            return run.merge(call, merge_fn, args, kwargs)
         extended = self._strategy.extended
         if extended._wraps_lone_replica:
             args, kwargs = regroup([(args, kwargs)], (self._id,), wrap_lone=True, unwrap_objects=True)

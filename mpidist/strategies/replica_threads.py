@@ -3,17 +3,24 @@
 The thread that called ``run`` coordinates. It lets the replicas run one after the other, each until it reaches a
 merge point or returns; when all are at a merge point it runs the merge function itself, so all communication is
 issued by the caller's thread, and goes on. The order is the same in every run.
+
+The threads live as long as the strategy: libraries keep what is dear per thread, such as the handle of cuBLAS, whose
+end waits for the whole device.
 """
 
 from __future__ import annotations
 
 import contextvars
 import threading
+import time
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mpidist.core.callsite import user_call_site
-from mpidist.core.context import entered, pop, push
+from mpidist.core.context import entered, outside, pop, push
 from mpidist.strategies.replica_stream import ReplicaStream
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
@@ -22,28 +29,34 @@ if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
     from mpidist.strategies.strategy import Strategy
 
+# How long a replica may take to end after another one has failed, in its finally blocks and __exit__ methods.
+_UNWINDING_SECONDS = 30.0
+
 
 class _Abandoned(BaseException):
     """Unwinds a replica that waits at a merge point after another replica has failed."""
 
 
-class ReplicaThread(threading.Thread):
-    """One replica; runs only between ``resume`` and the next merge point or its end."""
+class ReplicaRun:
+    """One run of one replica; its code runs only between ``resume`` and the next merge point or its end."""
 
     def __init__(
         self,
         context: ReplicaContext,
+        thread: ReplicaThread,
         stream: ReplicaStream,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        super().__init__(name=f"mpidist-replica-{context.replica_id_in_sync_group}", daemon=True)
         self.context = context
+        self._thread = thread
         self._stream = stream
         self._fn, self._args, self._kwargs = fn, args, kwargs
-        self._may_run = threading.Semaphore(0)
-        self._has_paused = threading.Semaphore(0)
+        # The queues that hand over between the two threads; they are quicker than semaphores, which are Python's.
+        self._may_run: SimpleQueue[None] = SimpleQueue()
+        self._has_paused: SimpleQueue[None] = SimpleQueue()
+        self._has_started = False
         self._abandoned = False
         self._variables = contextvars.copy_context()
         self.is_done = False
@@ -54,36 +67,53 @@ class ReplicaThread(threading.Thread):
         self.call: tuple[Any, ...] = ()
         self.call_site = ""
 
-    def run(self) -> None:
-        """Body of the thread."""
-        self._may_run.acquire()
+    def carry_out(self) -> None:
+        """Run the replica from beginning to end. Called by its thread."""
         if not self._abandoned:
             self._variables.run(self._run_replica)
         self.is_done = True
-        self._has_paused.release()
+        self._has_paused.put(None)
 
     def _run_replica(self) -> None:
         frame = self.context._frame
-        push(frame)
-        try:
-            with self._stream.entered():
-                self.result = self._fn(*self._args, **self._kwargs)
-                self._stream.hand_over()
-            pop(frame)
-        except BaseException as error:  # handed to the caller of run()
-            self.error = error
+        with outside():  # what the replica leaves open is not for the next run
+            push(frame)
+            try:
+                with self._stream.entered():
+                    self.result = self._fn(*self._args, **self._kwargs)
+                    self._stream.hand_over()
+                pop(frame)
+            except BaseException as error:  # handed to the caller of run()
+                self.error = error
 
     def resume(self) -> None:
         """Let the replica run until it pauses or ends. Called by the coordinator."""
-        self._may_run.release()
-        self._has_paused.acquire()
+        if self._has_started:
+            self._may_run.put(None)
+        else:
+            self._thread.take(self)
+            self._has_started = True
+        self._has_paused.get()
 
-    def abandon(self) -> None:
-        """End a replica that waits at a merge point. Called by the coordinator."""
+    @property
+    def has_left_its_thread(self) -> bool:
+        """Whether the thread has nothing more to do for this run."""
+        return self.is_done or not self._has_started
+
+    def abandon(self) -> bool:
+        """End a replica at its merge point, or the next one; return whether it ended in time.
+
+        Called by the coordinator.
+        """
         self._abandoned = True
-        if not self.is_done:
-            self.resume()
-        self.join()
+        self._may_run.put(None)
+        limit = time.monotonic() + _UNWINDING_SECONDS
+        while not self.has_left_its_thread:
+            try:
+                self._has_paused.get(timeout=max(0.0, limit - time.monotonic()))
+            except Empty:
+                return False
+        return True
 
     def merge(
         self, call: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -96,8 +126,8 @@ class ReplicaThread(threading.Thread):
         self.call_site = user_call_site()
         self.merge_request = (fn, args, kwargs)
         self._stream.hand_over()
-        self._has_paused.release()
-        self._may_run.acquire()
+        self._has_paused.put(None)
+        self._may_run.get()
         if self._abandoned:
             raise _Abandoned
         self.merge_request = None
@@ -105,58 +135,148 @@ class ReplicaThread(threading.Thread):
         return select_replica(self.context.local_replica_id, self.merged)
 
 
-def run_replicas(
-    strategy: Strategy,
-    contexts: Sequence[ReplicaContext],
-    places: Sequence[Place],
-    fn: Callable[..., Any],
-    arguments: Sequence[Any],
-) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+class ReplicaThread(threading.Thread):
+    """The thread of a local replica: carries out one run after the other until it is told to end."""
 
-    Each runs with its device current, and starts on the stream that is current there in the calling thread.
+    def __init__(self, replica_id: int) -> None:
+        super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
+        self._runs: SimpleQueue[ReplicaRun | None] = SimpleQueue()
+        self.start()
 
-    Raises:
-        RuntimeError: The replicas made different numbers of merge calls.
+    def take(self, run: ReplicaRun) -> None:
+        """Carry out ``run`` next."""
+        self._runs.put(run)
+
+    def end(self) -> None:
+        """End after what was taken so far."""
+        self._runs.put(None)
+
+    def run(self) -> None:
+        """Body of the thread."""
+        while (run := self._runs.get()) is not None:
+            _of_this_thread.run = run
+            run.carry_out()
+            # The arrays of a run are not to wait for the next one.
+            _of_this_thread.run = None
+            del run
+
+
+class _OfThisThread(threading.local):
+    run: ReplicaRun | None = None
+
+
+_of_this_thread = _OfThisThread()
+
+
+def run_of_this_thread() -> ReplicaRun | None:
+    """Return the run that this thread carries out, None where it is no thread of a replica.
+
+    >>> run_of_this_thread() is None
+    True
     """
-    threads = [
-        ReplicaThread(context, ReplicaStream(place), fn, *own)
-        for context, place, own in zip(contexts, places, arguments, strict=True)
-    ]
-    for context, thread in zip(contexts, threads, strict=True):
-        context._thread = thread
-        thread.start()
-    try:
-        while True:
-            for thread in threads:
-                thread.resume()
-                if thread.error is not None:
-                    raise thread.error
-            if all(thread.is_done for thread in threads):
-                return [thread.result for thread in threads]
-            _check_all_merge(threads)
-            _merge(strategy, threads)
-    finally:
-        for context, thread in zip(contexts, threads, strict=True):
-            thread.abandon()
-            context._thread = None
+    return _of_this_thread.run
 
 
-def _check_all_merge(threads: Sequence[ReplicaThread]) -> None:
-    returned = [t.context.replica_id_in_sync_group for t in threads if t.is_done]
+class ReplicaThreads:
+    """The threads of a strategy's local replicas: made by the first run, ended with the strategy.
+
+    A run takes one thread for each replica, and a run inside of a merge function, or in another thread of the program,
+    others. They end when the strategy is closed or collected.
+
+    Args:
+        contexts: Of the local replicas.
+        places: Where each computes.
+    """
+
+    def __init__(self, contexts: Sequence[ReplicaContext], places: Sequence[Place]) -> None:
+        self._contexts = contexts
+        self._places = places
+        self._idle: list[list[ReplicaThread]] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
+
+    def run(self, strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+
+        Each runs with its device current, and starts on the stream that is current there in the calling thread.
+
+        Raises:
+            RuntimeError: The replicas made different numbers of merge calls.
+        """
+        threads = self._taken()
+        runs = [
+            ReplicaRun(context, thread, ReplicaStream(place), fn, *own)
+            for context, thread, place, own in zip(self._contexts, threads, self._places, arguments, strict=True)
+        ]
+        try:
+            while True:
+                for run in runs:
+                    run.resume()
+                    if run.error is not None:
+                        raise run.error
+                if all(run.is_done for run in runs):
+                    return [run.result for run in runs]
+                _check_all_merge(runs)
+                _merge(strategy, runs)
+        finally:
+            self._give_back(threads, runs)
+
+    def close(self) -> None:
+        """End the threads that no run has, and wait for that."""
+        idle = [thread for threads in self._idle for thread in threads]
+        _end(self._idle)
+        for thread in idle:
+            thread.join()
+
+    def _taken(self) -> list[ReplicaThread]:
+        while self._idle:
+            threads = self._idle.pop()
+            # In a forked child those of its parent are not there.
+            if all(thread.is_alive() for thread in threads):
+                return threads
+        return [ReplicaThread(context.replica_id_in_sync_group) for context in self._contexts]
+
+    def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
+        hangs: list[int] = []
+        try:
+            hangs += [run.context.replica_id_in_sync_group for run in runs if not run.abandon()]
+        finally:
+            # A second Ctrl-C comes here, too.
+            if all(run.has_left_its_thread for run in runs):
+                self._idle.append(threads)
+            else:
+                _end([threads])
+        if hangs:
+            warnings.warn(
+                f"the function given to run() was ended on all replicas, and {_UNWINDING_SECONDS:g} s later it still "
+                f"runs on replica {', '.join(map(str, hangs))}: what it does there, such as a wait in a finally "
+                "block, goes on beside the program",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _end(idle: list[list[ReplicaThread]]) -> None:
+    while idle:
+        for thread in idle.pop():
+            thread.end()
+
+
+def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
+    returned = [run.context.replica_id_in_sync_group for run in runs if run.is_done]
     if returned:
-        waiting = [f"{t.context.replica_id_in_sync_group} at {t.call_site}" for t in threads if not t.is_done]
+        waiting = [f"{run.context.replica_id_in_sync_group} at {run.call_site}" for run in runs if not run.is_done]
         raise RuntimeError(
             f"replicas {returned} returned while replica {'; '.join(waiting)} waits for all replicas in merge_call(), "
             "all_reduce() or a variable's assign(); every replica has to make the same calls"
         )
 
 
-def _check_same_call(threads: Sequence[ReplicaThread]) -> None:
+def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
     """Raise ValueError where replicas meet at calls that differ, as a sum and a mean or a sum and a gather."""
-    if any(thread.call != threads[0].call for thread in threads):
+    if any(run.call != runs[0].call for run in runs):
         sites = "; ".join(
-            f"replica {t.context.replica_id_in_sync_group} in {_call_text(t.call)} at {t.call_site}" for t in threads
+            f"replica {run.context.replica_id_in_sync_group} in {_call_text(run.call)} at {run.call_site}"
+            for run in runs
         )
         raise ValueError(
             f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the same "
@@ -168,16 +288,16 @@ def _call_text(call: tuple[Any, ...]) -> str:
     return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 
-def _merge(strategy: Strategy, threads: Sequence[ReplicaThread]) -> None:
-    requests = [thread.merge_request for thread in threads]
-    works_for_call_site = threads[0].call_site  # noqa: F841 - read by core.callsite
-    ids = [thread.context.replica_id_in_sync_group for thread in threads]
+def _merge(strategy: Strategy, runs: Sequence[ReplicaRun]) -> None:
+    requests = [run.merge_request for run in runs]
+    works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
+    ids = [run.context.replica_id_in_sync_group for run in runs]
     fn = requests[0][0]  # type: ignore[index]
     with strategy.extended._shared_errors("the values of its replicas"):
-        _check_same_call(threads)
+        _check_same_call(runs)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
     with entered(strategy.extended._frame), (strategy.extended._first_gpu or HOST).current():
         merged = fn(strategy, *args, **kwargs)
-    for thread in threads:
-        thread.merged = merged
+    for run in runs:
+        run.merged = merged

@@ -35,7 +35,7 @@ from mpidist.strategies.leaves import (
     restored,
 )
 from mpidist.strategies.replica_context import ReplicaContext
-from mpidist.strategies.replica_threads import run_replicas
+from mpidist.strategies.replica_threads import ReplicaThreads
 from mpidist.strategies.replica_work import finished_work, replica_works
 from mpidist.strategies.shared_inputs import check_gradients_apart, check_results_apart
 from mpidist.strategies.single_replica import empty_on, plain_call
@@ -89,6 +89,7 @@ class ReplicatedExtended(StrategyExtended):
         self._total = sum(self._replica_counts)
         self._wraps_lone_replica = len(set(self._replica_counts)) > 1
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
+        self._threads = ReplicaThreads(self._contexts, self._places)
         self._ops = cross_device_ops or select_cross_device_ops(devices, self._total, comm, options)
         try:
             self._ops.bind(comm, self._total, devices)
@@ -152,7 +153,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _run_threads(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
-        return self._per_replica(run_replicas(self._strategy, self._contexts, self._places, fn, arguments))
+        return self._per_replica(self._threads.run(self._strategy, fn, arguments))
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -434,6 +435,7 @@ class ReplicatedExtended(StrategyExtended):
         )
 
     def _close(self) -> None:
+        self._threads.close()
         self._ops.close()
         if self._comm is not None:
             self._comm.close()

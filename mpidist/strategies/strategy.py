@@ -82,8 +82,8 @@ class Strategy:
             kwargs: Its keyword arguments, likewise.
             options: Accepted and ignored, as in TensorFlow outside TPUs.
 
-        With several local replicas each runs in a thread of its own: settings that belong to a thread, such as
-        ``torch.no_grad()``, are entered inside ``fn``.
+        With several local replicas each runs in a thread of its own, the same in every run: settings that belong to a
+        thread, such as ``torch.no_grad()``, are entered inside ``fn``.
 
         Returns:
             What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values.

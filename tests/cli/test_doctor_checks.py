@@ -214,6 +214,12 @@ def test_ranks_that_share_a_gpu() -> None:
     assert gpus.check(job(*[made.gpus("a")] * 2, hosts=["node0", "node1"])) == []
 
 
+def test_ranks_of_several_gpus() -> None:
+    found = gpus.check(job(*[made.gpus("a", "b", "c", "d")] * 2, hosts=["node0", "node1"], launcher="srun"))
+    only(found, "warning", "Rank 0 on node0 has 4 GPUs: between nodes the first", "srun --mpi=pmix -n 8")
+    assert gpus.check(job(made.gpus("a", "b"))) == []
+
+
 def test_which_rank_has_which_gpu() -> None:
     assert gpus.devices(job(*[made.gpus("a", "b", "c")] * 2)) == {0: ("a", "b"), 1: ("c",)}
 

@@ -14,7 +14,7 @@ _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 
 def check(job: JobFacts) -> list[Finding]:
     """Check driver, CuPy, NCCL, and which rank has which GPU."""
-    return [*_unusable(job), *_without_driver(job), *_differing(job), *_shared(job)]
+    return [*_unusable(job), *_without_driver(job), *(_differing(job) or _several(job)), *_shared(job)]
 
 
 def devices(job: JobFacts) -> dict[int, tuple[str, ...]]:
@@ -83,6 +83,18 @@ def _shared(job: JobFacts) -> list[Finding]:
                     "arrays go by way of host memory, which is slow."
                 )
                 return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
+    return []
+
+
+def _several(job: JobFacts) -> list[Finding]:
+    """Find a rank that has several GPUs, in a job of several machines: what it sends to others leaves one of them."""
+    for rank, mine in devices(job).items():
+        if len(mine) > 1 and len(job.machines) > 1:
+            text = (
+                f"Rank {rank} on {job.host(rank)} has {len(mine)} GPUs: between nodes the first of them carries what "
+                "all have, by one network card. A rank for each GPU has each carry its part."
+            )
+            return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
     return []
 
 

@@ -213,6 +213,7 @@ class Machine:
         self._next_handle = 0x7F0000001000
         self.workers: dict[int, Worker] = {}
         self.failures: dict[int, Failure] = {}  # by device
+        self.cublas_handles: list[tuple[str, int]] = []  # thread and device, as they were made
         self.events: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by ``Event.ptr``
         self.closed = False
         self.default = [self.new_worker(device) for device in range(devices)]
@@ -327,6 +328,18 @@ def on_device(device: int) -> Iterator[None]:
         yield
     finally:
         set_device(before)
+
+
+def use_cublas() -> None:
+    """Note that this thread uses cuBLAS on the current device: CuPy makes a handle for each thread and device.
+
+    It is destroyed with its thread, which waits for everything on the device.
+    """
+    known = machine().local.__dict__.setdefault("cublas", set())
+    device = current_device()
+    if device not in known:
+        known.add(device)
+        machine().cublas_handles.append((threading.current_thread().name, device))
 
 
 def enqueue(handle: int, job: Job) -> None:

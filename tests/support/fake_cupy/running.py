@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.fake_cupy.devices import current_device
+from tests.support.fake_cupy.devices import current_device, use_cublas
 from tests.support.fake_cupy.streams import current_worker
 
 SCALARS = (bool, int, float, complex, np.generic)
 # Keywords of NumPy that CuPy's reductions do not have.
 _ABSENT = {"initial", "where", "subok", "like"}
 _REDUCTIONS = {np.sum, np.mean, np.prod, np.max, np.min, np.any, np.all}
+_OF_CUBLAS = {np.matmul, np.dot, np.vdot, np.inner, np.tensordot}
 
 
 class Capsule:
@@ -45,6 +46,8 @@ def run(
     """
     if function in _REDUCTIONS and _ABSENT & kwargs.keys():
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {_ABSENT & kwargs.keys()}")
+    if function in _OF_CUBLAS:
+        use_cublas()
     sources: list[Any] = []
     seen_args = _seen(args, sources, host_operands)
     seen_kwargs = {name: _seen(value, sources, host_operands) for name, value in kwargs.items()}

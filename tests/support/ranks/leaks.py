@@ -13,6 +13,8 @@ _STOPPING_SECONDS = 1.0
 _KEPT = ("TMonitor",)
 # They serve all communicators that are open, those that tests share, too.
 _OF_COMMUNICATORS = ("mpidist-progress", "mpidist-side")
+# They live as long as a strategy, which several tests may share, and end where it is collected.
+_OF_STRATEGIES = "mpidist-replica-"
 
 
 class Inventory:
@@ -46,5 +48,6 @@ class Inventory:
             if thread not in self._threads
             and type(thread).__name__ not in _KEPT
             and not (open_channels and thread.name in _OF_COMMUNICATORS)
+            and not thread.name.startswith(_OF_STRATEGIES)
             and thread.is_alive()
         ]
