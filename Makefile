@@ -11,11 +11,12 @@
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
-#   make test-binding    tests of CuPy's own NCCL binding on a stand-in library; CuPy in .venv-cupy, no GPU needed
+#   make test-binding    tests on CuPy's own NCCL binding, over a stand-in library, and on its compiler, for CUDA 12 and 13;
+#                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, in .venv-torch
-#   make test-gpu        tests on an NVIDIA GPU, one is enough; summary and JSON in out/gpu/
-#   make bench-gpu       measure on a GPU, about 5 minutes; benchmarks/results/gpu.*
+#   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
+#   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
 #   make env     set up .venv only
 #   make clean   remove .venv and everything that was built
@@ -121,14 +122,22 @@ bench-cluster: $(VENV)/.bench
 	  salloc --quiet --nodes=4 --ntasks-per-node=2 \
 	  $(BIN)/python -m benchmarks.cluster_jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
 
-# In an environment of its own: the tests of what happens without CuPy are in the other one.
-test-binding: $(CUPY_VENV)/.done
-	$(LIMIT) $(CUPY_VENV)/bin/python -m pytest -q tests/collectives/test_nccl_binding.py \
-	  tests/arrays/test_fake_cupy_is_like_cupy.py < /dev/null
+# In environments of their own: the tests of what happens without CuPy are in the other one, and only one cupy package may
+# be in an environment.
+test-binding: $(CUPY_VENV)12/.done $(CUPY_VENV)13/.done
+	for cuda in 12 13; do \
+	  $(LIMIT) $(CUPY_VENV)$$cuda/bin/python -m pytest -q tests/collectives/test_nccl_binding.py \
+	    tests/arrays/test_fake_cupy_is_like_cupy.py tests/arrays/test_kernels_by_nvrtc.py < /dev/null || exit; \
+	done
 
-$(CUPY_VENV)/.done: pyproject.toml setup.cfg
-	$(PYTHON) -m venv $(CUPY_VENV)
-	$(CUPY_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda13x>=14'
+# Up to CUDA 12 its version is part of pip's name.
+NVRTC12 := nvidia-cuda-nvrtc-cu12
+NVRTC13 := 'nvidia-cuda-nvrtc>=13'
+
+$(CUPY_VENV)%/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(CUPY_VENV)$*)
+	$(PYTHON) -m venv $(CUPY_VENV)$*
+	$(CUPY_VENV)$*/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda$*x>=14' $(NVRTC$*)
 	@touch $@
 
 # In an environment of its own, as both are large.
@@ -143,6 +152,7 @@ test-torch: $(TORCH_VENV)/.done
 	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(TORCH_TESTS) < /dev/null
 
 $(TORCH_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(TORCH_VENV))
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
 	@touch $@
@@ -157,29 +167,52 @@ test-mpich: $(MPICH_VENV)/.done
 	$(MPICH_PYTEST) tests/acceptance tests/strategies tests/topology < /dev/null
 
 $(MPICH_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(MPICH_VENV))
 	$(PYTHON) -m venv $(MPICH_VENV)
 	$(MPICH_VENV)/bin/python $(INSTALL) '.[test]' 'mpich>=4.3'
 	@touch $@
 
-# An interpreter that has CuPy, mpi4py and pytest is taken as it is, so that this works without a network, too.
-GPU_PYTHON = $(or $(firstword $(wildcard $(BIN)/python $(BIN)/python3)),$(BIN)/python)
+# The first of these that has the imports is taken as it is, so that this works without a network, too: the one that was
+# named, otherwise that of VENV, otherwise the system's. Where none has them, an environment is made in this tree.
+NAMED := $(filter-out file,$(origin PYTHON))
+GPU_PYTHONS = $(if $(NAMED),$(PYTHON),$(firstword $(wildcard $(BIN)/python $(BIN)/python3)) python3)
+FIND_PYTHON = sh tests/gpu/python.sh
+BENCH_NEEDS := numpy cupy mpi4py
+TEST_NEEDS := $(BENCH_NEEDS) pytest
 WITH_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+# The stand-in of the tests takes the place of a GPU.
+GPU_THERE = test -e /dev/nvidiactl -o -e /proc/driver/nvidia -o -e /dev/dxg -o -n "$$TESTS_GPU_STAND_IN"
 
-gpu-env:
-	@test -e /dev/nvidiactl -o -e /proc/driver/nvidia -o -e /dev/dxg || { \
-	  echo "nothing was run: this needs a GPU, and this machine shows no NVIDIA driver" >&2; exit 1; }
-	@$(GPU_PYTHON) -c 'import cupy, mpi4py, pytest, pytest_timeout, hypothesis' 2> /dev/null || $(MAKE) $(VENV)/.gpu
+# $(call with_gpu,imports,arguments of python)
+define with_gpu
+@$(GPU_THERE) || { \
+  echo "make $@: nothing was run: this needs a GPU, and this machine shows no NVIDIA driver" >&2; exit 1; }
+@$(FIND_PYTHON) "$1" $(GPU_PYTHONS) > /dev/null || $(if $(NAMED),exit 1,$(MAKE) --no-print-directory gpu-env)
+@python=$$($(FIND_PYTHON) "$1" $(GPU_PYTHONS)) && echo "make $@: with $$python" && \
+  $(WITH_TREE) $$python -m $2 < /dev/null
+endef
 
 # Each part has a time limit of its own.
-test-gpu: gpu-env
-	$(WITH_TREE) $(GPU_PYTHON) -m tests.gpu --out $(GPU_OUT) $(TEST_ARGS) < /dev/null
+test-gpu:
+	$(call with_gpu,$(TEST_NEEDS),tests.gpu --out $(GPU_OUT) $(TEST_ARGS))
 
-bench-gpu: gpu-env
-	$(WITH_TREE) $(GPU_PYTHON) -m benchmarks gpu --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
+bench-gpu:
+	$(call with_gpu,$(BENCH_NEEDS),benchmarks gpu --out $(BENCH_OUT) $(BENCH_ARGS))
+
+gpu-env:
+	@echo "installing what is missing into $(VENV)" >&2
+	@$(MAKE) --no-print-directory $(VENV)/.gpu
 
 env: $(VENV)/bin/python
 
+# Nothing is made, installed or removed in a folder such as /usr.
+IN_TREE = $(filter $(CURDIR)/%,$(abspath $1))
+CHECK = $(if $(call IN_TREE,$1)$(wildcard $1/pyvenv.cfg $1/conda-meta),,$(error $1 is no virtual environment, and not in \
+  this folder: nothing is installed there. Name a folder in here, an environment that is there, or an interpreter, such \
+  as make PYTHON=$1/bin/python3))
+
 $(VENV)/bin/python:
+	$(call CHECK,$(VENV))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "mpidist needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
 	  echo "Install one and name it: make PYTHON=/path/to/python3.12 ..."; exit 1; } >&2
@@ -193,21 +226,25 @@ $(VENV)/bin/python:
 # process imports at its start, and what nobody imports need not be compiled.
 INSTALL := -m pip install --quiet --no-compile --config-settings editable_mode=compat --editable
 $(VENV)/.train: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(call CHECK,$(VENV))
 	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)examples]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(call CHECK,$(VENV))
 	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)test]'
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.gpu: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(call CHECK,$(VENV))
 	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)test,cuda$(CUDA)]'
 	@touch $@ $(VENV)/.test $(VENV)/.train
 
 $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(call CHECK,$(VENV))
 	$(BIN)/python $(INSTALL) '.[$(MPI_EXTRA)bench]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CUPY_VENV) $(MPICH_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV)) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

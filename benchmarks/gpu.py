@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
     print(f"# {machine['gpu']}, CUDA {machine['driver_cuda']}, CuPy {machine['cupy']}, NCCL {machine['nccl']}")
     print(results_text(results))
     print(f"# written: {', '.join(map(str, paths))}")
+    print('# next: step 2 of "The first hour on a GPU", docs/gpu.md')
     return int(bool(failed) or any(row.wrong for row in rows))
 
 

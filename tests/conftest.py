@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import tempfile
@@ -24,11 +25,16 @@ from tests.support.results import Results
 
 _failed = pytest.StashKey[bool]()
 _shared = pytest.StashKey[Shared]()
+_HAS_TIMEOUT = importlib.util.find_spec("pytest_timeout") is not None
 # All tests of such a file are for one process.
 _ALONE = re.compile(r"^pytestmark = (\[[^\]]*?)?pytest\.mark\.one_rank\b", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    if not _HAS_TIMEOUT:
+        # A machine for one evening may lack pytest-timeout: then LastResort ends a test that overstays.
+        parser.addoption("--timeout", type=float, help="seconds that a test may take")
+        parser.addini("timeout", "seconds that a test may take")
     parser.addoption(
         "--ranks",
         type=int,
@@ -51,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
             f"type `mpirun -n {expected} python -m pytest --with-mpi --ranks {expected} tests` with the "
             "mpirun of the MPI library that mpi4py loads"
         )
+    if not _HAS_TIMEOUT:
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
     last_resort = LastResort()
     config.pluginmanager.register(last_resort, "mpidist-last-resort")
     results = config.getoption("--results")

@@ -1,7 +1,7 @@
 """Runs the parts of tests/gpu one by one, each under a time limit: ``python -m tests.gpu [--out FOLDER] [PART ...]``.
 
-Prints a table at the end, and writes it with the machine's description as JSON. The status is 1 if a part failed, ran
-out of time or ran nothing, and 2 without a GPU.
+Prints a table at the end, and writes it with the machine's description as JSON, after each part. The status is 1 if a
+part failed, ran out of time or ran nothing without a reason, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 from benchmarks.gpu_machine import describe_gpu
 from tests.gpu import machine
+from tests.support.ranks.jobs import mpirun_command
 
 ROOT = Path(__file__).resolve().parents[2]
-# Part -> seconds. Ranks that share a GPU take it in turns: milliseconds for each call of NCCL.
-PARTS = {"kernels": 300, "cupy_ops": 120, "nccl": 600, "collectives": 900, "training": 600}
+# Part -> seconds; with the jobs of `make bench-gpu` half an hour. Ranks that share a GPU take it in turns: milliseconds
+# for each call of NCCL.
+PARTS = {"kernels": 240, "cupy_ops": 60, "nccl": 300, "collectives": 420, "training": 240}
+_NEXT = "next: make bench-gpu   (docs/gpu.md, \"The first hour on a GPU\")"
 _GRACE_SECONDS = 10.0
 
 
@@ -36,22 +41,45 @@ def main(arguments: list[str]) -> int:
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown parts {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
-    problem = machine.problem()
+    problem = machine.problem() or _launcher_problem()
     if problem is not None:
         print(f"make test-gpu: nothing was run: {problem}", file=sys.stderr)
         return 2
     described = describe()
     print(json.dumps(described, indent=1), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
-    results = [run_part(part, given.seconds or PARTS[part], given.out) for part in given.parts or PARTS]
-    (given.out / "tests.json").write_text(json.dumps({"machine": described, "parts": results}, indent=1) + "\n")
+    results: list[dict[str, Any]] = []
+    for part in given.parts or PARTS:
+        results.append(run_part(part, given.seconds or PARTS[part], given.out))
+        (given.out / "tests.json").write_text(json.dumps({"machine": described, "parts": results}, indent=1) + "\n")
     print(table(results))
     print(f"written: {given.out / 'tests.json'}")
-    if any(result["outcome"] != "passed" for result in results):
-        print("make test-gpu: FAILED")
-        return 1
-    print("make test-gpu: everything passed")
-    return 0
+    print(verdict(results))
+    return int(any(result["outcome"] not in ("passed", "skipped") for result in results))
+
+
+def verdict(results: list[dict[str, Any]]) -> str:
+    """Return the last lines.
+
+    >>> print(verdict([{"part": "training", "outcome": "skipped", "skipped": 4}]))
+    make test-gpu: passed but for what was skipped, see above; nothing was run of: training
+    next: make bench-gpu   (docs/gpu.md, "The first hour on a GPU")
+    """
+    failed = [result["part"] for result in results if result["outcome"] not in ("passed", "skipped")]
+    nothing = [result["part"] for result in results if result["outcome"] == "skipped"]
+    if failed:
+        return f"make test-gpu: FAILED: {', '.join(failed)}; docs/gpu.md, \"The first hour on a GPU\", says what to do"
+    skips = any(result["skipped"] for result in results)
+    what = "passed but for what was skipped, see above" if skips else "everything passed"
+    return f"make test-gpu: {what}{'; nothing was run of: ' if nothing else ''}{', '.join(nothing)}\n{_NEXT}"
+
+
+def _launcher_problem() -> str | None:
+    try:
+        mpirun_command()
+    except FileNotFoundError as error:
+        return str(error)
+    return None
 
 
 def describe() -> dict[str, Any]:
@@ -87,10 +115,12 @@ def run_part(part: str, seconds: float, out: Path) -> dict[str, Any]:
     counts = _counts(report)
     if status is None:
         outcome = "out of time"
-    elif status or not counts["passed"]:
-        outcome = "failed" if status else "ran nothing"
-    else:
+    elif status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        outcome = "failed"
+    elif counts["passed"]:
         outcome = "passed"
+    else:
+        outcome = "skipped" if counts["skipped"] else "ran nothing"
     return {"part": part, "outcome": outcome, "seconds": round(time.monotonic() - start, 1), **counts}
 
 
