@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from mpidist.cli.doctor_checks import gpus
-from mpidist.cli.doctor_checks.finding import Finding
+from mpidist.cli.doctor_checks.finding import Finding, runs_text
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.table import size_text
@@ -75,10 +74,10 @@ def launcher_text(facts: RankFacts) -> str:
 
 
 def _ranks(job: JobFacts) -> Iterator[str]:
-    owned = gpus.devices(job)
+    owned = gpus.labels(job)
     rows = [("rank", "host", "cores", "device")]
     for rank, facts in job.known.items():
-        devices = ", ".join(f"GPU {device}" for device in owned[rank])
+        devices = ", ".join(owned[rank])
         rows.append((str(rank), facts.host, cores_text(facts.cores), devices or "CPU"))
     rows += [(str(rank), job.host(rank) or "?", "?", "?") for rank in range(len(job.ranks)) if rank not in job.known]
     widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
@@ -97,12 +96,8 @@ def cores_text(cores: CoreFacts) -> str:
     >>> cores_text(CoreFacts((0, 1, 2, 5), 8)), cores_text(CoreFacts((0, 1), 2, 0.5))
     ('0-2,5 of 8', '0-1 of 2, limited to 0.5')
     """
-    runs = []
-    for _, group in groupby(enumerate(cores.allowed), lambda item: item[1] - item[0]):
-        members = [core for _, core in group]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     limit = "" if cores.quota is None else f", limited to {cores.quota:g}"
-    return f"{','.join(runs)} of {cores.machine}{limit}"
+    return f"{runs_text(cores.allowed)} of {cores.machine}{limit}"
 
 
 def _machines(job: JobFacts) -> Iterator[str]:
@@ -140,7 +135,8 @@ def gpus_text(facts: RankFacts) -> str:
     if seen.problem:
         return "cannot be used"
     names = ", ".join(f"{seen.names.count(name)} x {name}" for name in dict.fromkeys(seen.names))
-    return f"{names}; {f'NCCL {seen.nccl}' if seen.nccl else 'no NCCL'}"
+    by = f", between nodes by {seen.net.name}" if seen.net.name else ""
+    return f"{names}; {f'NCCL {seen.nccl}{by}' if seen.nccl else 'no NCCL'}"
 
 
 def network_text(interfaces: Sequence[Interface]) -> str:

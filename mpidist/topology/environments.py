@@ -72,6 +72,7 @@ class Launcher:
         passes: The option that gives all ranks ``{variable}``, which is NAME=VALUE, or NAME for that of the shell; one
             without ``{variable}`` gives them all that the shell has, empty where that needs no option.
         all_gpus: The options with which each rank sees ``{gpus}`` GPUs of its node; empty where it hides none.
+        near_gpus: The options that deal ranks over the sockets of a node in order, as GPUs are; or empty.
         as_root: The option without which root may not use it; empty where root may.
         own_machine: Variables with which it starts more ranks than there are cores, and binds none of them, by the
             first major version of its MPI library that reads them. An option of the user's has precedence.
@@ -94,6 +95,7 @@ class Launcher:
     unbound: str = "-n {ranks}"
     passes: str = ""
     all_gpus: str = ""
+    near_gpus: str = ""
     as_root: str = ""
     own_machine: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
@@ -225,6 +227,7 @@ _LAUNCHERS = (
         unbound="-n {ranks} --cpu-bind=none",
         passes="--export=ALL",
         all_gpus="--gpus-per-node={gpus} --gpu-bind=none",
+        near_gpus="--distribution=block:block --mem-bind=local",
     ),
     Launcher(
         "MPICH mpiexec",

@@ -60,8 +60,8 @@ def cores(*allowed: int, machine: int = 8, quota: float | None = None, threads: 
 
 
 def gpus(*visible: str, **changes: Any) -> dict[str, Any]:
-    names = tuple("H200" for _ in visible)
-    return {"gpus": GpuFacts(True, visible, names, **{"nccl": "2.28.9", **changes})}
+    of_each: dict[str, Any] = {"names": ("H200",) * len(visible), "cores": ((),) * len(visible), "nccl": "2.28.9"}
+    return {"gpus": GpuFacts(True, visible, **{**of_each, **changes})}
 
 
 def reach(size: int, failed: Sequence[tuple[int, int]], hosts: dict[int, str], silent: Sequence[int] = ()) -> Reach:

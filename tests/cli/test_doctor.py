@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpidist.__main__ import main
-from mpidist.cli.doctor_facts.facts import Link
+from mpidist.cli.doctor_facts.facts import Link, NcclNet
 from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
 from mpidist.core.version import __version__
 from tests.cli import doctor_jobs as made
@@ -256,13 +256,14 @@ def test_a_deadline_that_is_none(seconds: str, capsys: pytest.CaptureFixture[str
 
 def test_a_report_of_several_hosts() -> None:
     hosts = ["node0", "node0", "node1", "node1"]
-    job = made.job(made.gpus("a"), made.gpus("a"), {}, {}, hosts=hosts)
+    of_node0 = made.gpus("a", net=NcclNet("InfiniBand"))
+    job = made.job(of_node0, of_node0, {}, {}, hosts=hosts)
     lines = report(job, []).splitlines()
     assert lines[2] == "MPI         Open MPI 5.0 (/opt/lib/libmpi.so), MPI_THREAD_MULTIPLE"
     assert "            0     node0  0-7 of 8  GPU a" in lines
     assert "            3     node1  0-7 of 8  CPU" in lines
     assert "/dev/shm    node0, node1: 8 GiB free of 8 GiB" in lines
-    assert "GPUs        node0: 1 x H200; NCCL 2.28.9" in lines
+    assert "GPUs        node0: 1 x H200; NCCL 2.28.9, between nodes by InfiniBand" in lines
     assert "            node1: none (no NVIDIA driver)" in lines
     assert lines[-1] == "nothing wrong found"
 

@@ -20,7 +20,7 @@ from mpidist.cli.doctor_checks import (
     table,
     world,
 )
-from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts, SharedMemoryFacts
+from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts, NcclNet, SharedMemoryFacts
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
 
@@ -218,6 +218,37 @@ def test_ranks_of_several_gpus() -> None:
     found = gpus.check(job(*[made.gpus("a", "b", "c", "d")] * 2, hosts=["node0", "node1"], launcher="srun"))
     only(found, "warning", "Rank 0 on node0 has 4 GPUs: between nodes the first", "srun --mpi=pmix -n 8")
     assert gpus.check(job(made.gpus("a", "b"))) == []
+
+
+def test_slices_of_a_gpu() -> None:
+    sliced = job(*[made.gpus("a", names=("H100 80GB HBM3 MIG 1g.10gb",))] * 2)
+    only(gpus.check(sliced), "warning", "ranks 0 and 1 on node0 have slices (MIG) of GPU a: NCCL", "mpirun -n 1")
+    assert gpus.labels(sliced) == {0: ["MIG 1g.10gb of GPU a"], 1: ["MIG 1g.10gb of GPU a"]}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("srun", "srun --mpi=pmix --distribution=block:block --mem-bind=local -n 2"),
+        ("Open MPI mpirun", "mpirun -n 2 --bind-to none"),
+    ],
+)
+def test_cores_that_are_not_next_to_the_gpu(launcher: str, command: str) -> None:
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    both = made.gpus("a", "b", cores=(first, second))
+    text = "Rank 0 on node0 runs on cores 4-7, and its GPU a is next to cores 0-3"
+    dealt_in_turn = job({**both, **made.cores(*second)}, {**both, **made.cores(*first)}, launcher=launcher)
+    only(gpus.check(dealt_in_turn), "warning", text, command)
+    assert gpus.check(job({**both, **made.cores(*first)}, {**both, **made.cores(*second)})) == []
+    assert gpus.check(job(both, both)) == []
+
+
+def test_a_slow_network_of_nccl() -> None:
+    net = NcclNet("TCP sockets", "cxi0 is there, for which NCCL needs a plugin", "module load aws-ofi-nccl")
+    slow = made.gpus("a", net=net)
+    text = "NCCL takes TCP sockets between nodes, without a word: on node0 cxi0 is there"
+    only(gpus.check(job(slow, slow, hosts=["node0", "node1"])), "warning", text, "module load aws-ofi-nccl")
+    assert gpus.check(job(slow)) == []
 
 
 def test_which_rank_has_which_gpu() -> None:

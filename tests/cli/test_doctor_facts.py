@@ -13,6 +13,7 @@ import pytest
 from mpidist.cli.doctor_facts import machine, reach
 from mpidist.cli.doctor_facts.facts import GpuFacts, Interface
 from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
+from mpidist.cli.doctor_facts.nccl_net import nccl_net
 from mpidist.cli.doctor_facts.rank import hosts_of_job
 from mpidist.cli.doctor_facts.reach import Heard, first_partners, merged, partners_on_nodes
 from tests.cli import doctor_jobs as made
@@ -105,6 +106,61 @@ def test_a_machine_with_gpus(fake_gpus: Any) -> None:
     found = machine.gpus()
     assert (found.has_driver, len(found.visible), len(found.names), found.problem) == (True, 2, 2, "")
     assert bool(found.nccl) is not bool(found.nccl_problem)
+
+
+def test_the_cores_next_to_a_gpu(fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PCI", tmp_path)
+    folder = tmp_path / fake_gpus.cuda.Device(1).pci_bus_id.lower()
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-1,4\n")
+    assert machine.gpus().cores == ((), (0, 1, 4))
+
+
+PLUGIN, VERBS = "libnccl-net.so", "libibverbs.so.1"
+
+
+@pytest.mark.parametrize(
+    ("devices", "libraries", "environ", "name", "lacks", "command"),
+    [
+        ({}, (), {}, "TCP sockets", "", ""),
+        ({"mlx5_0": "InfiniBand"}, (VERBS,), {}, "InfiniBand", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {}, f"plugin {PLUGIN}", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET_PLUGIN": "none"}, "InfiniBand", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET": "IB"}, "InfiniBand", "", ""),
+        ({}, ("libnccl-net-ofi.so",), {"NCCL_NET_PLUGIN": "x,ofi"}, "plugin libnccl-net-ofi.so", "", ""),
+        ({}, (), {"NCCL_NET": "AWS Libfabric"}, "", "", ""),
+        ({"mlx5_0": "InfiniBand"}, (), {}, "TCP sockets", f"mlx5_0 is there, and {VERBS} does not", "libibverbs1"),
+        (
+            *({"mlx5_0": "InfiniBand"}, (VERBS,), {"NCCL_IB_DISABLE": "1"}),
+            *("TCP sockets", "mlx5_0 is there, and NCCL_IB_DISABLE=1", "unset NCCL_IB_DISABLE"),
+        ),
+        (
+            *({"mlx5_0": "InfiniBand"}, (VERBS, PLUGIN), {"NCCL_NET": "Socket"}),
+            *("TCP sockets", "mlx5_0 is there, and NCCL_NET=Socket", "unset NCCL_NET"),
+        ),
+        ({"cxi0": ""}, (VERBS,), {}, "TCP sockets", "cxi0 is there, for which NCCL needs a plugin", "aws-ofi-nccl"),
+        ({"efa_0": "Unspecified"}, (VERBS,), {}, "TCP sockets", "efa_0 is there, for which NCCL", "aws-ofi-nccl"),
+    ],
+)
+def test_the_network_of_nccl(
+    devices: dict[str, str],
+    libraries: tuple[str, ...],
+    environ: dict[str, str],
+    name: str,
+    lacks: str,
+    command: str,
+    tmp_path: Path,
+) -> None:
+    for device, layer in devices.items():
+        folder = tmp_path / ("infiniband" if layer else "cxi") / device / "ports" / "1"
+        folder.mkdir(parents=True)
+        (folder / "state").write_text("4: ACTIVE\n")
+        (folder / "link_layer").write_text(f"{layer}\n")
+    net = nccl_net(environ, tmp_path, libraries.__contains__)
+    assert net.name == name
+    assert net.lacks.startswith(lacks)
+    assert command in net.command
+    assert bool(net.lacks) is bool(lacks)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def with_all_gpus(job: JobFacts, gpus: int) -> str | None:
     return start(job, len(job.ranks), options=options) if options else None
 
 
+def near_gpus(job: JobFacts) -> str:
+    """Return the command whose ranks run on cores next to their GPUs, or on any where the launcher cannot say that."""
+    options, ranks = _row(job.first).near_gpus, len(job.ranks)
+    return start(job, ranks, options=options) if options else start(job, ranks, unbound=True)
+
+
 def with_settings(facts: RankFacts, names: Sequence[str]) -> str:
     """Return the command that gives all ranks the variables of the shell."""
     row = _row(facts)

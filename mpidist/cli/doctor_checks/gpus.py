@@ -1,29 +1,47 @@
-"""Whether the GPUs of each node can be used, and each rank has one of its own."""
+"""Whether the GPUs of each node can be used, each rank has one of its own near its cores, and NCCL a fast network."""
 
 from __future__ import annotations
 
 import re
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text
-from mpidist.cli.doctor_facts.facts import JobFacts
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text, runs_text
+from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts
 from mpidist.topology.gpus import devices_of_each
 
 _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
+# How the names of slices end.
+_SLICE = re.compile(r" MIG (\S+)$")
 
 
 def check(job: JobFacts) -> list[Finding]:
-    """Check driver, CuPy, NCCL, and which rank has which GPU."""
-    return [*_unusable(job), *_without_driver(job), *(_differing(job) or _several(job)), *_shared(job)]
+    """Check driver, CuPy, NCCL, which rank has which GPU, its cores, and the network of NCCL."""
+    of_ranks = _differing(job) or _several(job)
+    return [*_unusable(job), *_without_driver(job), *of_ranks, *_shared(job), *_far(job), *_slow_net(job)]
 
 
 def devices(job: JobFacts) -> dict[int, tuple[str, ...]]:
     """Return the bus ids of the GPUs that each rank is to use, by rank."""
-    found = {}
+    dealt = _numbers(job)
+    return {rank: tuple(job.known[rank].gpus.visible[number] for number in dealt[rank]) for rank in dealt}
+
+
+def labels(job: JobFacts) -> dict[int, list[str]]:
+    """Return what to call the GPUs that each rank is to use, by rank; slices (MIG) of a GPU are called so."""
+    return {
+        rank: [_label(job.known[rank].gpus, number) for number in numbers] for rank, numbers in _numbers(job).items()
+    }
+
+
+def _label(seen: GpuFacts, number: int) -> str:
+    part = _SLICE.search(seen.names[number])
+    return f"{f'MIG {part[1]} of ' if part else ''}GPU {seen.visible[number]}"
+
+
+def _numbers(job: JobFacts) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
     for ranks in job.machines.values():
-        seen = [job.known[rank].gpus.visible for rank in ranks]
-        for rank, visible, numbers in zip(ranks, seen, devices_of_each(seen), strict=True):
-            found[rank] = tuple(visible[number] for number in numbers)
+        found.update(zip(ranks, devices_of_each([job.known[rank].gpus.visible for rank in ranks]), strict=True))
     return found
 
 
@@ -78,8 +96,9 @@ def _shared(job: JobFacts) -> list[Finding]:
                 users.setdefault(device, []).append(rank)
         for device, several in users.items():
             if len(several) > 1:
+                have = "have slices (MIG) of" if _SLICE.search(job.known[several[0]].gpus.names[0]) else "share"
                 text = (
-                    f"{ranks_text(several)} on {job.host(several[0])} share GPU {device}: NCCL refuses that, so their "
+                    f"{ranks_text(several)} on {job.host(several[0])} {have} GPU {device}: NCCL refuses that, so their "
                     "arrays go by way of host memory, which is slow."
                 )
                 return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
@@ -95,6 +114,31 @@ def _several(job: JobFacts) -> list[Finding]:
                 "all have, by one network card. A rank for each GPU has each carry its part."
             )
             return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
+    return []
+
+
+def _far(job: JobFacts) -> list[Finding]:
+    """Find a rank whose cores are all next to other GPUs than its own."""
+    for rank, numbers in _numbers(job).items():
+        facts = job.known[rank]
+        for number in numbers:
+            near = facts.gpus.cores[number]
+            if near and not set(near) & set(facts.cores.allowed):
+                text = (
+                    f"Rank {rank} on {facts.host} runs on cores {runs_text(facts.cores.allowed)}, and its "
+                    f"{_label(facts.gpus, number)} is next to cores {runs_text(near)}: what it copies to the GPU and "
+                    "sends from there crosses between sockets."
+                )
+                return [Finding(WARNING, "GPU", text, commands.near_gpus(job))]
+    return []
+
+
+def _slow_net(job: JobFacts) -> list[Finding]:
+    for facts in job.known.values() if len(job.machines) > 1 else ():
+        net = facts.gpus.net
+        if net.lacks:
+            text = f"NCCL takes {net.name} between nodes, without a word: on {facts.host} {net.lacks}."
+            return [Finding(WARNING, "NCCL", text, net.command)]
     return []
 
 

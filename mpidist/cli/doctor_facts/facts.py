@@ -54,26 +54,45 @@ class SharedMemoryFacts:
 
 
 @dataclass(frozen=True)
+class NcclNet:
+    """The network that NCCL takes between nodes.
+
+    Attributes:
+        name: InfiniBand, a plugin with its library, or TCP sockets; empty without NCCL.
+        lacks: Why it does not take a faster one that is there; empty where it takes the fastest.
+        command: What to type for that.
+    """
+
+    name: str = ""
+    lacks: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
 class GpuFacts:
     """The GPUs of a rank.
 
     Attributes:
         has_driver: Whether the machine has an NVIDIA driver, and CUDA_VISIBLE_DEVICES does not hide every GPU.
         visible: PCI bus ids of those that CuPy sees.
-        names: Their names.
+        names: Their names; that of a slice (MIG) ends with its profile, such as MIG 1g.10gb.
+        cores: The cores next to each, of its socket or NUMA node; empty where the kernel does not say.
         problem: Why CuPy cannot be used, and what to type; empty where it can, and without a driver.
         nccl: Version of NCCL; empty where there is none.
         nccl_problem: Why NCCL cannot be used; empty where it can, and where CuPy cannot.
         variable: CUDA_VISIBLE_DEVICES; None where it is not set.
+        net: The network of NCCL.
     """
 
     has_driver: bool = False
     visible: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
     problem: str = ""
     nccl: str = ""
     nccl_problem: str = ""
     variable: str | None = None
+    net: NcclNet = NcclNet()
 
 
 @dataclass(frozen=True)

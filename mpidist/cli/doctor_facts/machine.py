@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
-from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, SharedMemoryFacts
+from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
+from mpidist.cli.doctor_facts.nccl_net import nccl_net
 from mpidist.collectives.nccl_library import nccl_binding, nccl_problem, nccl_version
 from mpidist.topology.gpus import visible_devices
 
@@ -20,6 +21,7 @@ THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS",
 _SHARED_MEMORY = "/dev/shm"
 _NETWORK = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
+_PCI = Path("/sys/bus/pci/devices")
 # Counters of InfiniBand count words of four bytes.
 _WORD = 4
 # linux/sockios.h: the address and the mask of an interface.
@@ -152,12 +154,30 @@ def gpus() -> GpuFacts:
         has_driver=True,
         visible=devices,
         names=tuple(_name(state.module, device) for device in range(len(devices))),
+        cores=tuple(_cores_next_to(bus_id) for bus_id in devices),
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
+        net=NcclNet() if problem else nccl_net(os.environ),
     )
 
 
 def _name(cupy: Any, device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _cores_next_to(bus_id: str) -> tuple[int, ...]:
+    """Return the cores next to a GPU, none where the kernel does not say."""
+    # CUDA writes bus ids in capitals.
+    return cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist"))
+
+
+def cores_of_list(text: str) -> tuple[int, ...]:
+    """Return the cores in a list of the kernel.
+
+    >>> cores_of_list("0-2,8"), cores_of_list("")
+    ((0, 1, 2, 8), ())
+    """
+    ends = [part.partition("-")[::2] for part in text.split(",") if part]
+    return tuple(core for first, last in ends for core in range(int(first), int(last or first) + 1))
