@@ -29,7 +29,7 @@ class _Job(NamedTuple):
     seconds: float
 
 
-_JOBS = (_Job("device", 1, 240.0), _Job("nodes", 2, 300.0))
+JOBS = (_Job("device", 1, 240.0), _Job("nodes", 2, 300.0))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     failed, parts = [], []
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        for job in _JOBS:
+        for job in JOBS:
             print(f"# job {job.name}: {job.ranks} rank(s), at most {job.seconds:.0f} s", flush=True)
             problem = _run(job, [*measures, "--out", folder], options.stand_in)
             if problem:

@@ -1,6 +1,6 @@
-"""One job of the benchmarks on a GPU: `python -m benchmarks.gpu_job device` or `mpirun -n 2 ... nodes`.
+"""One job of the benchmarks on GPUs: `python -m benchmarks.gpu_job device` or `mpirun -n 2 ... nodes`.
 
-`python -m benchmarks gpu` starts both.
+`python -m benchmarks gpu` starts both on one GPU; `nodes` measures on any ranks of any nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.gpu_bars import verdicts  # noqa: E402
 from benchmarks.gpu_machine import describe_gpu, gpu_problem  # noqa: E402
 from benchmarks.machine import describe  # noqa: E402
 from benchmarks.models import MODELS, size_of  # noqa: E402
+from benchmarks.report import results_text  # noqa: E402
 from benchmarks.results import Results, save  # noqa: E402
 from benchmarks.session import Session  # noqa: E402
 from benchmarks.sizes import sizes_of_text  # noqa: E402
@@ -69,7 +70,9 @@ def main(arguments: list[str]) -> int:
     machine = describe(session.bare, "") | describe_gpu()
     results = Results(machine, session.rows, session.figures, verdicts(session.rows), session.skipped)
     if session.rank == 0:
-        save(results, options.out, options.job)
+        paths = save(results, options.out, options.job)
+        print(results_text(results))
+        print(f"# written: {', '.join(map(str, paths))}")
     session.close()
     return int(any(row.wrong for row in results.rows))
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import JOBS
+from tests.gpu.__main__ import PARTS
 from tests.gpu.machine import STAND_IN
 from tests.support.ranks.jobs import ROOT, child_environment
 
@@ -28,6 +30,10 @@ def run(*command: str, stand_in: bool) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=350
     )
+
+
+def test_tests_and_benchmarks_take_half_an_hour_at_most() -> None:
+    assert sum(PARTS.values()) + sum(job.seconds for job in JOBS) <= 1800
 
 
 def test_without_a_gpu_it_says_so_and_fails(tmp_path: Path) -> None:
