@@ -17,7 +17,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_of
 from mpidist.collectives.device_queue import queue_of
-from mpidist.collectives.packing import overlapping
+from mpidist.collectives.packing import overlaps
 
 if TYPE_CHECKING:
     from mpidist.collectives.device_packing import DevicePack
@@ -79,8 +79,9 @@ class DeviceCall:
         ops = lane.ops
         with lane.on():
             self.inputs = {index: arrays[index] for index in indices}
+            written_early = self._written_early(plan)
             for index in indices:
-                if not ops.is_contiguous(arrays[index]) or self._is_written_early(arrays[index], index, indices):
+                if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
             self.results = {index: self._result(plan, index) for index in indices}
             stream = ops.current_stream(lane.device)
@@ -92,12 +93,29 @@ class DeviceCall:
             self.flats = [self.load(pack, multiple) for pack in plan.device_packs]
         self._queue.enter(self)
 
-    def _is_written_early(self, array: Array, index: int, indices: Sequence[int]) -> bool:
-        """Whether ``array`` overlaps results, its own but where it is exactly that one."""
-        if self._out is None:
-            return False
-        others = [self._out[i] for i in indices if i != index or not _is_same(array, self._out[i])]
-        return overlapping(array, others)
+    def _written_early(self, plan: ReductionPlan) -> set[int]:
+        """Return which inputs other results, or their own at another place, may be written over before they are read.
+
+        Those of packs that are copied into a flat array have been read by then, and one that is its own result is
+        nobody else's.
+        """
+        out = self._out
+        if out is None:
+            return set()
+        plain = [index for pack in plan.device_packs if pack.is_plain for index in pack.indices]
+        moved = [index for index in plain if self.inputs[index] is not out[index]]
+        if not moved:
+            return set()
+        counts = overlaps([self.inputs[index] for index in moved], [out[index] for index in self.inputs])
+        return {
+            index
+            for index, count in zip(moved, counts, strict=True)
+            if count > 1 or (count and not self._is_same(self.inputs[index], out[index]))
+        }
+
+    def _is_same(self, array: Array, other: Array) -> bool:
+        pointer = self.lane.ops.pointer
+        return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
     def _result(self, plan: ReductionPlan, index: int) -> Array:
         if self._out is not None and self.lane.ops.is_contiguous(self._out[index]):
@@ -149,8 +167,3 @@ class DeviceCall:
     def let_go(self) -> None:
         """Keep the arrays no longer."""
         self.inputs, self.results, self.flats = {}, {}, []
-
-
-def _is_same(array: Array, other: Array) -> bool:
-    same = ops_of(array).pointer(array) == ops_of(other).pointer(other)
-    return same and (array.shape, array.strides, array.dtype) == (other.shape, other.strides, other.dtype)

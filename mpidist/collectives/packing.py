@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,10 +69,10 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
     """
     if len(arrays) == len(out) == 1:
         return [_copied(arrays[0], pool) if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
-    overlap = _by_owners(arrays, out)
-    if overlap is None:
-        overlap = _by_addresses(arrays, out)
-    return [_copied(array, pool) if does else array for array, does in zip(arrays, overlap, strict=True)]
+    found: Sequence[int] | None = _by_owners(arrays, out)
+    if found is None:
+        found = overlaps(arrays, out)
+    return [_copied(array, pool) if does else array for array, does in zip(arrays, found, strict=True)]
 
 
 def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | None:
@@ -103,43 +102,44 @@ def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | No
     return share
 
 
-def _by_addresses(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool]:
-    targets = sorted(_bounds(target) for target in out if target.size)
-    starts = [start for start, _ in targets]
-    # The furthest end of all targets up to each: they may contain one another.
-    ends = list(accumulate((end for _, end in targets), max))
-    result = []
-    for array in arrays:
-        low, high = _bounds(array) if array.size else (0, 0)
-        before = bisect_left(starts, high)
-        result.append(bool(before and ends[before - 1] > low))
-    return result
-
-
 def _copied(array: Array, pool: Pool) -> Array:
     copy = pool.take(array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
-def overlapping(array: Array, others: Sequence[Array]) -> bool:
-    """Whether ``array`` may share memory with one of ``others``, of the same device."""
-    if not array.size:
-        return False
-    low, high = _bounds(array)
-    return any(low < end and start < high for start, end in [_bounds(other) for other in others if other.size])
+def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
+    """Return with how many of ``others`` each of ``arrays`` may share memory; all of one device.
+
+    >>> whole = np.zeros(4)
+    >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
+    [1, 3]
+    """
+    bounds = _bounds(others)
+    starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
+    # Those that begin before its end, but for those that end before its start; of no bytes neither are any.
+    return [bisect_left(starts, high) - bisect_right(ends, low) if low < high else 0 for low, high in _bounds(arrays)]
 
 
-def _bounds(array: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and behind its last."""
-    low = ops_of(array).pointer(array)
-    high = low + array.itemsize
-    for count, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            low += (count - 1) * stride
-        else:
-            high += (count - 1) * stride
-    return low, high
+def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
+    """Return the addresses of the first byte of each array and behind its last; 0 and 0 for one without elements."""
+    pointers: dict[type, Callable[[Array], int]] = {}
+    bounds = []
+    for array in arrays:
+        low = high = 0
+        if array.size:
+            pointer = pointers.get(type(array))
+            if pointer is None:
+                pointer = pointers[type(array)] = ops_of(array).pointer
+            low = pointer(array)
+            high = low + array.dtype.itemsize
+            for count, stride in zip(array.shape, array.strides, strict=True):
+                if stride < 0:
+                    low += (count - 1) * stride
+                else:
+                    high += (count - 1) * stride
+        bounds.append((low, high))
+    return bounds
 
 
 class Pack:

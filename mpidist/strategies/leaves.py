@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
-from mpidist.collectives.packing import overlapping
+from mpidist.collectives.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
@@ -124,7 +124,7 @@ def apart_from(result: Any, given: Any) -> Any:
     if isinstance(result, NUMBERS):
         return result
     array = to_array(result)
-    return restored(result, copy_of(array)) if overlapping(array, list(_arrays_in(given))) else result
+    return restored(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
 
 
 def _arrays_in(value: Any) -> Iterator[Array]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, is_torch, to_array
-from mpidist.collectives.packing import overlapping
+from mpidist.collectives.packing import overlaps
 from mpidist.core import nest
 from mpidist.values import PerReplica
 
@@ -38,7 +38,7 @@ def check_results_apart(outs: Any) -> None:
     for leaf in nest.flatten(outs):
         parts = leaf.values if isinstance(leaf, PerReplica) else ()
         for (i, one), (j, other) in combinations(enumerate(map(to_array, parts)), 2):
-            if overlapping(one, [other]) and _share_elements(one, other):
+            if any(overlaps([one], [other])) and _share_elements(one, other):
                 raise ValueError(
                     f"replicas {i} and {j} of this process gave the same memory as out, so one result would overwrite "
                     f"the other. {_ONE_REPLICA_PER_RANK.format(n=len(parts))}"

@@ -11,6 +11,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator, MismatchError
+from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.core.errors import AlgorithmError, DeviceError, PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
@@ -122,6 +123,44 @@ def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator, is_start
         ValueError, match=r"out has float32\(3,\); expected float32\(3,\) on a GPU, where the values lie"
     ):
         comm.all_reduce("SUM", cupy.ones(3, "f4"), out=np.ones(3, "f4"))
+
+
+def separate(cupy: Any, arrays: list[Any]) -> list[Any]:
+    return [cupy.empty_like(array) for array in arrays]
+
+
+def themselves(cupy: Any, arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+def views_of_them(cupy: Any, arrays: list[Any]) -> list[Any]:
+    return [array[:] for array in arrays]
+
+
+def shifted(cupy: Any, arrays: list[Any]) -> list[Any]:
+    return [*arrays[1:], arrays[0]]
+
+
+@PUNCTUAL
+@pytest.mark.one_rank
+@pytest.mark.parametrize("make_out", [separate, themselves, views_of_them, shifted])
+@pytest.mark.parametrize("bytes_per_pack", [1, 0])
+def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
+    cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, make_out: Any, bytes_per_pack: int
+) -> None:
+    asked: list[Any] = []
+    pointer = CupyOps.pointer
+    monkeypatch.setattr(CupyOps, "pointer", lambda self, array: (asked.append(array), pointer(self, array))[1])
+    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    costs = []
+    for count in (20, 60):
+        arrays = [cupy.full(5, number, "f4") for number in range(count)]
+        asked.clear()
+        got = comm.all_reduce("SUM", arrays, out=make_out(cupy, arrays), options=options)
+        costs.append(len(asked))
+        assert [result.get().tolist() for result in got] == [[number] * 5 for number in range(count)]
+    # A few for each call, and eight for each array.
+    assert costs[1] <= 3 * costs[0] <= 3 * 8 * 20 + 10
 
 
 @GPUS

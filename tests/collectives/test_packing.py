@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpidist.collectives import packing
 from mpidist.collectives.memory import Pool
 from mpidist.collectives.mpi_types import chunks
-from mpidist.collectives.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size
+from mpidist.collectives.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size, overlaps
 from mpidist.collectives.plan import signature_text
 
 pytestmark = pytest.mark.one_rank
@@ -159,7 +159,15 @@ def test_no_address_is_asked_for_where_the_owners_of_the_memory_tell(
 def test_addresses_are_asked_for_once_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     real = packing._bounds
-    monkeypatch.setattr(packing, "_bounds", lambda array: (asked.append(array), real(array))[1])
+    monkeypatch.setattr(packing, "_bounds", lambda arrays: (asked.extend(arrays), real(arrays))[1])
     whole = np.ones((100, 3))
     copies_of_overlapping(list(whole[:50]), list(whole[50:]), Pool())
     assert len(asked) == 100
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=12), st.integers(0, 12))
+def test_overlaps_are_counted_as_numpy_finds_them(cuts: list[tuple[int, int, bool]], first: int) -> None:
+    whole = np.zeros(10)
+    parts = [whole[min(a, b) : max(a, b)][:: -1 if back else 1] for a, b, back in cuts]
+    arrays, others = parts[:first], parts[first:]
+    assert overlaps(arrays, others) == [sum(np.may_share_memory(one, other) for other in others) for one in arrays]
