@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
 # cudaStreamPerThread.
 _PER_THREAD = 2
+# The priority of what others wait for. CUDA takes the highest that the device has, which CuPy does not tell.
+_URGENT = -100
 # cudaErrorNotReady, which CuPy has no name for.
 _NOT_READY = 600
 # What CUDA says in place of an answer while a graph is recorded: cudaErrorStreamCaptureUnsupported and -Invalidated,
@@ -94,11 +96,11 @@ class CupyStream:
                     return True
                 raise
 
-    def record(self) -> CupyEvent:
-        """Return a new event after everything that was given so far."""
+    def record(self, *, blocks: bool = False) -> CupyEvent:
+        """Return a new event after everything that was given so far; one that ``blocks`` is waited for asleep."""
         # An event belongs to the device that is current when it is made, and must be that of its stream.
         with self.on_device():
-            event = self.cupy.cuda.Event(disable_timing=True)
+            event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
             event.record(self.raw)
         return CupyEvent(self, event)
 
@@ -148,7 +150,7 @@ class CupyOps:
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
         self._current = CurrentDevice(cupy)
-        self._sending = _Sending()
+        self._staging = _Staging()
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
@@ -179,18 +181,44 @@ class CupyOps:
         with self.on(device):
             for start in range(0, source.size, per_piece):
                 piece = source[start : start + per_piece]
-                staged = self._sending.room(self, piece.nbytes)
+                staged = self._staging.room(self, piece.nbytes)
                 np.copyto(staged.view(array.dtype), piece)
                 self.copy_to_device(flat[start : start + per_piece], staged, stream)
-                self._sending.keep(stream.record(), staged)
+                self._staging.keep(stream.record(blocks=True), staged)
         return target
 
     def to_host(self, array: Array) -> Array:
         """Return a copy as a NumPy array; waits for it."""
-        # get() takes the current stream of the current device, wherever the array is.
-        with self.on(self.device_of(array)):
-            copy: Array = array.get()  # type: ignore[attr-defined]
+        (copy,) = self.all_to_host([array])
         return copy
+
+    def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return copies of arrays of one device as NumPy arrays; waits for all."""
+        targets = [np.empty(array.shape, array.dtype) for array in arrays]
+        if not arrays:
+            return targets
+        # What is on its way: when it is there, where it is then, and where it goes. In pageable memory it were slower.
+        arriving: deque[tuple[CupyEvent, Array, Array]] = deque()
+        on_its_way = 0
+        device = self.device_of(arrays[0])
+        with self.on(device):
+            stream = self.current_stream(device)
+            for array, target in zip(arrays, targets, strict=True):
+                source, flat = self._cupy.ascontiguousarray(array).reshape(-1), target.reshape(-1)
+                per_piece = max(1, _PIECE_BYTES // array.itemsize)
+                for start in range(0, flat.size, per_piece):
+                    piece = source[start : start + per_piece]
+                    while on_its_way + piece.nbytes > _MOST_ON_ITS_WAY // 2:
+                        on_its_way -= _arrive(arriving.popleft())
+                    staged = self._staging.room(self, piece.nbytes)
+                    self.copy_to_host(staged, piece, stream)
+                    event = stream.record()
+                    self._staging.keep(event, staged)
+                    arriving.append((event, staged.view(array.dtype), flat[start : start + per_piece]))
+                    on_its_way += piece.nbytes
+            while arriving:
+                _arrive(arriving.popleft())
+        return targets
 
     def copy(self, array: Array, device: int | None = None) -> Array:
         """Return a C-contiguous copy on ``device``, or on the device where ``array`` is."""
@@ -224,10 +252,12 @@ class CupyOps:
             return np.empty(0, np.uint8)
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
-    def stream(self, device: int) -> CupyStream:
-        """Return a new stream, which waits for no other one."""
+    def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
+        """Return a new stream, which waits for no other one; what an urgent one has to do comes before others'."""
+        priority = _URGENT if is_urgent else None
         with self.on(device):
-            return CupyStream(self._cupy, self._current, device, self._cupy.cuda.Stream(non_blocking=True))
+            raw = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+            return CupyStream(self._cupy, self._current, device, raw)
 
     def current_stream(self, device: int) -> CupyStream:
         """Return the stream that is current on ``device`` in this thread.
@@ -257,13 +287,25 @@ class CupyOps:
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
-        """Cast contiguous arrays to the dtype of ``flat`` and put them into it, one after the other."""
-        self._kernels.pack(sources, flat, stream)
+    def blank(self, array: Array, stream: Any) -> None:
+        """Make all elements of a contiguous array 0; returns before it is done."""
+        with self.on(self.device_of(array)):
+            array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
-        """Fill contiguous arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
-        self._kernels.unpack(flat, targets, divisor, stream)
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
+        """Cast contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row."""
+        self._kernels.pack(sources, flat, stream, starts)
+
+    def unpack(
+        self,
+        flat: Array,
+        targets: Sequence[Array],
+        divisor: float | None,
+        stream: Any,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Fill contiguous arrays from ``flat``, as ``pack`` put them there: divide by ``divisor`` unless None, cast."""
+        self._kernels.unpack(flat, targets, divisor, stream, starts)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
         """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
@@ -276,8 +318,16 @@ class CupyOps:
         return Kernels(self._cupy)
 
 
-class _Sending:
-    """Pinned memory that a GPU may still be reading: CuPy's pool would hand it out again without looking.
+def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
+    """Take a copy where it goes once it is there, and return its bytes."""
+    event, staged, target = copy
+    event.synchronize()
+    np.copyto(target, staged)
+    return staged.nbytes
+
+
+class _Staging:
+    """Pinned memory that a GPU may still be reading or writing: CuPy's pool would hand it out again without looking.
 
     What is pinned stays with the pool for good, so there is a limit to what is on its way at a time.
     """

@@ -55,8 +55,8 @@ class Stream(Protocol):
         """Whether what it is given is recorded as a CUDA graph, and not done."""
         ...
 
-    def record(self) -> Event:
-        """Return an event after everything that was given so far."""
+    def record(self, *, blocks: bool = False) -> Event:
+        """Return an event after everything that was given so far; one that ``blocks`` is waited for asleep."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -113,6 +113,10 @@ class DeviceOps(Protocol):
         """Return a copy as a NumPy array; waits for it."""
         ...
 
+    def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return copies of arrays of one device as NumPy arrays; waits for all."""
+        ...
+
     def copy(self, array: Array, device: int | None = None) -> Array:
         """Return a C-contiguous copy on ``device``, or on the device where ``array`` is.
 
@@ -135,8 +139,8 @@ class DeviceOps(Protocol):
         """
         ...
 
-    def stream(self, device: int) -> Stream:
-        """Return a new stream, which waits for no other one."""
+    def stream(self, device: int, *, is_urgent: bool = False) -> Stream:
+        """Return a new stream, which waits for no other one; what an urgent one has to do comes before others'."""
         ...
 
     def current_stream(self, device: int) -> Stream:
@@ -159,12 +163,23 @@ class DeviceOps(Protocol):
         """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
         ...
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
-        """Cast contiguous arrays to the dtype of ``flat`` and put them into it, one after the other."""
+    def blank(self, array: Array, stream: Any) -> None:
+        """Make all elements of a contiguous array 0."""
         ...
 
-    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
-        """Fill contiguous arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
+        """Cast contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row."""
+        ...
+
+    def unpack(
+        self,
+        flat: Array,
+        targets: Sequence[Array],
+        divisor: float | None,
+        stream: Any,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Fill contiguous arrays from ``flat``, as ``pack`` put them there: divide by ``divisor`` unless None, cast."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class HostStream:
     device = 0
     is_capturing = False
 
-    def record(self) -> HostEvent:
+    def record(self, *, blocks: bool = False) -> HostEvent:
         """Return an event that is done."""
         return HostEvent()
 
@@ -81,6 +82,10 @@ class HostOps:
         """Return a C-contiguous copy."""
         return np.array(array, order="C")
 
+    def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return C-contiguous copies."""
+        return [self.to_host(array) for array in arrays]
+
     def copy(self, array: Array, device: int | None = None) -> Array:
         """Return a C-contiguous copy."""
         return np.array(array, order="C")
@@ -97,7 +102,7 @@ class HostOps:
         """Return ordinary memory: no device reads it."""
         return np.empty(nbytes, np.uint8)
 
-    def stream(self, device: int) -> HostStream:
+    def stream(self, device: int, *, is_urgent: bool = False) -> HostStream:
         """Return the stream."""
         return _STREAM
 
@@ -118,14 +123,25 @@ class HostOps:
     def compile(self, source: DType, target: DType, divides: bool) -> None:
         """Do nothing: NumPy has what it needs."""
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
-        """Cast arrays to the dtype of ``flat`` and put them into it, one after the other."""
-        for source, piece in pieces(sources, flat):
+    def blank(self, array: Array, stream: Any) -> None:
+        """Make all elements 0."""
+        array[...] = 0
+
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
+        """Cast arrays to the dtype of ``flat`` and put them into it, one after the other or from ``starts`` on."""
+        for source, piece in pieces(sources, flat, starts):
             np.copyto(piece, source.reshape(-1), casting="unsafe")
 
-    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
-        """Fill arrays from ``flat``, one after the other: divide by ``divisor`` (None: do not), cast."""
-        for target, piece in pieces(targets, flat):
+    def unpack(
+        self,
+        flat: Array,
+        targets: Sequence[Array],
+        divisor: float | None,
+        stream: Any,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Fill arrays from ``flat``, one after the other or from ``starts`` on: divide unless by None, cast."""
+        for target, piece in pieces(targets, flat, starts):
             if divisor is not None:
                 # Halves are divided in float32, as on a GPU: one rounding, at the cast.
                 wide = piece.astype(np.float32) if piece.dtype.name in HALF else piece
@@ -136,21 +152,30 @@ class HostOps:
 _STREAM = HostStream()
 
 
-def pieces(arrays: Sequence[Array], flat: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield each array with its part of ``flat``.
+def pieces(
+    arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None
+) -> Iterator[tuple[Array, Array]]:
+    """Yield each array with its part of ``flat``: one after the other, or from ``starts`` on.
 
     Raises:
         ValueError: Together they have more elements than ``flat``, or one is not contiguous.
     """
-    start = 0
-    for array in arrays:
+    for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):
         if not array.flags.c_contiguous:
             raise ValueError(f"an array of shape {array.shape} to pack is not contiguous; expected C order")
         end = start + array.size
         if end > flat.size:
             raise ValueError(f"the arrays to pack have {end} elements or more; the buffer has room for {flat.size}")
         yield array, flat[start:end]
-        start = end
+
+
+def starts_of(arrays: Sequence[Array]) -> list[int]:
+    """Return where each array begins in a flat one that has them one after the other.
+
+    >>> starts_of([np.zeros(3), np.zeros((2, 2)), np.zeros(1)])
+    [0, 3, 7]
+    """
+    return list(accumulate((array.size for array in arrays[:-1]), initial=0)) if arrays else []
 
 
 def check_copy(target: Array, source: Array) -> None:

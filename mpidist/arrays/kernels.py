@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpidist.arrays.host_ops import starts_of
 from mpidist.arrays.kernel_source import THREADS, Kernel, kernel_for, source_of
 
 if TYPE_CHECKING:
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 # A table has 32 bytes for each array; a program has one for each bucket, direction and set of gradients in turn.
 _TABLES_KEPT = 512
 _MOST_BLOCKS = 2**31 - 1
+# Room for the tables of some hundred buckets on their way.
+_SLAB_NUMBERS = 1 << 15
 
 # Address, first element in the flat buffer and number of elements of one array.
 _Row = tuple[int, int, int]
 
 
 class _Table(NamedTuple):
-    """A table in the memory of a GPU, which is read on one stream only, and the pinned memory it comes from."""
+    """A table in the memory of a GPU, which is read on one stream only."""
 
     device: Any
-    pinned: NDArray[np.int64]
     blocks: int
     stream: Any
 
@@ -50,10 +52,11 @@ class Kernels:
         self._functions: dict[str, Any] = {}
         self._tables: OrderedDict[tuple[int, int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
         self._dropped: deque[tuple[Any, _Table]] = deque()
+        self._slab = _Slab(cupy)
         self._lock = threading.Lock()
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any) -> None:
-        """Cast C-contiguous arrays to the dtype of ``flat`` and put them into it one after the other, from its start.
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
+        """Cast C-contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row.
 
         One launch on ``stream`` for all arrays of one dtype; the caller does not wait for it. The arrays lie on the
         stream's device, do not overlap ``flat``, and live until the launch is done: nothing here keeps them.
@@ -62,17 +65,24 @@ class Kernels:
             TypeError: There is no kernel for the cast.
             ValueError: An array is not contiguous, or ``flat`` is too small.
         """
-        for dtype, rows in _rows_by_dtype(sources, flat).items():
+        for dtype, rows in _rows_by_dtype(sources, flat, starts).items():
             self._launch(kernel_for(dtype.name, flat.dtype.name, False), rows, flat, True, 1.0, stream)
 
-    def unpack(self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Any) -> None:
-        """Fill C-contiguous arrays from ``flat``, one after the other from its start; the reverse of ``pack``.
+    def unpack(
+        self,
+        flat: Array,
+        targets: Sequence[Array],
+        divisor: float | None,
+        stream: Any,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Fill C-contiguous arrays from ``flat``; the reverse of ``pack``.
 
         With a divisor, which is positive, each number is divided by it in the dtype of ``flat``, halves in float32,
         and then cast to the dtype of its target: the bits are those of NumPy's ``true_divide`` and ``astype``.
         A target of the dtype of ``flat`` may be the very part of it that it is filled from.
         """
-        for dtype, rows in _rows_by_dtype(targets, flat).items():
+        for dtype, rows in _rows_by_dtype(targets, flat, starts).items():
             kernel = kernel_for(flat.dtype.name, dtype.name, divisor is not None)
             self._launch(kernel, rows, flat, False, 1.0 if divisor is None else float(divisor), stream)
 
@@ -119,17 +129,72 @@ class Kernels:
         blocks = int(content[-1, 3])
         if blocks > _MOST_BLOCKS:
             raise ValueError(f"these arrays need {blocks} blocks; expected at most {_MOST_BLOCKS}: use several packs")
-        pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(content.nbytes), np.int64, content.size)
-        pinned[:] = content.ravel()
         device = self._cupy.empty(content.shape, np.int64)
+        pinned = self._slab.put(content)
         device.data.copy_from_host_async(pinned.ctypes.data, content.nbytes)
-        return _Table(device, pinned, blocks, stream)
+        self._slab.note_read(stream)
+        return _Table(device, blocks, stream)
 
 
-def _rows_by_dtype(arrays: Sequence[Array], flat: Array) -> dict[DType, list[_Row]]:
+class _Slab:
+    """Pinned memory that tables pass through on their way to a GPU: two halves that take turns.
+
+    Args:
+        cupy: The module.
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._halves = deque([_Half(), _Half()])
+
+    def put(self, content: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a copy of ``content`` in pinned memory, once a GPU has read what was there before."""
+        if self._halves[0].used + content.size > self._halves[0].memory.size:
+            self._halves.rotate()
+            half = self._halves[0]
+            half.empty()
+            if content.size > half.memory.size:
+                count = max(_SLAB_NUMBERS, content.size)
+                half.memory = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(8 * count), np.int64, count)
+        half = self._halves[0]
+        place = half.memory[half.used : half.used + content.size]
+        place[:] = content.ravel()
+        half.used += content.size
+        return place
+
+    def note_read(self, stream: Any) -> None:
+        """Note that a stream reads what was put last."""
+        self._halves[0].read[stream.handle] = stream.record(blocks=True)
+
+
+class _Half:
+    """Half of a slab.
+
+    Attributes:
+        memory: All of it.
+        used: How much of it has been given out.
+        read: When each stream has read what it was given of it.
+    """
+
+    def __init__(self) -> None:
+        self.memory: NDArray[np.int64] = np.empty(0, np.int64)
+        self.used = 0
+        self.read: dict[int, Any] = {}
+
+    def empty(self) -> None:
+        """Wait until nobody reads it any more."""
+        for event in self.read.values():
+            event.synchronize()
+        self.read.clear()
+        self.used = 0
+
+
+def _rows_by_dtype(
+    arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None
+) -> dict[DType, list[_Row]]:
     rows: dict[DType, list[_Row]] = {}
-    start = 0
-    for array in arrays:
+    last = 0
+    for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):
         size = array.size
         if size:
             if not array.flags.c_contiguous:
@@ -137,11 +202,11 @@ def _rows_by_dtype(arrays: Sequence[Array], flat: Array) -> dict[DType, list[_Ro
                     f"an array of shape {array.shape} is not C-contiguous; make it so: cupy.ascontiguousarray(array)"
                 )
             rows.setdefault(array.dtype, []).append((array.data.ptr, start, size))  # type: ignore[attr-defined]
-            start += size
-    if start > flat.size or not flat.flags.c_contiguous:
+            last = max(last, start + size)
+    if last > flat.size or not flat.flags.c_contiguous:
         raise ValueError(
             f"the flat buffer has {flat.size} elements{'' if flat.flags.c_contiguous else ', not contiguous'}; "
-            f"expected at least {start}, contiguous"
+            f"expected at least {last}, contiguous"
         )
     return rows
 

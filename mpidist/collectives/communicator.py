@@ -93,8 +93,8 @@ class Communicator(ArrayCollectives):
             options: Laid over those of the communicator.
 
         Returns:
-            The kind of ``value``; the mean of integers is float64. New arrays, or ``out``. Large results of one call
-            may share one block of memory: to keep one of many for long, keep a copy.
+            The kind of ``value``; the mean of integers is float64. New arrays, or ``out``. Large results of one call,
+            on a GPU also small ones, may share one block of memory: to keep one of many for long, keep a copy.
 
         Raises:
             TypeError: A dtype that cannot be reduced: bool, object, big-endian.

@@ -10,7 +10,7 @@ wait for it on their devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,21 @@ def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
     return devices.pop()
 
 
+class Flat(NamedTuple):
+    """A pack on its way through an algorithm.
+
+    Attributes:
+        source, target: The flat input and where its reduction goes, often the same.
+        spread, starts: Which arrays the target is copied into, and where each begins in it; None where the results are
+            views of the target.
+    """
+
+    source: Array
+    target: Array
+    spread: list[Array] | None
+    starts: Sequence[int] | None
+
+
 class DeviceCall:
     """The device arrays of one reduction.
 
@@ -46,7 +61,7 @@ class DeviceCall:
         arrays: All arrays of the call.
         out: Where the results go; None for new arrays.
         lane: Where it happens.
-        multiple: Of which the lengths of flat arrays have to be.
+        multiple: Of which the bytes of flat arrays have to be.
         timeout: Seconds that it may take on the device.
         is_void: Whether it will never happen, because its communicator has been given up.
 
@@ -55,7 +70,7 @@ class DeviceCall:
         results: The results by index; contiguous, written when ``done`` is.
         ready: When the inputs are there, and the results may be written.
         done: When the results are there; None until the work has been handed to the device.
-        flats: For each pack, the flat input and where its reduction goes, often the same.
+        flats: For each pack.
     """
 
     def __init__(
@@ -83,14 +98,19 @@ class DeviceCall:
             for index in indices:
                 if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
-            self.results = {index: self._result(plan, index) for index in indices}
+            self.results: dict[int, Array] = {}
+            self.flats = [self._flat(plan, pack, multiple) for pack in plan.device_packs]
+            for index in indices:
+                if index not in self.results:
+                    self.results[index] = self._result(plan, index)
             stream = ops.current_stream(lane.device)
             self.ready: Event = stream.record()
             self._caller = stream.handle
             lane.stream.wait(self.ready)
             for pack in plan.device_packs:
                 pack.compile(ops, divides=plan.divisor is not None)
-            self.flats = [self.load(pack, multiple) for pack in plan.device_packs]
+            for pack, flat in zip(plan.device_packs, self.flats, strict=True):
+                self.load(pack, flat)
         self._queue.enter(self)
 
     def _written_early(self, plan: ReductionPlan) -> set[int]:
@@ -123,19 +143,31 @@ class DeviceCall:
         shape, dtype = plan.result_signature[index]
         return self.lane.ops.empty(shape, dtype, self.lane.device)
 
-    def load(self, pack: DevicePack, multiple: int) -> tuple[Array, Array]:
-        """Return the flat input of a pack and where its reduction goes, on the lane's stream."""
-        lane = self.lane
-        length = -(-pack.count // multiple) * multiple
+    def _flat(self, plan: ReductionPlan, pack: DevicePack, multiple: int) -> Flat:
+        """Return the memory that a pack takes; what becomes results is that of the caller's stream."""
+        lane, itemsize = self.lane, pack.dtype.itemsize
+        length = -(-pack.nbytes // multiple) * multiple // itemsize
         if pack.is_plain and length == pack.count:
             (index,) = pack.indices
-            return self.inputs[index].reshape(-1), self.results[index].reshape(-1)
+            self.results[index] = result = self._result(plan, index)
+            return Flat(self.inputs[index].reshape(-1), result.reshape(-1), None, None)
+        if self._out is not None:
+            spread = [self._result(plan, index) for index in pack.indices]
+            self.results.update(zip(pack.indices, spread, strict=True))
+            flat = lane.empty(length, pack.dtype)
+            return Flat(flat, flat, spread, pack.starts)
+        block = lane.ops.empty((length,), pack.result_dtype, lane.device)
+        self.results.update(zip(pack.indices, pack.parts(block, plan.shapes), strict=True))
+        if pack.dtype == pack.result_dtype:
+            return Flat(block, block, None, None)
         flat = lane.empty(length, pack.dtype)
-        lane.ops.pack([self.inputs[index] for index in pack.indices], flat[: pack.count], lane.stream)
-        if length > pack.count:
-            with lane.stream:
-                flat[pack.count :] = 0
-        return flat, flat
+        return Flat(flat, flat, [block], None)
+
+    def load(self, pack: DevicePack, flat: Flat) -> None:
+        """Put the inputs of a pack where it travels from, on the lane's stream, unless it travels from where it is."""
+        if flat.source is flat.target:
+            inputs = [self.inputs[index] for index in pack.indices]
+            pack.load(self.lane.ops, inputs, flat.source, self.lane.stream)
 
     def leave(self) -> None:
         """Let later calls use the device; any number of times."""

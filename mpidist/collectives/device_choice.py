@@ -13,7 +13,7 @@ from mpidist.collectives.algorithms.staged import Staged
 from mpidist.collectives.algorithms.wires import NAMES as WIRES
 from mpidist.collectives.algorithms.wires import Wires
 from mpidist.collectives.choice import Choice, place_of
-from mpidist.collectives.device_packing import DevicePack, DeviceReduction
+from mpidist.collectives.device_packing import SLICE_ALIGNMENT, DevicePack, DeviceReduction
 from mpidist.collectives.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
@@ -69,9 +69,13 @@ class DeviceChoice:
         self._without: set[str] = set()
 
     @property
-    def rails(self) -> int:
-        """Of which the lengths of flat arrays have to be a multiple: slices between nodes are of one length."""
-        return 1 if self._node.is_alone else min(len(ranks) for ranks in self._node.ranks)
+    def multiple(self) -> int:
+        """Of which the bytes of flat arrays have to be a multiple: slices between nodes are of one length.
+
+        And each begins where NCCL reads many elements at a time.
+        """
+        rails = 1 if self._node.is_alone else min(len(ranks) for ranks in self._node.ranks)
+        return 1 if rails == 1 else rails * SLICE_ALIGNMENT
 
     @property
     def place(self) -> str:

@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import DeviceOps
+from mpidist.arrays.device_ops import DeviceOps, Stream
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.device_call import DeviceCall
 from mpidist.collectives.nccl_types import nccl_dtype
 from mpidist.collectives.packing import Pack
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
+
+# At multiples of so many bytes arrays begin in a flat one: kernels read and write so many at a time, and XLA takes no
+# array that begins elsewhere.
+_ALIGNMENT = 16
+# And slices that NCCL is given, which reads element by element where they begin elsewhere.
+SLICE_ALIGNMENT = 128
 
 
 class DevicePack:
@@ -29,6 +35,9 @@ class DevicePack:
     Attributes:
         dtype: In which the arrays travel: NCCL lacks some, whose place a wider one takes.
         suits_nccl: Whether NCCL can reduce them at all.
+        indices, starts: The arrays in the order in which they travel, and where each begins in their flat array.
+        count: The elements of the flat array, up to the last array's end.
+        gaps_from: Where the first gap between arrays begins; ``count`` where there is none.
     """
 
     def __init__(
@@ -43,8 +52,8 @@ class DevicePack:
         nccl = nccl_dtype(dtype, op)
         self.suits_nccl = nccl is not None
         self.dtype = dtype if nccl is None else nccl
-        self.indices = tuple(indices)
-        self.count = sum(math.prod(shapes[index]) for index in indices)
+        self.result_dtype = result_dtype
+        self._place(indices, [math.prod(shape) for shape in shapes], min(self.dtype.itemsize, result_dtype.itemsize))
         self.nbytes = self.count * self.dtype.itemsize
         self.is_plain = len(self.indices) == 1 and source_dtype == result_dtype == self.dtype
         """Whether the one array can travel as it is."""
@@ -71,6 +80,35 @@ class DevicePack:
             ops.compile(*together, divides=False)
             ops.compile(*apart, divides=divides)
             self._is_compiled = True
+
+    def _place(self, indices: Sequence[int], sizes: Sequence[int], itemsize: int) -> None:
+        unit = max(1, _ALIGNMENT // itemsize)
+        # What is no multiple of it comes last, so that the gaps lie close together.
+        self.indices = tuple(sorted(indices, key=lambda index: sizes[index] % unit > 0))
+        self.starts: list[int] = []
+        self.count = 0
+        gaps = []
+        for index in self.indices:
+            start = -(-self.count // unit) * unit
+            if start > self.count:
+                gaps.append(self.count)
+            self.starts.append(start)
+            self.count = start + sizes[index]
+        self.gaps_from = gaps[0] if gaps else self.count
+
+    def load(self, ops: DeviceOps, arrays: Sequence[Array], flat: Array, stream: Stream) -> None:
+        """Put the arrays of this pack, contiguous and in its order, into a flat array that may be longer."""
+        if self.gaps_from < flat.size:
+            # They travel, too, and should be numbers.
+            ops.blank(flat[self.gaps_from :], stream)
+        ops.pack(arrays, flat, stream, self.starts)
+
+    def parts(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Return the arrays that lie in a flat one, as views."""
+        return [
+            flat[start : start + math.prod(shapes[index])].reshape(shapes[index])
+            for index, start in zip(self.indices, self.starts, strict=True)
+        ]
 
     def deliver(self, pieces: Sequence[Array], results: list[Array]) -> None:
         """Put the arrays of this pack, reduced, into ``results``."""
@@ -109,7 +147,8 @@ class DeviceReduction:
         self.options = options
         self.residuals = pack.residuals if options.error_feedback else None
         self.count, self.nbytes, self.dtype = pack.count, pack.nbytes, pack.dtype
-        self.source, self.target = call.flats[number]
+        self._flat = call.flats[number]
+        self.source, self.target = self._flat.source, self._flat.target
 
     def copy(self) -> None:
         """Copy the source to the target, unless they are the same memory, on the lane's stream."""
@@ -118,12 +157,11 @@ class DeviceReduction:
             lane.ops.unpack(self.source, [self.target], None, lane.stream)
 
     def store(self) -> list[Array]:
-        """Divide and spread the reduction, which is in ``target``, and return the results, on the lane's stream."""
-        lane, flat = self.call.lane, self.target
-        results = [self.call.results[index] for index in self.pack.indices]
-        if flat is self.source or flat.size > self.count:
-            lane.ops.unpack(flat[: self.count], results, self.divisor, lane.stream)
+        """Divide the reduction, which is in ``target``, and return the results, on the lane's stream."""
+        lane, flat = self.call.lane, self._flat
+        if flat.spread is not None:
+            lane.ops.unpack(flat.target, flat.spread, self.divisor, lane.stream, flat.starts)
         elif self.divisor is not None:
-            lane.ops.unpack(flat, [flat], self.divisor, lane.stream)
+            lane.ops.unpack(flat.target, [flat.target], self.divisor, lane.stream)
         lane.finish(self.call)
-        return results
+        return [self.call.results[index] for index in self.pack.indices]

@@ -69,7 +69,7 @@ class Engine:
                 "where its first arrays lay: a rank keeps to one device"
             )
         lane.check_in_step()
-        return DeviceCall(plan, arrays, out, lane, choice.rails, timeout or self.channel.timeout, lane.has_given_up)
+        return DeviceCall(plan, arrays, out, lane, choice.multiple, timeout or self.channel.timeout, lane.has_given_up)
 
     def _choice_on(self, kind: str, device: int) -> DeviceChoice:
         """Return the choice for arrays on devices; the first device that is asked for counts."""

@@ -30,7 +30,7 @@ class Lane:
 
     Attributes:
         stream: On which all work is ordered.
-        to_host, to_device: For copies.
+        to_host, to_device: For copies. All three go before the program's own work: other ranks wait for theirs.
     """
 
     def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
@@ -39,9 +39,9 @@ class Lane:
         self.has_given_up = has_given_up
         self._nccl: list[NcclComm] = []
         with ops.on(device):
-            self.stream = ops.stream(device)
-            self.to_host = ops.stream(device)
-            self.to_device = ops.stream(device)
+            self.stream = ops.stream(device, is_urgent=True)
+            self.to_host = ops.stream(device, is_urgent=True)
+            self.to_device = ops.stream(device, is_urgent=True)
         self._under_way: deque[tuple[Event, DeviceCall]] = deque()
         self._lock = threading.Lock()
         device_watch.watch(self)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, Event, Stream, ops_for
 from mpidist.arrays.dtypes import DType, reduction_dtypes
-from mpidist.collectives.device_packing import DevicePack
+from mpidist.collectives.device_packing import SLICE_ALIGNMENT, DevicePack
 from mpidist.collectives.nccl_local import LocalNccl
 from mpidist.collectives.nccl_types import nccl_dtype
 from mpidist.core.enums import ReduceOp
@@ -67,42 +67,42 @@ class LocalAllReduce:
             formed, result = reduction_dtypes(dtype, op)
             for group in [[i] for i in indices] if self._num_packs == 0 else [indices]:
                 pack = DevicePack(group, shapes, formed, dtype, result, op)
-                reduced = self._reduce_pack(pack, [columns[i] for i in group], op, divisor, result, streams)
-                for i, arrays in zip(group, reduced, strict=True):
+                reduced = self._reduce_pack(pack, [columns[i] for i in pack.indices], shapes, op, divisor, streams)
+                for i, arrays in zip(pack.indices, reduced, strict=True):
                     results[i] = arrays
-        self._last[:] = [stream.record() for stream in streams]
+        self._last[:] = [stream.record(blocks=True) for stream in streams]
         return results
 
     def _reduce_pack(
         self,
         pack: DevicePack,
         columns: Sequence[Sequence[Array]],
+        shapes: Sequence[tuple[int, ...]],
         op: ReduceOp,
         divisor: int,
-        result: DType,
         streams: Sequence[Stream],
     ) -> list[list[Array]]:
         ops = self._ops
-        sources, targets, reduced = [], [], []
+        sources, targets, blocks, reduced = [], [], [], []
         for k, device in enumerate(self.devices):
             with ops.on(device):
                 own = [column[k] if ops.is_contiguous(column[k]) else ops.copy(column[k]) for column in columns]
-                reduced.append([ops.empty(array.shape, result, device) for array in own])
+                flat = block = ops.empty((pack.count,), pack.dtype, device)
                 if pack.is_plain:
                     sources.append(own[0].reshape(-1))
-                    targets.append(reduced[k][0].reshape(-1))
                 else:
-                    flat = ops.empty((pack.count,), pack.dtype, device)
-                    ops.pack(own, flat, streams[k])
+                    pack.load(ops, own, flat, streams[k])
                     sources.append(flat)
-                    targets.append(flat)
+                if pack.dtype != pack.result_dtype:
+                    block = ops.empty((pack.count,), pack.result_dtype, device)
+                targets.append(flat)
+                blocks.append(block)
+                reduced.append(pack.parts(block, shapes))
         self._reduce_flat(sources, targets, ReduceOp.SUM if op is ReduceOp.MEAN else op, streams)
         for k, device in enumerate(self.devices):
-            with ops.on(device):
-                if not pack.is_plain:
-                    ops.unpack(targets[k], reduced[k], divisor if op is ReduceOp.MEAN else None, streams[k])
-                elif op is ReduceOp.MEAN:
-                    ops.unpack(targets[k], [targets[k]], divisor, streams[k])
+            if op is ReduceOp.MEAN or blocks[k] is not targets[k]:
+                with ops.on(device):
+                    ops.unpack(targets[k], [blocks[k]], divisor if op is ReduceOp.MEAN else None, streams[k])
         return [list(arrays) for arrays in zip(*reduced, strict=True)]
 
     def _reduce_flat(
@@ -110,7 +110,8 @@ class LocalAllReduce:
     ) -> None:
         assert self._nccl is not None
         count, num_pieces = sources[0].size, max(self._num_packs, 1)
-        cuts = [count // num_pieces * k for k in range(num_pieces)] + [count]
+        unit = SLICE_ALIGNMENT // sources[0].itemsize
+        cuts = [count // num_pieces // unit * unit * k for k in range(num_pieces)] + [count]
         for start, end in pairwise(cuts):
             into = [target[start:end] for target in targets]
             self._nccl.all_reduce([source[start:end] for source in sources], op, streams, into)

@@ -97,7 +97,8 @@ class _Transfer:
             for target, array in zip(targets, staged.arrays, strict=True):
                 if math.prod(array.shape):
                     ops.copy_to_device(target, array, self._stream)
-            event = self._stream.record()
+            # The reading thread waits for it.
+            event = self._stream.record(blocks=True)
         staged.buffer.copied = event
         self._free.append(staged.buffer)
         for index, target in zip(staged.indices, targets, strict=True):

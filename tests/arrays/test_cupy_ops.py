@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpidist.arrays import cupy_ops
 from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.device_ops import ops_for
 from mpidist.core.errors import DeviceError
+from tests.support import fake_cupy
 from tests.support.fake_cupy.devices import machine
 
 pytestmark = pytest.mark.one_rank
@@ -167,7 +169,7 @@ def test_the_staging_of_arrays_is_kept_until_the_gpu_has_read_it(ops: CupyOps, g
     ops.from_host(np.zeros(1, FLOAT), 0)
     ops.current_stream(0).synchronize()
     ops.from_host(np.zeros(1, FLOAT), 0)
-    assert len(ops._sending._items) <= 1
+    assert len(ops._staging._items) <= 1
 
 
 def test_large_arrays_pin_little_memory(fake_gpus: Any, ops: CupyOps) -> None:
@@ -185,9 +187,29 @@ def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: C
     gate.hold(ops.current_stream(0))
     opening.start()
     arrays = [ops.from_host(np.full(1 << 20, number, np.int32), 0) for number in range(12)]
+    assert fake_cupy.counts().synchronizations > 0
+    assert fake_cupy.counts().spins == 0
     assert [int(ops.to_host(array).max()) for array in arrays] == list(range(12))
     assert sum(block.nbytes for block in machine().pinned._blocks) <= 32 << 20
     opening.join()
+
+
+@pytest.mark.parametrize("fake_gpus", [{"jitter": 0.001}], indirect=True)
+def test_arrays_come_to_the_host_through_a_little_pinned_memory(
+    fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cupy_ops, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(cupy_ops, "_MOST_ON_ITS_WAY", 2048)
+    monkeypatch.setattr(fake_gpus.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
+    values = [np.arange(5000, dtype="f4").reshape(50, 100).T, np.float64(3), np.zeros((0, 2), "i2"), np.ones(300, "f2")]
+    fake_cupy.counts().clear()
+    with fake_gpus.cuda.Device(1):
+        arrays = [fake_gpus.asarray(value) for value in values]
+    for copy, value in zip(ops.all_to_host(arrays), values, strict=True):
+        assert (copy.shape, copy.dtype) == (value.shape, value.dtype)
+        np.testing.assert_array_equal(copy, value)
+    np.testing.assert_array_equal(ops.to_host(arrays[0]), values[0])
+    assert fake_cupy.counts().pinned_allocations <= 8
 
 
 def test_a_copy_to_another_device_waits_for_what_is_left_to_do_there(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:

@@ -69,11 +69,12 @@ def test_there_and_back(fake_gpus: Any, source: str, wire: str, device: int) -> 
 def test_tables_come_and_go_while_streams_are_late(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other arrays each time, on two streams, with room for two tables: none may be reused before it was read."""
     monkeypatch.setattr(kernels_module, "_TABLES_KEPT", 2)
+    monkeypatch.setattr(kernels_module, "_SLAB_NUMBERS", 32)
     ops, kernels = ops_for("gpu"), Kernels(fake_gpus)
     streams = [ops.stream(0), ops.stream(0)]
     rounds = []
     for index in range(30):
-        values = some("float32", [3, index + 1, 50])
+        values = [value + index for value in some("float32", [3, index + 1, 50])]
         rounds.append((values, on_device(values), ops.empty((54 + index,), np.dtype(np.float32), 0)))
     for index, (_, sources, flat) in enumerate(rounds):
         kernels.pack(sources, flat, streams[index % 2])

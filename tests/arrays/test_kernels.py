@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def test_old_tables_live_until_their_stream_has_read_them(
     class Busy(HostStream):
         is_idle = False
 
-        def record(self) -> Any:
+        def record(self, *, blocks: bool = False) -> Any:
             stream = self
 
             class Event:
@@ -208,6 +209,30 @@ def test_old_tables_live_until_their_stream_has_read_them(
     stream.is_idle = True
     kernels.pack([places[0].array], flat.array, stream)
     assert len(kernels._dropped) == 1
+
+
+def test_tables_take_turns_in_pinned_memory_which_no_stream_reads_any_more(
+    kernels: Kernels, cupy: CompiledCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+
+    class Counting(HostStream):
+        given = 0
+
+        def record(self, *, blocks: bool = False) -> Any:
+            self.given += 1
+            number = self.given
+            return SimpleNamespace(is_done=True, synchronize=lambda: waited.append(number) if blocks else None)
+
+    # Room for two tables of one array in each half.
+    monkeypatch.setattr(kernels_module, "_SLAB_NUMBERS", 16)
+    stream, flat = Counting(), Place("float32", 100)
+    for _ in range(6):
+        kernels.pack([Place("float32", 10).array], flat.array, stream)
+    assert (cupy.pinned, waited) == (2, [2])
+    # More arrays than a half has room for.
+    pack_and_check(kernels, "float32", "float32", [10] * 10, [0] * 10, 0)
+    assert cupy.pinned == 3
 
 
 def test_more_elements_than_32_bits_count(cupy: CompiledCupy) -> None:

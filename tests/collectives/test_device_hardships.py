@@ -181,16 +181,17 @@ def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 2, 3])
+@pytest.mark.parametrize("after", [0, 1])
 def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: Any, after: int) -> None:
     # A communicator of its own: it is not used any more where a rank was told of an error.
     with Communicator(world_topology().world) as comm:
-        arrays = [cupy.ones(1000, "f4") for _ in range(3)]
+        # They are summed as floats of 32 bits.
+        arrays = [cupy.ones(1000, "f2") for _ in range(3)]
         for result in comm.all_reduce("SUM", arrays):
             assert (result.get() == comm.size).all()
         is_poor = comm.rank == comm.size - 1
         if is_poor:
-            # For the results, and after them for the pack.
+            # For the results, and after them for the sums.
             fake_cupy.fail_allocations(after=after)
             with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
                 comm.all_reduce("SUM", arrays)

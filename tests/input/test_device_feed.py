@@ -13,6 +13,7 @@ import pytest
 import mpidist
 from mpidist import InputOptions
 from mpidist.arrays.device_ops import is_device_array
+from tests.support import fake_cupy
 
 late = pytest.mark.parametrize("fake_gpus", [{}, {"jitter": 0.003}], indirect=True, ids=["", "late"])
 
@@ -64,6 +65,15 @@ def test_batches_stay_what_they_are_while_later_ones_come(gpu_strategy: Any, fak
     for batch in kept:
         for x, y in zip(parts_of(batch["x"]), parts_of(batch["y"]), strict=True):
             np.testing.assert_array_equal(x.get()[:, 0], y.get() * 2.0)
+
+
+@pytest.mark.parametrize("fake_gpus", [{"jitter": 0.003}], indirect=True)
+def test_readers_that_wait_for_a_gpu_leave_the_core_to_others(gpu_strategy: Any, fake_gpus: Any) -> None:
+    counts = fake_cupy.counts()
+    for _ in gpu_strategy.experimental_distribute_dataset(dataset(200).prefetch(2)):
+        pass
+    assert counts.synchronizations > 0
+    assert counts.spins == 0
 
 
 def test_batches_of_a_function(gpu_strategy: Any, fake_gpus: Any) -> None:

@@ -100,7 +100,7 @@ class HostArray:
 
 
 class CompiledCupy:
-    """What ``Kernels`` uses of CuPy. Counts launches and uploads.
+    """What ``Kernels`` uses of CuPy. Counts launches, uploads and pinned memory.
 
     Args:
         library: What ``build`` returned.
@@ -109,14 +109,16 @@ class CompiledCupy:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.launched: list[str] = []
-        self.uploads = 0
+        self.uploads = self.pinned = 0
         self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned)
 
     def _pinned(self, nbytes: int) -> bytearray:
-        self.uploads += 1
+        self.pinned += 1
         return bytearray(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        # A table is all that is made here.
+        self.uploads += 1
         return HostArray(np.full(shape, -1, dtype))
 
     def RawKernel(self, code: str, name: str) -> Any:  # noqa: N802
@@ -164,5 +166,5 @@ class HostStream(nullcontext[None]):
     device = 0
     handle = 0
 
-    def record(self) -> Any:
-        return SimpleNamespace(is_done=True)
+    def record(self, *, blocks: bool = False) -> Any:
+        return SimpleNamespace(is_done=True, synchronize=lambda: None)

@@ -68,6 +68,8 @@ class Counts:
         launches: Kernels, NCCL's among them.
         pinned_allocations: Calls of cudaHostAlloc: what comes from CuPy's pool is none.
         synchronizations: Calls in which the host waits for a device.
+        spins: Those in which it keeps a core busy until an event has happened, which was not made with ``block``.
+        unaligned: Calls of NCCL on data that does not begin at a multiple of 128 bytes, which it reads one by one.
     """
 
     def __init__(self) -> None:
@@ -77,6 +79,7 @@ class Counts:
     def clear(self) -> None:
         """Count from 0."""
         self.device_switches = self.launches = self.pinned_allocations = self.synchronizations = 0
+        self.spins = self.unaligned = 0
 
     def add(self, name: str) -> None:
         """Count one more."""

@@ -72,6 +72,7 @@ communicator_bytes = 256 << 20
 abort_waits = False
 
 _ID_BYTES = 128
+_ALIGNMENT = 128
 _MULTI_RANK_GPU = 23003
 _numbers = itertools.count()
 _open: dict[int, NcclCommunicator] = {}
@@ -351,6 +352,8 @@ class NcclCommunicator:
         is_heard = root is None or root == transport.rank
         head = f"{name} of {count} elements with arguments {arguments}".encode().ljust(128)
         others = [rank for rank in range(transport.size) if rank != transport.rank]
+        if source % _ALIGNMENT:
+            machine().counts.add("unaligned")
 
         def steps() -> Steps[None]:
             mine = bytes_at(source, nbytes).tobytes() if is_heard else b""

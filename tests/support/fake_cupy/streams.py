@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 from tests.support.fake_cupy.captures import CAPTURED_EVENT, RELAXED
@@ -23,6 +24,8 @@ from tests.support.fake_cupy.devices import (
 )
 
 _LOOK_SECONDS = 0.05
+# Of GPUs from Volta on; lower numbers are higher.
+HIGHEST_PRIORITY = -5
 _event_numbers = itertools.count(0x7E0000001000, 0x10)
 
 
@@ -88,6 +91,7 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         touch()
         self._device = current_device()
+        self._blocks = block
         self._happened: threading.Event | None = None
         self._is_captured = False
         self.ptr = next(_event_numbers)
@@ -113,6 +117,8 @@ class Event:
     def synchronize(self) -> None:
         touch()
         machine().counts.add("synchronizations")
+        if not self._blocks:
+            machine().counts.add("spins")
         self.capture()()
 
     def capture(self) -> Callable[[], None]:
@@ -132,6 +138,8 @@ class Event:
 
 class BaseStream:
     """``cupy.cuda.stream._BaseStream``."""
+
+    _priority = 0
 
     def __init__(self, ptr: int, device_id: int) -> None:
         self.ptr = ptr
@@ -186,6 +194,10 @@ class BaseStream:
         event.record(self)
         return event
 
+    @property
+    def priority(self) -> int:
+        return self._priority
+
     def wait_event(self, event: Event) -> None:
         _worker_of(self).enqueue(event.capture())
 
@@ -218,6 +230,8 @@ class Stream(BaseStream):
             super().__init__(0 if null else 2, -1)
         else:
             touch()
+            # CUDA takes the nearest priority that the device has.
+            self._priority = min(max(index(0 if priority is None else priority), HIGHEST_PRIORITY), 0)
             worker = machine().new_worker(current_device())
             super().__init__(worker.handle, worker.device)
             weakref.finalize(self, worker.stop).atexit = False
