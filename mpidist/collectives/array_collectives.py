@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import ops_of
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import check_options
-from mpidist.collectives.device_call import DeviceCall
+from mpidist.collectives.device_call import ReductionCall
+from mpidist.collectives.device_movement import DeviceMovement, MovementCall, Moving
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.host_copies import on_host
@@ -146,42 +148,99 @@ class ArrayCollectives:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         options: CommunicationOptions | None,
-    ) -> DeviceCall:
+    ) -> ReductionCall:
         with self.shared_errors("all_reduce"):
             return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
-    def prepare_device(self, kind: str, device: int) -> None:
+    def prepare_device(self, kind: str, device: int, text: str = "preparing to reduce arrays on GPUs") -> None:
         """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
-        text = "preparing to reduce arrays on GPUs"
         with self.shared_errors(text):
             steps = self._engine.prepare_device(kind, device, text)
         self._run(steps, text, None)
+        self._engine.is_device_prepared = True
+
+    def _moved_on_device(self, name: str, arrays: Sequence[Array]) -> DeviceMovement | None:
+        """Return what moves these arrays between GPUs; None where they go through host memory."""
+        engine = self._engine
+        if not engine.may_move_on_device(arrays):
+            return None
+        if not engine.is_device_prepared:
+            # Whether NCCL works, and has a network, all ranks have to know before any of them decides.
+            ops = ops_of(arrays[0])
+            self.prepare_device(ops.kind, ops.device_of(arrays[0]), f"{name} of arrays on GPUs, the first")
+        return engine.on_device
 
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
-        copies, bring_back = on_host(arrays)
-        return bring_back(self._run(*self._gather_call(copies, axis, note), options))
+        return self._carry_out(self._gathering(arrays, axis, options, note), options)
 
-    def _gather_call(
-        self, arrays: Sequence[Array], axis: int, note: str = "", call_site: str | None = None
-    ) -> Call[list[Array]]:
-        plan = self._kept(GatherPlan, "all_gather", axis, signature_of(arrays), note)
-        return self._engine.all_gather(plan, arrays, call_site), plan.text
+    def _gathering(
+        self,
+        arrays: Sequence[Array],
+        axis: int,
+        options: CommunicationOptions | None,
+        note: str,
+        call_site: str | None = None,
+    ) -> Moving:
+        signature, engine = signature_of(arrays), self._engine
+        on_device = self._moved_on_device("all_gather", arrays)
+        plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
+        if on_device is None:
+            copies, bring_back = on_host(arrays)
+            return Moving(engine.all_gather(plan, copies, call_site), plan.text, bring_back)
+        call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
+        return Moving(on_device.all_gather(plan, call, call_site), plan.text, call.join, call)
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
-        copies, bring_back = on_host(arrays)
-        return bring_back(self._run(*self._broadcast_call(copies, root, note), options))
+        return self._carry_out(self._broadcasting(arrays, root, options, note), options)
 
-    def _broadcast_call(
-        self, arrays: Sequence[Array], root: int, note: str = "", call_site: str | None = None
-    ) -> Call[list[Array]]:
-        plan = self._kept(BroadcastPlan, "broadcast", self._check_root(root), signature_of(arrays), note)
-        return self._engine.broadcast(plan, arrays, call_site), plan.text
+    def _broadcasting(
+        self,
+        arrays: Sequence[Array],
+        root: int,
+        options: CommunicationOptions | None,
+        note: str,
+        call_site: str | None = None,
+    ) -> Moving:
+        root, signature, engine = self._check_root(root), signature_of(arrays), self._engine
+        on_device = self._moved_on_device("broadcast", arrays)
+        plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
+        if on_device is None:
+            copies, bring_back = on_host(arrays)
+            return Moving(engine.broadcast(plan, copies, call_site), plan.text, bring_back)
+        call = self._movement_call("broadcast", arrays, arrays, signature, options)
+        return Moving(on_device.broadcast(plan, call, call_site), plan.text, call.join, call)
+
+    def _movement_call(
+        self,
+        kind: str,
+        arrays: Sequence[Array],
+        travelling: Sequence[Array],
+        results: Signature,
+        options: CommunicationOptions | None,
+    ) -> MovementCall:
+        """Return a call with memory for ``results``, as far as they are known before the ranks have met."""
+        with self.shared_errors(kind):
+            call = self._engine.movement_call(arrays, travelling, self._timeout_of(options))
+            call.allocate(results)
+        return call
+
+    def _carry_out(self, moving: Moving, options: CommunicationOptions | None) -> list[Array]:
+        try:
+            results = self._run(moving.steps, moving.text, options)
+        finally:
+            if moving.call is not None:
+                moving.call.leave()
+        return moving.finish(results)
+
+    def _start(self, moving: Moving, call_site: str, options: CommunicationOptions | None) -> Work:
+        work = self._submit(moving.steps, moving.text, call_site, options).then(moving.finish)
+        return work if moving.call is None else work.before_return(moving.call.wait_here)
 
     def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has come, to do what ``text`` says (collective)."""
@@ -283,14 +342,20 @@ class ArrayCollectives:
         return plan
 
     def _kept(
-        self, make: Callable[[int, Signature, str], P], kind: str, number: int, signature: Signature, note: str
+        self,
+        make: Callable[[int, Signature, str, bool], P],
+        kind: str,
+        number: int,
+        signature: Signature,
+        note: str,
+        on_device: bool,
     ) -> P:
         """Return the plan that ``make`` makes of the other arguments; ``kind`` is for reports."""
-        key = (kind, number, signature, note)
+        key = (kind, number, signature, note, on_device)
         with self.shared_errors(kind):
             plan: P | None = self._plans.get(key)
             if plan is None:
-                plan = make(number, signature, note)
+                plan = make(number, signature, note, on_device)
                 self._keep(key, plan)
         return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives import objects, packing
 from mpidist.collectives.array_collectives import ArrayCollectives, Call
 from mpidist.collectives.chunks import slices
+from mpidist.collectives.device_movement import Moving
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.host_copies import on_host
 from mpidist.collectives.movement_plan import check_has_axis
@@ -167,28 +169,37 @@ class Communicator(ArrayCollectives):
         (4, 2)
         >>> comm.close()
         """
-        call, finish = self._reduce_scatter_call(op, value, options, None)
-        return finish(self._run(*call, options))
+        (result,) = self._carry_out(self._reduce_scattering(op, value, options, None), options)
+        return restore(value, result)
 
     def reduce_scatter_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`reduce_scatter` and return its handle (collective)."""
         call_site = user_call_site()
-        call, finish = self._reduce_scatter_call(op, value, options, call_site)
-        return self._submit(*call, call_site, options).then(finish)
+        work = self._start(self._reduce_scattering(op, value, options, call_site), call_site, options)
+        return work.then(lambda results: restore(value, results[0]))
 
-    def _reduce_scatter_call(
+    def _reduce_scattering(
         self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, call_site: str | None
-    ) -> tuple[Call[Array], Finish]:
+    ) -> Moving:
         with self.shared_errors("reduce_scatter"):
             op = ReduceOp.of(op)
             given = to_array(value)
             check_has_axis(given.ndim, 0, "reduce_scatter")
-        (array,), bring_back = on_host([given])
-        plan = self._plan("reduce_scatter", op, [array], self.size, options, "")
-        start, stop = slices(len(array), self.size)[self.rank]
-        shape = (stop - start, *array.shape[1:])
-        steps = self._engine.reduce_scatter(plan, array, call_site)
-        return (steps, plan.text), lambda flat: restore(value, bring_back([flat.reshape(shape)])[0])
+        engine = self._engine
+        start, stop = slices(len(given), self.size)[self.rank]
+        shape = (stop - start, *given.shape[1:])
+        on_device = self._moved_on_device("reduce_scatter", [given])
+        if on_device is not None:
+            plan = self._plan("reduce_scatter", op, [given], self.size, options, "")
+            if engine.scatters_on_device(plan):
+                result = (math.prod(shape),), plan.result_dtypes[0]
+                call = self._movement_call("reduce_scatter", [given], [given], (result,), options)
+                steps = on_device.reduce_scatter(plan, call, call_site)
+                return Moving(steps, plan.text, lambda flats: [call.join(flats)[0].reshape(shape)], call)
+        copies, bring_back = on_host([given])
+        plan = self._plan("reduce_scatter", op, copies, self.size, options, "")
+        steps = engine.reduce_scatter(plan, copies[0], call_site)
+        return Moving(steps, plan.text, lambda flats: bring_back([flats[0].reshape(shape)]))
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -216,10 +227,9 @@ class Communicator(ArrayCollectives):
     def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start an :meth:`all_gather` and return its handle (collective)."""
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        work = self._submit(*self._gather_call(copies, axis, structure, call_site), call_site, options)
-        return work.then(bring_back).then(rebuild)
+        moving = self._gathering(arrays, axis, options, structure, call_site)
+        return self._start(moving, call_site, options).then(rebuild)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
@@ -235,10 +245,9 @@ class Communicator(ArrayCollectives):
     def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`broadcast` and return its handle (collective)."""
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        copies, bring_back = on_host(arrays)
         call_site = user_call_site()
-        work = self._submit(*self._broadcast_call(copies, root, structure, call_site), call_site, options)
-        return work.then(bring_back).then(rebuild)
+        moving = self._broadcasting(arrays, root, options, structure, call_site)
+        return self._start(moving, call_site, options).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_of
+from mpidist.arrays.device_ops import Event, Stream, device_name, is_device_array, ops_of
 from mpidist.collectives.device_queue import queue_of
 from mpidist.collectives.packing import overlaps
 
@@ -38,6 +38,68 @@ def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
     return devices.pop()
 
 
+class DeviceCall:
+    """One collective on a device, and the arrays that it needs there.
+
+    Args:
+        lane: Where it happens.
+        timeout: Seconds that it may take on the device.
+        is_void: Whether it will never happen, because its communicator has been given up.
+
+    Attributes:
+        inputs: The arrays by their index in the call, contiguous.
+        results: The results by index; contiguous, written when ``done`` is.
+        caller: The stream whose arrays they are.
+        ready: When the inputs are there, and the results may be written.
+        done: When the results are there; None until the work has been handed to the device.
+    """
+
+    def __init__(self, lane: Lane, timeout: float, is_void: Callable[[], bool]) -> None:
+        self.lane = lane
+        self.timeout = timeout
+        self.is_void = is_void
+        self.done: Event | None = None
+        self.inputs: dict[int, Array] = {}
+        self.results: dict[int, Array] = {}
+        self.caller: Stream = lane.ops.current_stream(lane.device)
+        self.ready: Event
+        self._queue = queue_of(lane.device)
+
+    def enter(self) -> None:
+        """Have later calls wait for their turn on the device until this one leaves."""
+        self._queue.enter(self)
+
+    def leave(self) -> None:
+        """Let later calls use the device; any number of times."""
+        self._queue.leave(self)
+
+    def follow_caller(self) -> None:
+        """Have the lane wait for what the caller's stream has been given so far."""
+        self.ready = self.caller.record()
+        self.lane.stream.wait(self.ready)
+
+    def join(self, results: list[Array]) -> list[Array]:
+        """Have the current stream of this thread wait for the results, and return them."""
+        self.wait_here()
+        if self.lane.ops.current_stream(self.lane.device).handle == self.caller.handle:
+            # Memory that is let go goes back to the stream that asked for it; that one waits for the last use now.
+            self.let_go()
+        return results
+
+    def wait_here(self) -> None:
+        """Have the current stream of this thread wait for the results."""
+        self._wait_for(self.done)
+
+    def _wait_for(self, event: Event | None) -> None:
+        if event is not None:
+            with self.lane.on():
+                self.lane.ops.current_stream(self.lane.device).wait(event)
+
+    def let_go(self) -> None:
+        """Keep the arrays no longer."""
+        self.inputs, self.results = {}, {}
+
+
 class Flat(NamedTuple):
     """A pack on its way through an algorithm.
 
@@ -53,23 +115,19 @@ class Flat(NamedTuple):
     starts: Sequence[int] | None
 
 
-class DeviceCall:
-    """The device arrays of one reduction.
+class ReductionCall(DeviceCall):
+    """A reduction on a device.
 
     Args:
         plan: Of the reduction.
         arrays: All arrays of the call.
         out: Where the results go; None for new arrays.
-        lane: Where it happens.
+        lane: See ``DeviceCall``.
         multiple: Of which the bytes of flat arrays have to be.
-        timeout: Seconds that it may take on the device.
-        is_void: Whether it will never happen, because its communicator has been given up.
+        timeout: See ``DeviceCall``.
+        is_void: See ``DeviceCall``.
 
     Attributes:
-        inputs: The arrays by their index in the call, contiguous.
-        results: The results by index; contiguous, written when ``done`` is.
-        ready: When the inputs are there, and the results may be written.
-        done: When the results are there; None until the work has been handed to the device.
         flats: For each pack.
     """
 
@@ -83,13 +141,9 @@ class DeviceCall:
         timeout: float,
         is_void: Callable[[], bool],
     ) -> None:
-        self.lane = lane
-        self.timeout = timeout
-        self.is_void = is_void
+        super().__init__(lane, timeout, is_void)
         self._out = out
         self._delivered: Event | None = None
-        self._queue = queue_of(lane.device)
-        self.done: Event | None = None
         indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
         ops = lane.ops
         with lane.on():
@@ -98,20 +152,16 @@ class DeviceCall:
             for index in indices:
                 if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
-            self.results: dict[int, Array] = {}
             self.flats = [self._flat(plan, pack, multiple) for pack in plan.device_packs]
             for index in indices:
                 if index not in self.results:
                     self.results[index] = self._result(plan, index)
-            stream = ops.current_stream(lane.device)
-            self.ready: Event = stream.record()
-            self._caller = stream.handle
-            lane.stream.wait(self.ready)
+            self.follow_caller()
             for pack in plan.device_packs:
                 pack.compile(ops, divides=plan.divisor is not None)
             for pack, flat in zip(plan.device_packs, self.flats, strict=True):
                 self.load(pack, flat)
-        self._queue.enter(self)
+        self.enter()
 
     def _written_early(self, plan: ReductionPlan) -> set[int]:
         """Return which inputs other results, or their own at another place, may be written over before they are read.
@@ -169,33 +219,24 @@ class DeviceCall:
             inputs = [self.inputs[index] for index in pack.indices]
             pack.load(self.lane.ops, inputs, flat.source, self.lane.stream)
 
-    def leave(self) -> None:
-        """Let later calls use the device; any number of times."""
-        self._queue.leave(self)
-
     def join(self, results: list[Array]) -> list[Array]:
-        """Have the current stream of this thread wait for the results, and return them."""
-        lane = self.lane
+        """See ``DeviceCall``."""
+        lane, out = self.lane, self._out
+        apart = [] if out is None else [index for index, result in self.results.items() if result is not out[index]]
         with lane.on():
-            stream = lane.ops.current_stream(lane.device)
-            self.wait_here()
-            for index, result in self.results.items():
-                if self._out is not None and result is not self._out[index]:
-                    np.copyto(self._out[index], result)
-                    results[index] = self._out[index]
-                    self._delivered = stream.record()
-        if stream.handle == self._caller:
-            # Memory that is let go goes back to the stream that asked for it; that one waits for the last use now.
-            self.let_go()
-        return results
+            if out is not None and apart:
+                self.wait_here()
+                for index in apart:
+                    np.copyto(out[index], self.results[index])
+                    results[index] = out[index]
+                self._delivered = lane.ops.current_stream(lane.device).record()
+            return super().join(results)
 
     def wait_here(self) -> None:
-        """Have the current stream of this thread wait for the results."""
-        event = self._delivered or self.done
-        if event is not None:
-            with self.lane.on():
-                self.lane.ops.current_stream(self.lane.device).wait(event)
+        """See ``DeviceCall``."""
+        self._wait_for(self._delivered or self.done)
 
     def let_go(self) -> None:
-        """Keep the arrays no longer."""
-        self.inputs, self.results, self.flats = {}, {}, []
+        """See ``DeviceCall``."""
+        super().let_go()
+        self.flats = []

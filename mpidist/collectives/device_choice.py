@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Protocol
 
 from mpidist.arrays.convert import Array
@@ -17,6 +18,7 @@ from mpidist.collectives.device_packing import SLICE_ALIGNMENT, DevicePack, Devi
 from mpidist.collectives.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.lane import Lane
 from mpidist.collectives.memory import Pool
+from mpidist.collectives.nccl import NcclComm
 from mpidist.collectives.nccl_network import rdma_everywhere, rdma_fabric
 from mpidist.collectives.staging import agreed_staging_bytes
 from mpidist.collectives.table import ALGORITHMS, BY_NETWORK, Row, Table, look_up, resolved, row_text
@@ -150,6 +152,24 @@ class DeviceChoice:
                     how = "in host memory, which is slow" if instead == "staged" else f"by {instead!r} instead"
                     _log.warning("mpidist: %s. Arrays on GPUs are reduced %s", error, how)
         return self._made[name]
+
+    @property
+    def may_move_by_nccl(self) -> bool:
+        """Whether arrays are moved by NCCL where it works, and there is a network for it; the same on every rank."""
+        row: Row = getattr(self._table, self.place)
+        return self._comm.Get_size() > 1 and look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
+
+    @property
+    def moves_by_nccl(self) -> bool:
+        """Whether NCCL moves arrays: where large reductions take it; the same on every rank after ``prepare``."""
+        return self._comm.Get_size() > 1 and self._working(look_up(self._row, sys.maxsize)) == "nccl"
+
+    @property
+    def nccl(self) -> NcclComm:
+        """NCCL over all ranks, where ``moves_by_nccl``."""
+        made = self._made["nccl"]
+        assert isinstance(made, Nccl)
+        return made.comm
 
     def _make(self, name: str) -> Steps[DeviceAlgorithm]:
         if name == "alone":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, Stream
 from mpidist.arrays.dtypes import DType
-from mpidist.collectives.device_call import DeviceCall
+from mpidist.collectives.device_call import ReductionCall
 from mpidist.collectives.nccl_types import nccl_dtype
 from mpidist.collectives.packing import Pack
 from mpidist.core.enums import ReduceOp
@@ -135,7 +135,7 @@ class DeviceReduction:
         self,
         pack: DevicePack,
         number: int,
-        call: DeviceCall,
+        call: ReductionCall,
         op: ReduceOp,
         divisor: int | None,
         options: CommunicationOptions,

@@ -9,14 +9,15 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from mpidist.arrays.convert import Array, graph_error
-from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.collectives import algorithms, gathering
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import Choice
 from mpidist.collectives.chunks import slices
-from mpidist.collectives.device_call import DeviceCall, device_of_arrays
+from mpidist.collectives.device_call import ReductionCall, device_of_arrays
 from mpidist.collectives.device_choice import DeviceChoice
+from mpidist.collectives.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.device_packing import DeviceReduction
 from mpidist.collectives.device_queue import Turn, queue_of
 from mpidist.collectives.handshake import plan_id
@@ -37,6 +38,9 @@ class Engine:
     Args:
         channel: On which they are carried out.
         table: Which algorithm is taken at which size.
+
+    Attributes:
+        is_device_prepared: Whether ``prepare_device`` has been carried out; the same on all ranks between their calls.
     """
 
     def __init__(self, channel: Channel, table: Table) -> None:
@@ -45,22 +49,51 @@ class Engine:
         self._table = table
         self._on_device: DeviceChoice | None = None
         self._device_turn: Turn | None = None
+        self.is_device_prepared = False
         self._movement = Movement(channel.node)
         self._pool = Pool()
         self.last_algorithm = "none"
 
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
-    ) -> DeviceCall:
+    ) -> ReductionCall:
         """Return what ``all_reduce`` needs to know of the arrays that lie on a GPU; from the thread that calls.
 
         Raises:
             ValueError: They lie on another device than those before.
             RuntimeError: The current stream there records a CUDA graph.
         """
-        kind, device = device_of_arrays(arrays if out is None else [*arrays, *out])
+        choice = self._choice_for(arrays if out is None else [*arrays, *out])
+        lane, seconds = choice.lane, timeout or self.channel.timeout
+        return ReductionCall(plan, arrays, out, lane, choice.multiple, seconds, lane.has_given_up)
+
+    def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
+        """Whether all arrays lie on one GPU, that of this communicator, and the table has NCCL for large reductions."""
+        if not arrays or not all(map(is_device_array, arrays)):
+            return False
+        kind, device = ops_of(arrays[0]).kind, ops_of(arrays[0]).device_of(arrays[0])
+        choice = self._choice_on(kind, device)
+        devices = {choice.lane.device, *(ops_of(array).device_of(array) for array in arrays)}
+        return len(devices) == 1 and choice.may_move_by_nccl
+
+    def movement_call(
+        self, arrays: Sequence[Array], travelling: Sequence[Array], timeout: float | None
+    ) -> MovementCall:
+        """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
+        lane = self._choice_for(arrays).lane
+        return MovementCall(arrays, travelling, lane, timeout or self.channel.timeout, lane.has_given_up)
+
+    @property
+    def on_device(self) -> DeviceMovement | None:
+        """The collectives that move arrays on the device, once it is prepared; None where NCCL does not."""
+        assert self._on_device is not None
+        return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
+
+    def _choice_for(self, arrays: Sequence[Array]) -> DeviceChoice:
+        """Return the choice for what is about to be done with arrays, in the thread that asks for it."""
+        kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
-            raise graph_error("all_reduce")
+            raise graph_error("a collective")
         choice = self._choice_on(kind, device)
         lane = choice.lane
         if lane.device != device:
@@ -69,7 +102,7 @@ class Engine:
                 "where its first arrays lay: a rank keeps to one device"
             )
         lane.check_in_step()
-        return DeviceCall(plan, arrays, out, lane, choice.multiple, timeout or self.channel.timeout, lane.has_given_up)
+        return choice
 
     def _choice_on(self, kind: str, device: int) -> DeviceChoice:
         """Return the choice for arrays on devices; the first device that is asked for counts."""
@@ -115,7 +148,7 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call_site: str | None,
-        call: DeviceCall | None = None,
+        call: ReductionCall | None = None,
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
 
@@ -159,7 +192,7 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call_site: str | None,
-        call: DeviceCall | None,
+        call: ReductionCall | None,
         *,
         may_share: bool,
         is_wanted: bool,
@@ -204,7 +237,7 @@ class Engine:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results
 
-    def _reduce_on_device(self, plan: ReductionPlan, call: DeviceCall, results: list[Array]) -> Steps[None]:
+    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
         choice, trace = self._on_device, self.channel.trace
         assert choice is not None
         yield from queue_of(call.lane.device).turn(call)
@@ -257,8 +290,12 @@ class Engine:
                 pack.deliver(job.finish(flat), results, are_given=False)
         return results
 
-    def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[Array]:
-        """Return the flat elements of this rank's rows of the reduction."""
+    def scatters_on_device(self, plan: ReductionPlan) -> bool:
+        """Whether NCCL can do a ``reduce_scatter`` of an array on a GPU as it was asked for."""
+        return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
+
+    def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[list[Array]]:
+        """Return the flat elements of this rank's rows of the reduction, one array."""
         channel, movement = self.channel, self._movement
         borders = slices(len(array), channel.size)
         if _asks_for_more(plan):
@@ -267,7 +304,7 @@ class Engine:
             )
             first, last = borders[channel.rank]
             mine: Array = whole[first:last].reshape(-1).copy()
-            return mine
+            return [mine]
         row_size = math.prod(array.shape[1:])
         borders = tuple([(a * row_size, b * row_size) for a, b in borders])
         start, stop = borders[channel.rank]
@@ -289,7 +326,7 @@ class Engine:
             yield from movement.reduce_rows_through_slots(send, borders, flat, plan.op)
         else:
             yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
-        return divided(flat, plan.divisor).astype(result_dtype, copy=False)
+        return [divided(flat, plan.divisor).astype(result_dtype, copy=False)]
 
     def _make_algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:
         """Return a new algorithm for a message, once all ranks have come."""
@@ -299,7 +336,7 @@ class Engine:
     def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], call_site: str | None) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks."""
         channel, movement, k = self.channel, self._movement, len(arrays)
-        moved = plan.moved(arrays)
+        moved = [np.ascontiguousarray(array) for array in plan.moved(arrays)]
         lengths = [len(array) for array in moved]
         told = movement.can_tell(2 * k)
         if told:

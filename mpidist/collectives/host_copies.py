@@ -24,7 +24,11 @@ def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
     if not which_on_device(arrays):
         return arrays, _as_they_are
     homes = [(ops, ops.device_of(array)) for ops, array in ((ops_of(array), array) for array in arrays)]
-    copies = [ops.to_host(array) if ops.kind != "cpu" else array for (ops, _), array in zip(homes, arrays, strict=True)]
+    copies = list(arrays)
+    for ops, device in {home for home in homes if home[0].kind != "cpu"}:
+        there = [index for index, home in enumerate(homes) if home == (ops, device)]
+        for index, copy in zip(there, ops.all_to_host([arrays[index] for index in there]), strict=True):
+            copies[index] = copy
 
     def bring_back(results: list[Array]) -> list[Array]:
         return [

@@ -23,6 +23,7 @@ class GatherPlan:
         axis: Along which; the arrays of other ranks may differ in length there.
         signature: Shape and dtype of each array.
         note: What else all ranks must agree on, such as the structure that the arrays came from.
+        on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
         row_sizes: Elements of each array per index of the axis.
@@ -33,7 +34,7 @@ class GatherPlan:
         ValueError: An array does not have the axis.
     """
 
-    def __init__(self, axis: int, signature: Signature, note: str = "") -> None:
+    def __init__(self, axis: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
         parts = []
         self._positions: list[int] = []
         self._other_axes: list[tuple[int, ...]] = []
@@ -44,15 +45,16 @@ class GatherPlan:
             parts.append(f"{dtype.name}({shown})")
             self._positions.append(position)
             self._other_axes.append(shape[:position] + shape[position + 1 :])
-        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{note_text('as', note)}"
+        place = " on GPUs" if on_device else ""
+        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{place}{note_text('as', note)}"
         self.id = plan_id(self.text)
         self.row_sizes = [math.prod(axes) for axes in self._other_axes]
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
 
     def moved(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays with the axis first, contiguous."""
+        """Return the arrays with the axis first."""
         return [
-            np.ascontiguousarray(np.moveaxis(array, position, 0) if position else array)
+            np.moveaxis(array, position, 0) if position else array
             for array, position in zip(arrays, self._positions, strict=True)
         ]
 
@@ -70,6 +72,7 @@ class BroadcastPlan:
         root: The rank whose arrays it is.
         signature: Shape and dtype of each array.
         note: What else all ranks must agree on.
+        on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
         nbytes: Of all arrays.
@@ -78,12 +81,13 @@ class BroadcastPlan:
         TypeError: A dtype that cannot be sent.
     """
 
-    def __init__(self, root: int, signature: Signature, note: str = "") -> None:
+    def __init__(self, root: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
         for _, dtype in signature:
             check_transportable(dtype, "broadcast")
         self.root = root
         of_what = note_text("for", note)
-        self.text = f"broadcast from rank {root} of {signature_text(signature)}{of_what}"
+        place = " on GPUs" if on_device else ""
+        self.text = f"broadcast from rank {root} of {signature_text(signature)}{place}{of_what}"
         self.id = plan_id(self.text)
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
 

@@ -46,7 +46,7 @@ def sleep_on(stream: Any, seconds: float = LATE_SECONDS) -> None:
 
 def late_caller(patch: pytest.MonkeyPatch) -> None:
     """The arrays of the program come late."""
-    make = device_call.DeviceCall.__init__
+    make = device_call.ReductionCall.__init__
 
     def made(self: Any, plan: Any, arrays: Any, *others: Any) -> None:
         ops = ops_of(arrays[0])
@@ -60,18 +60,18 @@ def late_caller(patch: pytest.MonkeyPatch) -> None:
         ops.copy_to_device(arrays[0], self.value, stream)
         make(self, plan, arrays, *others)
 
-    patch.setattr(device_call.DeviceCall, "__init__", made)
+    patch.setattr(device_call.ReductionCall, "__init__", made)
 
 
 def late_lane(patch: pytest.MonkeyPatch) -> None:
     """What the communicator does on the device comes late."""
-    load = device_call.DeviceCall.load
+    load = device_call.ReductionCall.load
 
     def loaded(self: Any, pack: Any, multiple: int) -> Any:
         sleep_on(self.lane.stream)
         return load(self, pack, multiple)
 
-    patch.setattr(device_call.DeviceCall, "load", loaded)
+    patch.setattr(device_call.ReductionCall, "load", loaded)
 
 
 def late_copies(name: str) -> Late:
@@ -178,11 +178,11 @@ def test_nothing_is_wrong_as_it_is(
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("__init__"), late_caller, id="the lane does not wait for the caller"),
+        pytest.param(deaf_in("follow_caller"), late_caller, id="the lane does not wait for the caller"),
         pytest.param(deaf_in("_through"), late_lane, id="the copy to the host does not wait for the lane"),
         pytest.param(hasty(device_hierarchical), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="the lane does not wait for the copy to the device"),
-        pytest.param(deaf_in("wait_here"), TO_DEVICE, id="the caller does not wait for the lane"),
+        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for the lane"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
     ],
 )
@@ -226,9 +226,9 @@ def test_the_hierarchical_way_on_device_memory(
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("__init__"), late_caller, id="the lane does not wait for the caller"),
+        pytest.param(deaf_in("follow_caller"), late_caller, id="the lane does not wait for the caller"),
         pytest.param(hasty(staged), TO_HOST, id="the host does not wait for the copy to it"),
-        pytest.param(deaf_in("wait_here"), TO_DEVICE, id="the caller does not wait for the lane"),
+        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for the lane"),
     ],
 )
 def test_the_staged_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
@@ -238,8 +238,8 @@ def test_the_staged_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate:
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("__init__"), late_caller, id="NCCL does not wait for the caller"),
-        pytest.param(deaf_in("wait_here"), late_lane, id="the caller does not wait for NCCL"),
+        pytest.param(deaf_in("follow_caller"), late_caller, id="NCCL does not wait for the caller"),
+        pytest.param(deaf_in("_wait_for"), late_lane, id="the caller does not wait for NCCL"),
     ],
 )
 def test_nccl_alone(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:

@@ -21,12 +21,15 @@ class Nccl:
     Args:
         comm: The NCCL communicator of all ranks; closed with this object.
         lane: Where it works.
+
+    Attributes:
+        comm: See above.
     """
 
     name = "nccl"
 
     def __init__(self, comm: NcclComm, lane: Lane) -> None:
-        self._comm = comm
+        self.comm = comm
         self._lane = lane
 
     @classmethod
@@ -46,9 +49,9 @@ class Nccl:
         """See ``DeviceAlgorithm``."""
         yield from ()
         with self._lane.on():
-            self._comm.all_reduce(job.source, job.target, job.op, self._lane.stream)
+            self.comm.all_reduce(job.source, job.target, job.op, self._lane.stream)
             return job.store()
 
     def close(self) -> None:
         """Destroy the NCCL communicator (collective)."""
-        self._comm.close()
+        self.comm.close()

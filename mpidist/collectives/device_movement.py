@@ -1,0 +1,199 @@
+"""All-gather, broadcast and reduce-scatter of arrays on GPUs by NCCL, where NCCL is what large reductions take, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Stream
+from mpidist.collectives import gathering
+from mpidist.collectives.channel import Channel
+from mpidist.collectives.chunks import slices
+from mpidist.collectives.device_call import DeviceCall
+from mpidist.collectives.device_choice import DeviceChoice
+from mpidist.collectives.device_queue import queue_of
+from mpidist.collectives.host_copies import BringBack
+from mpidist.collectives.lane import Lane
+from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.nccl import NcclComm
+from mpidist.collectives.objects import gather_objects
+from mpidist.collectives.plan import ReductionPlan, Signature
+from mpidist.collectives.waiting import Steps
+from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import PeerError
+
+
+class MovementCall(DeviceCall):
+    """Arrays of one device that are moved.
+
+    Args:
+        arrays: All arrays of the call.
+        travelling: The arrays as they travel, such as with another axis first.
+        lane: See ``DeviceCall``.
+        timeout: See ``DeviceCall``.
+        is_void: See ``DeviceCall``.
+
+    Attributes:
+        arrays: See above.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        travelling: Sequence[Array],
+        lane: Lane,
+        timeout: float,
+        is_void: Callable[[], bool],
+    ) -> None:
+        super().__init__(lane, timeout, is_void)
+        self.arrays = arrays
+        ops = lane.ops
+        with lane.on():
+            for index, array in enumerate(travelling):
+                self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
+            self.follow_caller()
+        self.enter()
+
+    def allocate(self, signature: Signature) -> None:
+        """Make the results, in memory of the caller's stream; in any thread."""
+        lane = self.lane
+        with lane.on(), self.caller:
+            for index, (shape, dtype) in enumerate(signature):
+                self.results[index] = lane.ops.empty(shape, dtype, lane.device)
+            self.follow_caller()
+
+    def let_go(self) -> None:
+        """See ``DeviceCall``."""
+        super().let_go()
+        self.arrays = []
+
+
+class Moving(NamedTuple):
+    """A collective that moves arrays.
+
+    Attributes:
+        steps, text: What it does, and what it is.
+        finish: Makes the results of what the steps return.
+        call: Its part on a GPU; None where it goes through host memory.
+    """
+
+    steps: Steps[list[Array]]
+    text: str
+    finish: BringBack
+    call: MovementCall | None = None
+
+
+class DeviceMovement:
+    """The collectives of one communicator that move arrays on a device.
+
+    Args:
+        channel: On which they are carried out.
+        choice: Which has NCCL.
+    """
+
+    def __init__(self, channel: Channel, choice: DeviceChoice) -> None:
+        self._channel = channel
+        self._choice = choice
+
+    def all_gather(
+        self, plan: GatherPlan, call: MovementCall, call_site: str | None
+    ) -> Steps[list[Array]]:
+        """Concatenate arrays, which travel with the axis first, over the ranks."""
+        nccl = yield from self._begin(plan, call, call_site)
+        arrays, stream = list(call.inputs.values()), call.lane.stream
+        rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
+        lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
+        shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
+        yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
+        with call.lane.on():
+            with nccl.group():
+                for index, array in enumerate(arrays):
+                    counts = [row[index] * plan.row_sizes[index] for row in rows]
+                    _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
+            results = [plan.result(index, whole, lengths[index]) for index, whole in call.results.items()]
+        return self._end(call, results)
+
+    def broadcast(
+        self, plan: BroadcastPlan, call: MovementCall, call_site: str | None
+    ) -> Steps[list[Array]]:
+        """Return the arrays of the root, for which ``call`` has the memory."""
+        nccl = yield from self._begin(plan, call, call_site)
+        with call.lane.on(), nccl.group():
+            for index, array in call.inputs.items():
+                target = call.results[index].reshape(-1)
+                nccl.broadcast(array.reshape(-1), target, plan.root, call.lane.stream)
+        return self._end(call, list(call.results.values()))
+
+    def reduce_scatter(
+        self, plan: ReductionPlan, call: MovementCall, call_site: str | None
+    ) -> Steps[list[Array]]:
+        """Return the elements of this rank's rows of the reduction, for which ``call`` has the memory."""
+        nccl = yield from self._begin(plan, call, call_site)
+        (pack,), lane, result = plan.device_packs, call.lane, call.results[0]
+        op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
+        with lane.on():
+            source, target = call.inputs[0].reshape(-1), result
+            if not pack.is_plain:
+                source, target = lane.empty(source.size, pack.dtype), lane.empty(result.size, pack.dtype)
+                pack.load(lane.ops, list(call.inputs.values()), source, lane.stream)
+            rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
+            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
+            _reduce_scatter(nccl, source, target, cuts, op, lane.stream)
+            if plan.divisor is not None or target is not result:
+                lane.ops.unpack(target, [result], plan.divisor, lane.stream)
+        return self._end(call, [result])
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall, call_site: str | None
+    ) -> Steps[NcclComm]:
+        """Return NCCL once the ranks have met and it is the turn of ``call``."""
+        channel = self._channel
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
+        if channel.trace is not None:
+            channel.trace.moves(sum(array.nbytes for array in call.inputs.values()))
+        yield from queue_of(call.lane.device).turn(call)
+        return self._choice.nccl
+
+    def _end(self, call: MovementCall, results: list[Array]) -> list[Array]:
+        with call.lane.on():
+            call.lane.finish(call)
+        call.leave()
+        return results
+
+    def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
+        """Make the results, whose lengths nobody knew before; a rank that has no memory is an error on all ranks."""
+        failure: Exception | None = None
+        try:
+            call.allocate(signature)
+        except Exception as error:
+            failure = error
+        comm = self._channel.comm
+        texts = yield from gather_objects(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise PeerError(f"rank {rank} cannot make the result of {plan.text}: {text}") from failure
+
+
+def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:
+    """Put the flat arrays of all ranks, of ``counts`` elements, one after the other into ``whole``."""
+    if len({*counts}) == 1:
+        nccl.all_gather(mine, whole, stream)
+        return
+    for root, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
+        nccl.broadcast(mine if root == nccl.rank else None, whole[start:stop], root, stream)
+
+
+def _reduce_scatter(
+    nccl: NcclComm, source: Array, target: Array, cuts: Sequence[tuple[int, int]], op: ReduceOp, stream: Stream
+) -> None:
+    """Put this rank's cut of the reduction into ``target``."""
+    if len({stop - start for start, stop in cuts}) == 1:
+        nccl.reduce_scatter(source, target, op, stream)
+        return
+    with nccl.group():
+        for root, (start, stop) in enumerate(cuts):
+            nccl.reduce(source[start:stop], target if root == nccl.rank else None, op, root, stream)

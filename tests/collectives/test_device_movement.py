@@ -1,0 +1,178 @@
+"""All-gather, broadcast and reduce-scatter of arrays on GPUs: by NCCL, or through page-locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist import Communicator, MismatchError
+from mpidist.collectives import host_copies
+from mpidist.collectives.plan import which_on_device
+from mpidist.core.errors import PeerError
+from mpidist.topology import world_topology
+from tests.support import fake_cupy
+
+pytestmark = pytest.mark.min_ranks(2)
+LATE = pytest.mark.parametrize("fake_gpus", [{"devices": 6, "jitter": 0.001}], indirect=True)
+PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
+
+
+@pytest.fixture
+def cupy(fake_gpus: Any) -> Iterator[Any]:
+    """Each rank has a GPU of its own."""
+    with fake_gpus.cuda.Device(world_topology().rank):
+        yield fake_gpus
+
+
+@pytest.fixture
+def by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are on one node, and nothing may pass through the host."""
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
+    monkeypatch.setattr(
+        host_copies, "which_on_device", lambda arrays: which_on_device(arrays) and pytest.fail("a copy to the host")
+    )
+
+
+@pytest.fixture
+def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are on several nodes, where ``nccl`` is not the default."""
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
+
+
+def parts(rank: int) -> list[np.ndarray]:
+    """Return what a rank gives to be gathered: different lengths, equal ones, none, other axes, any dtype."""
+    return [
+        np.full((rank + 1, 2), rank, "f4"),
+        np.arange(6.0).reshape(3, 2) + rank,
+        np.zeros((0, 3), "i2") if rank else np.ones((2, 3), "i2"),
+        np.full(3, rank % 2 == 0),
+    ]
+
+
+def gathered(size: int) -> list[np.ndarray]:
+    return [np.concatenate(arrays) for arrays in zip(*(parts(rank) for rank in range(size)), strict=True)]
+
+
+def check_movement(cupy: Any, comm: Communicator) -> None:
+    for _ in range(3):
+        mine = [cupy.asarray(part) for part in parts(comm.rank)]
+        works = comm.all_gather_async(mine), comm.broadcast_async(mine[1], root=comm.size - 1)
+        for got in (comm.all_gather(mine), works[0].wait()):
+            for result, wanted in zip(got, gathered(comm.size), strict=True):
+                assert isinstance(result, cupy.ndarray)
+                assert result.dtype == wanted.dtype
+                np.testing.assert_array_equal(result.get(), wanted)
+        np.testing.assert_array_equal(works[1].wait().get(), parts(comm.size - 1)[1])
+    turned = comm.all_gather(cupy.full((2, comm.rank + 1), comm.rank), axis=1)
+    np.testing.assert_array_equal(
+        turned.get(), np.concatenate([np.full((2, rank + 1), rank) for rank in range(comm.size)], axis=1)
+    )
+    values = [cupy.full((), comm.rank, "f2"), cupy.arange(6.0).reshape(2, 3).T + comm.rank, cupy.zeros(0)]
+    for result, wanted in zip(comm.broadcast(values, root=1), [1, np.arange(6.0).reshape(2, 3).T + 1, []], strict=True):
+        np.testing.assert_array_equal(result.get(), wanted)
+
+
+@pytest.mark.counts
+@LATE
+@pytest.mark.usefixtures("by_nccl")
+def test_arrays_move_from_gpu_to_gpu(cupy: Any) -> None:
+    with Communicator() as comm:
+        check_movement(cupy, comm)
+
+
+@LATE
+@pytest.mark.usefixtures("by_host")
+def test_arrays_move_through_page_locked_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Communicator() as comm:
+        check_movement(cupy, comm)
+        monkeypatch.setattr(cupy.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
+        comm.broadcast([cupy.ones(1000) for _ in range(20)])
+        comm.all_gather([cupy.ones(1000) for _ in range(20)])
+        comm.reduce_scatter("SUM", cupy.ones(1000))
+
+
+@pytest.mark.counts
+@LATE
+@pytest.mark.usefixtures("by_nccl")
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
+@pytest.mark.parametrize("dtype", ["f4", "f2", "i2", "f8"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_rows_of_a_reduction_stay_on_the_gpu(cupy: Any, op: str, dtype: str, more: int) -> None:
+    with Communicator() as comm:
+        rows = 2 * comm.size + more
+        value = (np.arange(rows * 3).reshape(rows, 3) % 5 + 1).astype(dtype)
+        wanted = comm.reduce_scatter(op, value)
+        for got in (
+            comm.reduce_scatter(op, cupy.asarray(value)),
+            comm.reduce_scatter_async(op, cupy.asarray(value)).wait(),
+        ):
+            assert isinstance(got, cupy.ndarray)
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+            np.testing.assert_array_equal(got.get(), wanted)
+
+
+@PUNCTUAL
+def test_what_nccl_does_not_reduce_goes_through_the_host(cupy: Any) -> None:
+    with Communicator() as comm:
+        value = np.arange(2.0 * comm.size)
+        value[0] = np.nan
+        got = comm.reduce_scatter("MAX", cupy.asarray(value))
+        np.testing.assert_array_equal(got.get(), value[2 * comm.rank : 2 * comm.rank + 2])
+
+
+@pytest.mark.parametrize("fake_gpus", [{"devices": 6, "nccl": False, "jitter": 0.001}], indirect=True)
+def test_without_nccl_arrays_move_through_the_host_which_is_said_once(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
+    with Communicator() as comm:
+        part = comm.reduce_scatter_async("SUM", cupy.ones((comm.size, 2)))
+        assert part.wait().get().tolist() == [[comm.size] * 2]
+        check_movement(cupy, comm)
+    assert len([record for record in caplog.records if "slow" in record.message]) == (world_topology().rank == 0)
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
+def test_a_rank_with_arrays_on_the_host_is_a_mismatch(cupy: Any) -> None:
+    with Communicator() as comm:
+        mine = np.ones(3, "f4") if comm.rank else cupy.ones(3, "f4")
+        with pytest.raises(MismatchError, match="broadcast of arrays on GPUs, the first"):
+            comm.broadcast(mine)
+        assert comm.broadcast(cupy.full(2, comm.rank)).get().tolist() == [0, 0]
+        with pytest.raises(MismatchError, match=r"broadcast from rank 0 of float32\(3,\) on GPUs"):
+            comm.broadcast(mine)
+        with pytest.raises(MismatchError, match=r"all_gather along axis 0 of float32\(\*\) on GPUs"):
+            comm.all_gather(mine)
+        assert comm.broadcast(cupy.full(2, comm.rank)).get().tolist() == [0, 0]
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
+def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any) -> None:
+    with Communicator() as comm:
+        mine = cupy.ones(3)
+        comm.all_gather(mine)
+        if comm.rank == 1:
+            fake_cupy.fail_allocations()
+        with pytest.raises(PeerError, match="rank 1 cannot make the result of all_gather.*Out of memory"):
+            comm.all_gather(mine)
+        assert comm.all_gather(mine).get().tolist() == [1] * 3 * comm.size
+
+
+@LATE
+@pytest.mark.usefixtures("by_nccl")
+def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any) -> None:
+    count = 50_000
+    with Communicator() as comm:
+        for number in range(10):
+            works = [comm.all_gather_async(cupy.full(count, number + comm.rank, "f4")) for _ in range(2)]
+            # Take the memory of what has been let go.
+            cupy.full(count, -1, "f4")
+            comm.broadcast_async(cupy.full(count, 7, "f4"))
+            cupy.full(count, -1, "f4")
+            for work in works:
+                assert (work.wait().get().reshape(comm.size, -1) == number + np.arange(comm.size)[:, None]).all()
