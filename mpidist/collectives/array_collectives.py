@@ -226,7 +226,7 @@ class ArrayCollectives:
     ) -> MovementCall:
         """Return a call with memory for ``results``, as far as they are known before the ranks have met."""
         with self.shared_errors(kind):
-            call = self._engine.movement_call(arrays, travelling, self._timeout_of(options))
+            call = self._engine.movement_call(kind, arrays, travelling, self._timeout_of(options))
             call.allocate(results)
         return call
 

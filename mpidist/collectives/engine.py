@@ -63,7 +63,7 @@ class Engine:
             ValueError: They lie on another device than those before.
             RuntimeError: The current stream there records a CUDA graph.
         """
-        choice = self._choice_for(arrays if out is None else [*arrays, *out])
+        choice = self._choice_for("all_reduce", arrays if out is None else [*arrays, *out])
         lane, seconds = choice.lane, timeout or self.channel.timeout
         return ReductionCall(plan, arrays, out, lane, choice.multiple, seconds, lane.has_given_up)
 
@@ -77,10 +77,10 @@ class Engine:
         return len(devices) == 1 and choice.may_move_by_nccl
 
     def movement_call(
-        self, arrays: Sequence[Array], travelling: Sequence[Array], timeout: float | None
+        self, name: str, arrays: Sequence[Array], travelling: Sequence[Array], timeout: float | None
     ) -> MovementCall:
         """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
-        lane = self._choice_for(arrays).lane
+        lane = self._choice_for(name, arrays).lane
         return MovementCall(arrays, travelling, lane, timeout or self.channel.timeout, lane.has_given_up)
 
     @property
@@ -89,11 +89,11 @@ class Engine:
         assert self._on_device is not None
         return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
 
-    def _choice_for(self, arrays: Sequence[Array]) -> DeviceChoice:
+    def _choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
         """Return the choice for what is about to be done with arrays, in the thread that asks for it."""
         kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
-            raise graph_error("a collective")
+            raise graph_error(name)
         choice = self._choice_on(kind, device)
         lane = choice.lane
         if lane.device != device:
