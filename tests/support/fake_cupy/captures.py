@@ -12,6 +12,15 @@ GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 UNSUPPORTED, INVALIDATED, IMPLICIT, CAPTURED_EVENT = 900, 901, 906, 907
 
 
+class _Thread(threading.local):
+    """What a thread has asked for, which outlives the GPUs of one test."""
+
+    mode = GLOBAL
+
+
+_thread = _Thread()
+
+
 class _Capture:
     def __init__(self, mode: int) -> None:
         self.mode = mode
@@ -23,7 +32,6 @@ class Captures:
     """The captures that are under way, by the handle of their stream."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
         self._captures: dict[int, _Capture] = {}
 
     def begin(self, stream: int, mode: int) -> None:
@@ -40,13 +48,12 @@ class Captures:
 
     def exchange_mode(self, mode: int) -> int:
         """Set the mode of this thread, and return the one before."""
-        before = getattr(self._local, "mode", GLOBAL)
-        self._local.mode = mode
+        before, _thread.mode = _thread.mode, mode
         return before
 
     def try_unsafe(self) -> int:
         """Return the status of a call that may be unsafe, such as cudaMalloc or cudaEventQuery."""
-        mode, me = getattr(self._local, "mode", GLOBAL), threading.get_ident()
+        mode, me = _thread.mode, threading.get_ident()
         hindering = [
             capture
             for capture in list(self._captures.values())
