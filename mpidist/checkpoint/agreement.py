@@ -12,6 +12,7 @@ import numpy as np
 
 from mpidist.core.errors import PeerError
 from mpidist.core.protocols import StrategyLike
+from mpidist.core.wording import ranks_text
 
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
@@ -76,7 +77,7 @@ def every_rank_does(strategy: StrategyLike, doing: str, work: Callable[[], Any])
     errors = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
     if errors:
         told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
-        raise PeerError(f"{doing} failed on rank {', '.join(map(str, errors))} of {len(messages)}, with {told}")
+        raise PeerError(f"{doing} failed on rank {ranks_text(errors)} of {len(messages)}, with {told}")
     return [message["result"] for message in messages]
 
 
@@ -97,7 +98,7 @@ def check_same(strategy: StrategyLike, doing: str, names: Sequence[str], digests
         for name in theirs:
             holders.setdefault(name, []).append(rank)
     partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
-    shown = "; ".join(f"{name!r} only on rank {', '.join(map(str, ranks))}" for name, ranks in partial[:_MOST_NAMES])
+    shown = "; ".join(f"{name!r} only on rank {ranks_text(ranks)}" for name, ranks in partial[:_MOST_NAMES])
     more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
     raise ValueError(
         f"{doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} ranks: "

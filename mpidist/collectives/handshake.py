@@ -30,6 +30,7 @@ from mpidist.collectives.tally import Tally
 from mpidist.collectives.waiting import Steps, until_done
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
+from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def _mismatch_message(everyone: list[tuple[str, str, str]]) -> str:
     for rank, (_, text, site) in enumerate(everyone):
         groups.setdefault((text, site), []).append(rank)
     lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}\n      at {site}"
+        f"  rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}: {text}\n      at {site}"
         for (text, site), ranks in groups.items()
     ]
     # Where all are at one line it is their arguments that differ.

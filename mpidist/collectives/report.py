@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from mpidist.core.wording import ranks_text
+
 Tallies = dict[str, "Tally"]
 
 
@@ -44,7 +46,7 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
     told = f"{ranks} rank{'s' if ranks > 1 else ''}"
     missing = sorted(set(range(ranks)) - set(by_rank))
     if missing:
-        told = f"{len(by_rank)} of {told} (without {', '.join(map(str, missing))})"
+        told = f"{len(by_rank)} of {told} (without {ranks_text(missing)})"
     lines = [f"mpidist: collectives of {told}, means over ranks, in {seconds:.1f} s"]
     rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
     by_operation: dict[str, dict[int, Tally]] = {}
