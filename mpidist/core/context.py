@@ -104,7 +104,7 @@ def get_strategy() -> StrategyLike:
 
 def is_default(strategy: StrategyLike) -> bool:
     """Whether ``strategy`` is the default one."""
-    return strategy is _default_frame().strategy
+    return bool(_default) and strategy is _default[0].strategy
 
 
 def has_strategy() -> bool:
@@ -113,7 +113,8 @@ def has_strategy() -> bool:
     >>> has_strategy()
     False
     """
-    return not is_default(current_frame().strategy)
+    frames = _stack.frames
+    return bool(frames) and not is_default(frames[-1].strategy)
 
 
 def get_replica_context() -> ReplicaContextLike | None:
