@@ -164,7 +164,7 @@ class _Slab:
 
     def note_read(self, stream: Any) -> None:
         """Note that a stream reads what was put last."""
-        self._halves[0].read[stream.handle] = stream.record(blocks=True)
+        self._halves[0].read[stream.device, stream.handle] = stream.record(blocks=True)
 
 
 class _Half:
@@ -179,7 +179,7 @@ class _Half:
     def __init__(self) -> None:
         self.memory: NDArray[np.int64] = np.empty(0, np.int64)
         self.used = 0
-        self.read: dict[int, Any] = {}
+        self.read: dict[tuple[int, int], Any] = {}
 
     def empty(self) -> None:
         """Wait until nobody reads it any more."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.convert import Array, graph_error
+from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.collectives.algorithms import DEVICE_NAMES
 from mpidist.collectives.channel import Channel
 from mpidist.collectives.choice import check_options
 from mpidist.collectives.device_call import ReductionCall
@@ -154,20 +156,30 @@ class ArrayCollectives:
 
     def prepare_device(self, kind: str, device: int, text: str = "preparing to reduce arrays on GPUs") -> None:
         """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
+        if _keeps_nccl_out(self._options):
+            return
         with self.shared_errors(text):
             steps = self._engine.prepare_device(kind, device, text)
         self._run(steps, text, None)
         self._engine.is_device_prepared = True
 
-    def _moved_on_device(self, name: str, arrays: Sequence[Array]) -> DeviceMovement | None:
+    def _moved_on_device(
+        self, name: str, arrays: Sequence[Array], options: CommunicationOptions | None
+    ) -> DeviceMovement | None:
         """Return what moves these arrays between GPUs; None where they go through host memory."""
         engine = self._engine
-        if not engine.may_move_on_device(arrays):
-            return None
+        self._check_options(options)
+        with self.shared_errors(name):
+            for array in arrays:
+                if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
+                    raise graph_error(name)
+            if _keeps_nccl_out(self._options.merge(options)) or not engine.may_move_on_device(arrays):
+                return None
         if not engine.is_device_prepared:
             # Whether NCCL works, and has a network, all ranks have to know before any of them decides.
             ops = ops_of(arrays[0])
-            self.prepare_device(ops.kind, ops.device_of(arrays[0]), f"{name} of arrays on GPUs, the first")
+            text = f"{name} of arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)"
+            self.prepare_device(ops.kind, ops.device_of(arrays[0]), text)
         return engine.on_device
 
     def gather_arrays(
@@ -185,7 +197,7 @@ class ArrayCollectives:
         call_site: str | None = None,
     ) -> Moving:
         signature, engine = signature_of(arrays), self._engine
-        on_device = self._moved_on_device("all_gather", arrays)
+        on_device = self._moved_on_device("all_gather", arrays, options)
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
@@ -208,7 +220,7 @@ class ArrayCollectives:
         call_site: str | None = None,
     ) -> Moving:
         root, signature, engine = self._check_root(root), signature_of(arrays), self._engine
-        on_device = self._moved_on_device("broadcast", arrays)
+        on_device = self._moved_on_device("broadcast", arrays, options)
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
@@ -226,9 +238,7 @@ class ArrayCollectives:
     ) -> MovementCall:
         """Return a call with memory for ``results``, as far as they are known before the ranks have met."""
         with self.shared_errors(kind):
-            call = self._engine.movement_call(kind, arrays, travelling, self._timeout_of(options))
-            call.allocate(results)
-        return call
+            return self._engine.movement_call(kind, arrays, travelling, results, self._timeout_of(options))
 
     def _carry_out(self, moving: Moving, options: CommunicationOptions | None) -> list[Array]:
         try:
@@ -239,8 +249,14 @@ class ArrayCollectives:
         return moving.finish(results)
 
     def _start(self, moving: Moving, call_site: str, options: CommunicationOptions | None) -> Work:
-        work = self._submit(moving.steps, moving.text, call_site, options).then(moving.finish)
-        return work if moving.call is None else work.before_return(moving.call.wait_here)
+        call = moving.call
+        try:
+            work = self._submit(moving.steps, moving.text, call_site, options).then(moving.finish)
+        except BaseException:
+            if call is not None:
+                call.leave()
+            raise
+        return work if call is None else work.before_return(call.wait_here)
 
     def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has come, to do what ``text`` says (collective)."""
@@ -325,15 +341,20 @@ class ArrayCollectives:
         divisor: int,
         options: CommunicationOptions | None,
         note: str,
+        *,
+        are_copies: bool = False,
     ) -> ReductionPlan:
+        """Return how arrays are reduced; of copies of arrays on a GPU whatever algorithm was named for those."""
         self._check_options(options)
         signature, on_device = signature_of(arrays), which_on_device(arrays)
-        key = (kind, op, divisor, signature, on_device, options, note)
+        key = (kind, op, divisor, signature, on_device, options, note, are_copies)
         plan: ReductionPlan | None = self._plans.get(key)
         if plan is None:
             with self.shared_errors(kind):
                 merged = self._options.merge(options)
                 check_options(merged)
+                if are_copies and merged.algorithm in DEVICE_NAMES:
+                    merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
                 plan = ReductionPlan(kind, op, signature, merged, divisor, most_inline, on_device, note)
                 self._keep(key, plan)
@@ -386,6 +407,11 @@ class ArrayCollectives:
             return None
         self._check_options(options)
         return options.timeout_seconds
+
+
+def _keeps_nccl_out(options: CommunicationOptions) -> bool:
+    """Whether arrays on GPUs take a way without NCCL: it was named, or sums are to have the order of the host."""
+    return options.algorithm not in (None, "nccl", "hierarchical") or options.deterministic
 
 
 def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:

@@ -19,7 +19,7 @@ from mpidist.collectives.device_movement import Moving
 from mpidist.collectives.handshake import plan_id
 from mpidist.collectives.host_copies import on_host
 from mpidist.collectives.movement_plan import check_has_axis
-from mpidist.collectives.plan import signature_of, signature_text
+from mpidist.collectives.plan import signature_of, signature_text, which_on_device
 from mpidist.collectives.reading import Rebuild, read, read_out, restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.waiting import Steps
@@ -150,7 +150,8 @@ class Communicator(ArrayCollectives):
         op, arrays, _, structure, rebuild = self._read(op, value)
         root = self._check_root(root)
         copies, bring_back = on_host(arrays)
-        plan = self._plan(f"reduce to rank {root}", op, copies, self.size, options, structure)
+        doing, are_copies = f"reduce to rank {root}", bool(which_on_device(arrays))
+        plan = self._plan(doing, op, copies, self.size, options, structure, are_copies=are_copies)
         steps = self._engine.reduce_to(plan, copies, root, call_site)
         if self.rank != root:
             return (steps, plan.text), _nothing
@@ -188,7 +189,7 @@ class Communicator(ArrayCollectives):
         engine = self._engine
         start, stop = slices(len(given), self.size)[self.rank]
         shape = (stop - start, *given.shape[1:])
-        on_device = self._moved_on_device("reduce_scatter", [given])
+        on_device = self._moved_on_device("reduce_scatter", [given], options)
         if on_device is not None:
             plan = self._plan("reduce_scatter", op, [given], self.size, options, "")
             if engine.scatters_on_device(plan):
@@ -197,7 +198,8 @@ class Communicator(ArrayCollectives):
                 steps = on_device.reduce_scatter(plan, call, call_site)
                 return Moving(steps, plan.text, lambda flats: [call.join(flats)[0].reshape(shape)], call)
         copies, bring_back = on_host([given])
-        plan = self._plan("reduce_scatter", op, copies, self.size, options, "")
+        are_copies = bool(which_on_device([given]))
+        plan = self._plan("reduce_scatter", op, copies, self.size, options, "", are_copies=are_copies)
         steps = engine.reduce_scatter(plan, copies[0], call_site)
         return Moving(steps, plan.text, lambda flats: bring_back([flats[0].reshape(shape)]))
 

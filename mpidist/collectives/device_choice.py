@@ -47,6 +47,12 @@ class DeviceAlgorithm(Protocol):
         """Free what the algorithm holds (collective)."""
 
 
+def may_move_by_nccl(table: Table, place: str) -> bool:
+    """Whether several ranks move arrays by NCCL, if it works and has a network; the same on every rank."""
+    row: Row = getattr(table, place)
+    return look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
+
+
 class DeviceChoice:
     """The algorithms of one communicator for arrays on one device.
 
@@ -152,12 +158,6 @@ class DeviceChoice:
                     how = "in host memory, which is slow" if instead == "staged" else f"by {instead!r} instead"
                     _log.warning("mpidist: %s. Arrays on GPUs are reduced %s", error, how)
         return self._made[name]
-
-    @property
-    def may_move_by_nccl(self) -> bool:
-        """Whether arrays are moved by NCCL where it works, and there is a network for it; the same on every rank."""
-        row: Row = getattr(self._table, self.place)
-        return self._comm.Get_size() > 1 and look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
 
     @property
     def moves_by_nccl(self) -> bool:

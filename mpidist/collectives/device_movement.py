@@ -29,31 +29,28 @@ class MovementCall(DeviceCall):
     """Arrays of one device that are moved.
 
     Args:
-        arrays: All arrays of the call.
-        travelling: The arrays as they travel, such as with another axis first.
+        travelling: The arrays of the call as they travel, such as with another axis first.
+        results: Shapes and dtypes of the results that are known before the ranks have met.
         lane: See ``DeviceCall``.
         timeout: See ``DeviceCall``.
         is_void: See ``DeviceCall``.
-
-    Attributes:
-        arrays: See above.
     """
 
     def __init__(
         self,
-        arrays: Sequence[Array],
         travelling: Sequence[Array],
+        results: Signature,
         lane: Lane,
         timeout: float,
         is_void: Callable[[], bool],
     ) -> None:
         super().__init__(lane, timeout, is_void)
-        self.arrays = arrays
         ops = lane.ops
         with lane.on():
             for index, array in enumerate(travelling):
                 self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
-            self.follow_caller()
+        self.allocate(results)
+        # Last: what fails before keeps nobody waiting.
         self.enter()
 
     def allocate(self, signature: Signature) -> None:
@@ -63,11 +60,6 @@ class MovementCall(DeviceCall):
             for index, (shape, dtype) in enumerate(signature):
                 self.results[index] = lane.ops.empty(shape, dtype, lane.device)
             self.follow_caller()
-
-    def let_go(self) -> None:
-        """See ``DeviceCall``."""
-        super().let_go()
-        self.arrays = []
 
 
 class Moving(NamedTuple):
@@ -97,10 +89,11 @@ class DeviceMovement:
         self._channel = channel
         self._choice = choice
 
-    def all_gather(
-        self, plan: GatherPlan, call: MovementCall, call_site: str | None
-    ) -> Steps[list[Array]]:
+    def all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         """Concatenate arrays, which travel with the axis first, over the ranks."""
+        return self._carried_out(call, self._all_gather(plan, call, call_site))
+
+    def _all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         nccl = yield from self._begin(plan, call, call_site)
         arrays, stream = list(call.inputs.values()), call.lane.stream
         rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
@@ -113,23 +106,25 @@ class DeviceMovement:
                     counts = [row[index] * plan.row_sizes[index] for row in rows]
                     _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
             results = [plan.result(index, whole, lengths[index]) for index, whole in call.results.items()]
-        return self._end(call, results)
+        return results
 
-    def broadcast(
-        self, plan: BroadcastPlan, call: MovementCall, call_site: str | None
-    ) -> Steps[list[Array]]:
+    def broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         """Return the arrays of the root, for which ``call`` has the memory."""
+        return self._carried_out(call, self._broadcast(plan, call, call_site))
+
+    def _broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         nccl = yield from self._begin(plan, call, call_site)
         with call.lane.on(), nccl.group():
             for index, array in call.inputs.items():
                 target = call.results[index].reshape(-1)
                 nccl.broadcast(array.reshape(-1), target, plan.root, call.lane.stream)
-        return self._end(call, list(call.results.values()))
+        return list(call.results.values())
 
-    def reduce_scatter(
-        self, plan: ReductionPlan, call: MovementCall, call_site: str | None
-    ) -> Steps[list[Array]]:
+    def reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         """Return the elements of this rank's rows of the reduction, for which ``call`` has the memory."""
+        return self._carried_out(call, self._reduce_scatter(plan, call, call_site))
+
+    def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
         nccl = yield from self._begin(plan, call, call_site)
         (pack,), lane, result = plan.device_packs, call.lane, call.results[0]
         op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
@@ -143,9 +138,19 @@ class DeviceMovement:
             _reduce_scatter(nccl, source, target, cuts, op, lane.stream)
             if plan.divisor is not None or target is not result:
                 lane.ops.unpack(target, [result], plan.divisor, lane.stream)
-        return self._end(call, [result])
+        return [result]
 
     # Inside -------------------------------------------------------------------------------------------------------
+
+    def _carried_out(self, call: MovementCall, steps: Steps[list[Array]]) -> Steps[list[Array]]:
+        """Carry out the steps, and let the next call have the device however they end."""
+        try:
+            results = yield from steps
+            with call.lane.on():
+                call.lane.finish(call)
+            return results
+        finally:
+            call.leave()
 
     def _begin(
         self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall, call_site: str | None
@@ -158,15 +163,12 @@ class DeviceMovement:
         yield from queue_of(call.lane.device).turn(call)
         return self._choice.nccl
 
-    def _end(self, call: MovementCall, results: list[Array]) -> list[Array]:
-        with call.lane.on():
-            call.lane.finish(call)
-        call.leave()
-        return results
-
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
         """Make the results, whose lengths nobody knew before; a rank that has no memory is an error on all ranks."""
         failure: Exception | None = None
+        while call.caller.is_capturing:
+            # What is recorded there now is the program's; it ends that before it waits for the result.
+            yield
         try:
             call.allocate(signature)
         except Exception as error:

@@ -13,10 +13,10 @@ from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.collectives import algorithms, gathering
 from mpidist.collectives.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.channel import Channel
-from mpidist.collectives.choice import Choice
+from mpidist.collectives.choice import Choice, place_of
 from mpidist.collectives.chunks import slices
 from mpidist.collectives.device_call import ReductionCall, device_of_arrays
-from mpidist.collectives.device_choice import DeviceChoice
+from mpidist.collectives.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.device_packing import DeviceReduction
 from mpidist.collectives.device_queue import Turn, queue_of
@@ -26,7 +26,7 @@ from mpidist.collectives.memory import Pool
 from mpidist.collectives.movement import Movement
 from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.packing import copies_of_overlapping, divided
-from mpidist.collectives.plan import ReductionPlan
+from mpidist.collectives.plan import ReductionPlan, Signature
 from mpidist.collectives.table import Table
 from mpidist.collectives.trace import OTHERS, PACK, REDUCE, UNPACK
 from mpidist.collectives.waiting import Steps
@@ -71,17 +71,23 @@ class Engine:
         """Whether all arrays lie on one GPU, that of this communicator, and the table has NCCL for large reductions."""
         if not arrays or not all(map(is_device_array, arrays)):
             return False
-        kind, device = ops_of(arrays[0]).kind, ops_of(arrays[0]).device_of(arrays[0])
-        choice = self._choice_on(kind, device)
-        devices = {choice.lane.device, *(ops_of(array).device_of(array) for array in arrays)}
-        return len(devices) == 1 and choice.may_move_by_nccl
+        kind = ops_of(arrays[0]).kind
+        if self.channel.size == 1 or not may_move_by_nccl(self._table, place_of(self.channel.node, kind)):
+            return False
+        lane = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).lane
+        return {lane.device} == {ops_of(array).device_of(array) for array in arrays}
 
     def movement_call(
-        self, name: str, arrays: Sequence[Array], travelling: Sequence[Array], timeout: float | None
+        self,
+        name: str,
+        arrays: Sequence[Array],
+        travelling: Sequence[Array],
+        results: Signature,
+        timeout: float | None,
     ) -> MovementCall:
         """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
         lane = self._choice_for(name, arrays).lane
-        return MovementCall(arrays, travelling, lane, timeout or self.channel.timeout, lane.has_given_up)
+        return MovementCall(travelling, results, lane, timeout or self.channel.timeout, lane.has_given_up)
 
     @property
     def on_device(self) -> DeviceMovement | None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 from mpidist.core.enums import ReduceOp
+from mpidist.core.first_use import imported
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 
 
@@ -58,7 +58,7 @@ def default_strategy_is_in(module: str) -> None:
 
 def _default_frame() -> Frame:
     if not _default:
-        import_module(_home_of_default[0])
+        imported(_home_of_default[0])
     return _default[0]
 
 
@@ -229,6 +229,17 @@ def outside() -> Iterator[None]:
         _stack.frames = frames
 
 
+@contextmanager
+def as_in_a_new_thread() -> Iterator[None]:
+    """Run the block as a thread begins, and leave nothing of it to the thread."""
+    before = vars(_stack).copy()
+    vars(_stack).update(frames=[], global_frame=None, creators=[])
+    try:
+        yield
+    finally:
+        vars(_stack).update(before)
+
+
 def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
     if is_default(active):
         return RuntimeError(
@@ -297,11 +308,13 @@ def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
     ...     mpidist.Variable(1.0).name
     'named'
     """
-    _stack.creators.append(creator)
+    # A block that was never left is ended whenever Python collects it, in any run or thread.
+    creators = _stack.creators
+    creators.append(creator)
     try:
         yield
     finally:
-        _stack.creators.remove(creator)
+        creators.remove(creator)
 
 
 def variable_creators() -> list[Callable[..., Any]]:

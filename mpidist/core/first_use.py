@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 Hooks = tuple[Callable[[str], Any], Callable[[], list[str]]]
+
+
+# Python lets two threads that import a room and a module of it, in the other order, have one of them half made.
+_lock = threading.RLock()
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module; one thread at a time."""
+    with _lock:
+        return import_module(module)
 
 
 def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str, str] | None = None) -> Hooks:
@@ -31,7 +43,7 @@ def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str
             text = f"module {module!r} has no attribute {name!r}" + ("" if advice is None else f": {advice}")
             # Of these two Python makes its "Did you mean".
             raise AttributeError(text, name=name, obj=sys.modules[module])
-        found = import_module(home)
+        found = imported(home)
         value = found if home == f"{module}.{name}" else getattr(found, name)
         setattr(sys.modules[module], name, value)
         return value

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mpidist.core.callsite import user_call_site
-from mpidist.core.context import entered, outside, pop, push
+from mpidist.core.context import as_in_a_new_thread, entered, pop, push
 from mpidist.strategies.replica_stream import ReplicaStream
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
@@ -76,7 +76,7 @@ class ReplicaRun:
 
     def _run_replica(self) -> None:
         frame = self.context._frame
-        with outside():  # what the replica leaves open is not for the next run
+        with as_in_a_new_thread():
             push(frame)
             try:
                 with self._stream.entered():
@@ -202,10 +202,11 @@ class ReplicaThreads:
         Raises:
             RuntimeError: The replicas made different numbers of merge calls.
         """
+        streams = [ReplicaStream(place) for place in self._places]
         threads = self._taken()
         runs = [
-            ReplicaRun(context, thread, ReplicaStream(place), fn, *own)
-            for context, thread, place, own in zip(self._contexts, threads, self._places, arguments, strict=True)
+            ReplicaRun(context, thread, stream, fn, *own)
+            for context, thread, stream, own in zip(self._contexts, threads, streams, arguments, strict=True)
         ]
         try:
             while True:

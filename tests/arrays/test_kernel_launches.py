@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import numpy as np
@@ -124,3 +125,23 @@ def test_a_table_is_of_one_device_only(fake_gpus: Any) -> None:
         with ops.current_stream(device) as stream:
             seen.append(kernels._table(kernel, rows, stream).device.data.device_id)
     assert seen == [0, 1, 0]
+
+
+def test_a_table_waits_for_the_gpu_that_reads_it_whatever_another_one_has_read(fake_gpus: Any) -> None:
+    ops, count = ops_for("gpu"), 2000
+    arrays = [on_device([np.full(2, k, "f4") for k in range(count + 20)], device) for device in (0, 1)]
+    flats = [ops.zeros((2 * (count + 20),), np.dtype("f4"), device) for device in (0, 1)]
+    # Both default streams have the number 0.
+    streams = [ops.current_stream(device) for device in (0, 1)]
+    gate = threading.Event()
+    with fake_gpus.cuda.Device(0):
+        fake_gpus.cuda.get_current_stream().launch_host_func(lambda gate: gate.wait(30), gate)
+    ops.pack(arrays[0][:count], flats[0][: 2 * count], streams[0])
+    others = threading.Thread(
+        target=lambda: [ops.pack(arrays[1][: count + k], flats[1][: 2 * (count + k)], streams[1]) for k in range(1, 20)]
+    )
+    others.start()
+    others.join(0.5)
+    gate.set()
+    others.join()
+    assert ops.to_host(flats[0][: 2 * count]).tolist() == np.repeat(np.arange(float(count)), 2).tolist()

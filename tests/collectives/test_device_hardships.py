@@ -127,6 +127,11 @@ def test_an_input_and_its_result_overlap_while_another_device_is_current(fake_gp
         comm.all_reduce("SUM", base[:8], out=base[2:])
         comm.all_reduce("SUM", pair, out=pair[::-1])
         assert comm.all_reduce("SUM", 1.0) == size
+        # Each in a pack of its own, so that the first is written before the second is sent.
+        with fake_gpus.cuda.Device((comm.rank + 1) % 6):
+            apart = [fake_gpus.full(5, 1.0), fake_gpus.full(5, 2.0)]
+        comm.all_reduce("SUM", apart, out=apart[::-1], options=CommunicationOptions(bytes_per_pack=1))
+        assert [part.get()[0] for part in apart] == [2 * size, size]
         assert (same.get() == size).all()
         assert base.get().tolist() == [0, 1, *(size * value for value in range(8))]
         assert [part.get()[0] for part in pair] == [2 * size, size]

@@ -10,10 +10,13 @@ import pytest
 
 from mpidist import Communicator, MismatchError
 from mpidist.collectives import host_copies
+from mpidist.collectives.device_movement import MovementCall
 from mpidist.collectives.plan import which_on_device
 from mpidist.core.errors import PeerError
+from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 from tests.support import fake_cupy
+from tests.support.fake_cupy import nccl as fake_nccl
 
 pytestmark = pytest.mark.min_ranks(2)
 LATE = pytest.mark.parametrize("fake_gpus", [{"devices": 6, "jitter": 0.001}], indirect=True)
@@ -140,7 +143,7 @@ def test_without_nccl_arrays_move_through_the_host_which_is_said_once(
 def test_a_rank_with_arrays_on_the_host_is_a_mismatch(cupy: Any) -> None:
     with Communicator() as comm:
         mine = np.ones(3, "f4") if comm.rank else cupy.ones(3, "f4")
-        with pytest.raises(MismatchError, match="broadcast of arrays on GPUs, the first"):
+        with pytest.raises(MismatchError, match="broadcast of arrays on GPUs, which NCCL moves"):
             comm.broadcast(mine)
         assert comm.broadcast(cupy.full(2, comm.rank)).get().tolist() == [0, 0]
         with pytest.raises(MismatchError, match=r"broadcast from rank 0 of float32\(3,\) on GPUs"):
@@ -176,3 +179,64 @@ def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any) -> N
             cupy.full(count, -1, "f4")
             for work in works:
                 assert (work.wait().get().reshape(comm.size, -1) == number + np.arange(comm.size)[:, None]).all()
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
+def test_a_movement_that_ends_in_an_error_leaves_the_device_to_the_next_call(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Communicator() as comm:
+        mine = cupy.full(3, 1.0)
+        comm.all_gather(mine)
+        kept = [comm.broadcast_async(mine) if comm.rank else comm.all_gather_async(mine)]
+        with pytest.raises(MismatchError):
+            kept[0].wait()
+        assert comm.all_reduce("SUM", mine).get()[0] == comm.size
+        allocate = MovementCall.allocate
+
+        def without_memory(self: MovementCall, signature: Any) -> None:
+            if comm.rank == 0 and signature:
+                raise MemoryError("none left")
+            allocate(self, signature)
+
+        monkeypatch.setattr(MovementCall, "allocate", without_memory)
+        kept.append(comm.all_gather_async(mine))
+        with pytest.raises(PeerError, match="none left"):
+            kept[1].wait()
+        with pytest.raises((MemoryError, PeerError)) as caught:
+            comm.broadcast(mine)
+        monkeypatch.setattr(MovementCall, "allocate", allocate)
+        # What was caught keeps its call alive.
+        assert comm.broadcast(mine).get()[0] == 1, caught
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
+@pytest.mark.parametrize("given", [{"algorithm": "staged"}, {"deterministic": True}])
+def test_who_asks_for_another_way_has_no_nccl_started(
+    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    monkeypatch.setattr(host_copies, "which_on_device", which_on_device)
+    fake_gpus.cuda.Device(world_topology().rank).use()
+    with Communicator(options=CommunicationOptions(**given)) as comm:
+        mine = fake_gpus.full(comm.size, 1.0)
+        comm.broadcast(mine)
+        comm.all_gather(mine)
+        comm.reduce_scatter("SUM", mine)
+        comm.prepare_device("gpu", world_topology().rank)
+        assert comm.all_reduce("SUM", mine).get()[0] == comm.size
+        assert fake_nccl.open_communicators() == []
+
+
+@PUNCTUAL
+def test_one_rank_moves_arrays_of_any_gpu(fake_gpus: Any) -> None:
+    from mpi4py import MPI
+
+    first = world_topology().rank
+    with Communicator(MPI.COMM_SELF) as alone:
+        for device in (first, (first + 1) % 6):
+            with fake_gpus.cuda.Device(device):
+                assert alone.broadcast(fake_gpus.ones(3)).device.id == device
+        with fake_gpus.cuda.Device((first + 2) % 6):
+            assert alone.all_reduce("SUM", fake_gpus.ones(3)).get()[0] == 1

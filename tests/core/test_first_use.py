@@ -49,6 +49,28 @@ def test_a_program_with_a_communicator_alone_loads_no_more_than_that() -> None:
     assert rooms == {"arrays", "collectives", "core", "topology"}
 
 
+TWO_THREADS = """
+import sys, threading, mpidist
+together, errors = threading.Barrier(2), []
+def use(name):
+    together.wait()
+    try:
+        mpidist.get_strategy() if name == "get_strategy" else getattr(mpidist, name)
+    except BaseException as error:
+        errors.append(f"{name}: {error!r}")
+threads = [threading.Thread(target=use, args=(name,)) for name in %r]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(errors)
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("names", [("get_strategy", "MirroredStrategy"), ("Checkpoint", "elastic")])
+def test_two_threads_may_be_the_first_to_use_names(names: tuple[str, str]) -> None:
+    # Three fresh processes: without a lock nine of twelve failed.
+    assert [run_python(TWO_THREADS % (names,)) for _ in range(3)] == ["[]\n"] * 3
+
+
 @pytest.mark.jobs
 def test_the_default_strategy_is_there_without_an_import_of_its_own() -> None:
     assert run_python("import mpidist; print(mpidist.has_strategy(), mpidist.get_strategy().num_replicas_in_sync)") == (

@@ -175,3 +175,31 @@ def test_a_forked_child_has_threads_of_its_own(two: Any) -> None:
         signal.alarm(30)
         os._exit(0 if two.run(lambda: context().merge_call(lambda s: 5)).values == (5, 5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_run_that_cannot_begin_leaves_no_threads(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_stream(place: Any) -> None:
+        raise mpidist.errors.DeviceError("no stream")
+
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(replica_threads, "ReplicaStream", no_stream)
+        for _ in range(3):
+            with pytest.raises(mpidist.errors.DeviceError, match="no stream"):
+                two.run(lambda: 1)
+    assert threading.active_count() == before
+    assert two.run(lambda: context().replica_id_in_sync_group).values == (0, 1)
+
+
+def test_a_creator_that_is_left_open_acts_in_no_other_run(two: Any) -> None:
+    left: list[Any] = []
+
+    def leave_open() -> None:
+        scope = mpidist.variable_creator_scope(lambda make, **kwargs: make(**kwargs))
+        scope.__enter__()
+        left.append(scope)
+
+    two.run(leave_open)
+    assert two.run(lambda: len(core_context._stack.creators)).values == (0, 0)
+    for scope in left:
+        scope.__exit__(None, None, None)
