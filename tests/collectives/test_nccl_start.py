@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 four_gpus = pytest.mark.parametrize("fake_gpus", [{"devices": 4, "jitter": 0.001}], indirect=True)
 Raw = fake_nccl.NcclCommunicator
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_gpus(fake_gpus: Any) -> Iterator[None]:
+    """A start that was given up goes on in its thread until NCCL lets go of it."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "mpidist-nccl-start":
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def outcome(device: int | str | None = "one per rank", patience: float = 20.0) -> tuple[str, int]:
