@@ -154,10 +154,12 @@ class ArrayCollectives:
         with self.shared_errors("all_reduce"):
             return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
-    def prepare_device(self, kind: str, device: int, text: str = "preparing to reduce arrays on GPUs") -> None:
+    def prepare_device(self, kind: str, device: int) -> None:
         """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
-        if _keeps_nccl_out(self._options):
-            return
+        if not _keeps_nccl_out(self._options):
+            self._prepare_device(kind, device, "preparing to reduce arrays on GPUs")
+
+    def _prepare_device(self, kind: str, device: int, text: str) -> None:
         with self.shared_errors(text):
             steps = self._engine.prepare_device(kind, device, text)
         self._run(steps, text, None)
@@ -167,6 +169,8 @@ class ArrayCollectives:
         self, name: str, arrays: Sequence[Array], options: CommunicationOptions | None
     ) -> DeviceMovement | None:
         """Return what moves these arrays between GPUs; None where they go through host memory."""
+        if not which_on_device(arrays):
+            return None
         engine = self._engine
         self._check_options(options)
         with self.shared_errors(name):
@@ -179,7 +183,7 @@ class ArrayCollectives:
             # Whether NCCL works, and has a network, all ranks have to know before any of them decides.
             ops = ops_of(arrays[0])
             text = f"{name} of arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)"
-            self.prepare_device(ops.kind, ops.device_of(arrays[0]), text)
+            self._prepare_device(ops.kind, ops.device_of(arrays[0]), text)
         return engine.on_device
 
     def gather_arrays(

@@ -68,8 +68,6 @@ class Choice:
         """Return the algorithm for a message: the same on every rank."""
         if options.algorithm is not None:
             return options.algorithm
-        if self._comm.Get_size() == 1:
-            return "mpi"
         if not self._node.is_alone and (options.wire_dtype is not None or options.deterministic):
             return "hierarchical"
         name = look_up(self.row, nbytes)

@@ -20,7 +20,7 @@ from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.nccl import NcclComm
 from mpidist.collectives.objects import gather_objects
 from mpidist.collectives.plan import ReductionPlan, Signature
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import PeerError
 
@@ -166,8 +166,11 @@ class DeviceMovement:
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
         """Make the results, whose lengths nobody knew before; a rank that has no memory is an error on all ranks."""
         failure: Exception | None = None
+        looks = 0
         while call.caller.is_capturing:
             # What is recorded there now is the program's; it ends that before it waits for the result.
+            looks += 1
+            relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
             yield
         try:
             call.allocate(signature)

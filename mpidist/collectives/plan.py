@@ -87,6 +87,7 @@ class ReductionPlan:
         note: What else all ranks must agree on, such as the structure that the arrays came from.
 
     Attributes:
+        in_memory: Which arrays lie in host memory, but for those without elements.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
     Raises:
@@ -135,6 +136,7 @@ class ReductionPlan:
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack)
+        self.in_memory = [index for pack in self.packs for index in pack.indices]
         # All but those that the first pack copies into its buffer.
         self.read_late = [
             index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
@@ -189,7 +191,7 @@ class ReductionPlan:
             are_given: See ``Pack.deliver``.
             pool: Where new memory comes from.
         """
-        here = [index for pack in self.packs for index in pack.indices]
+        here = self.in_memory
         if are_given:
             # Where an array is its own result nothing moves.
             moved = [index for index in here if arrays[index] is not results[index]]

@@ -230,6 +230,16 @@ def test_who_asks_for_another_way_has_no_nccl_started(
 
 
 @PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
+def test_a_call_may_ask_for_nccl_where_its_communicator_does_not(fake_gpus: Any) -> None:
+    fake_gpus.cuda.Device(world_topology().rank).use()
+    with Communicator(options=CommunicationOptions(algorithm="staged")) as comm:
+        mine = fake_gpus.full(3, comm.rank + 1.0)
+        got = comm.broadcast(mine, options=CommunicationOptions(algorithm="nccl"))
+        assert got.get().tolist() == [1.0] * 3
+
+
+@PUNCTUAL
 def test_one_rank_moves_arrays_of_any_gpu(fake_gpus: Any) -> None:
     from mpi4py import MPI
 
