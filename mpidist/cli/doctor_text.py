@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from mpidist.cli.doctor_checks import gpus
-from mpidist.cli.doctor_checks.finding import Finding, runs_text
+from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.table import size_text
+from mpidist.core import wording
 from mpidist.core.version import __version__
 
 _WIDTH = 118
@@ -97,7 +98,7 @@ def cores_text(cores: CoreFacts) -> str:
     ('0-2,5 of 8', '0-1 of 2, limited to 0.5')
     """
     limit = "" if cores.quota is None else f", limited to {cores.quota:g}"
-    return f"{runs_text(cores.allowed)} of {cores.machine}{limit}"
+    return f"{wording.ranks_text(cores.allowed)} of {cores.machine}{limit}"
 
 
 def _machines(job: JobFacts) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 ERROR = "error"
 """Jobs do not work, or not on all of these ranks."""
@@ -51,16 +50,3 @@ def names_text(names: Iterable[str]) -> str:
     if len(most) > 3:
         return f"{', '.join(most[:3])} and {len(most) - 2} more"
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def runs_text(numbers: Iterable[int]) -> str:
-    """Return numbers in order as the kernel writes them.
-
-    >>> runs_text((0, 1, 2, 5))
-    '0-2,5'
-    """
-    runs = []
-    for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
-        members = [number for _, number in group]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ",".join(runs)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text, runs_text
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts
+from mpidist.core import wording
 from mpidist.topology.gpus import devices_of_each
 
 _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
@@ -124,9 +125,10 @@ def _far(job: JobFacts) -> list[Finding]:
         for number in numbers:
             near = facts.gpus.cores[number]
             if near and not set(near) & set(facts.cores.allowed):
+                own, next_to = wording.ranks_text(facts.cores.allowed), wording.ranks_text(near)
                 text = (
-                    f"Rank {rank} on {facts.host} runs on cores {runs_text(facts.cores.allowed)}, and its "
-                    f"{_label(facts.gpus, number)} is next to cores {runs_text(near)}: what it copies to the GPU and "
+                    f"Rank {rank} on {facts.host} runs on cores {own}, and its "
+                    f"{_label(facts.gpus, number)} is next to cores {next_to}: what it copies to the GPU and "
                     "sends from there crosses between sockets."
                 )
                 return [Finding(WARNING, "GPU", text, commands.near_gpus(job))]
