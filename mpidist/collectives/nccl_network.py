@@ -38,20 +38,18 @@ class Fabric(NamedTuple):
 
 def rdma_fabric() -> Fabric | None:
     """Return what NCCL takes between nodes without the kernel; None where it takes sockets, and in doubt."""
-    wanted = _setting("NCCL_NET").lower()
+    wanted = setting("NCCL_NET").lower()
     if wanted == "socket":
         return None
     if not wanted.startswith("ib"):
-        # Amazon's EFA is listed among the devices of InfiniBand, and has neither of its link layers.
-        fabrics = [Fabric(path.name, _SLINGSHOT_GIGABITS) for path in sorted(_SYS.glob(_SLINGSHOT))]
-        fabrics += _ports("Unknown", "Unspecified")
-        plugin = next((name for name in _plugins() if _loads(name)), None) if fabrics else None
+        fabrics = behind_plugins()
+        plugin = net_plugin() if fabrics else None
         if plugin is not None:
             return Fabric(f"{fabrics[0].name} by {plugin}", max(fabric.gigabits for fabric in fabrics))
-    if wanted not in ("", "ib", "ibext") or _setting("NCCL_IB_DISABLE") not in ("", "0"):
+    if wanted not in ("", "ib", "ibext") or setting("NCCL_IB_DISABLE") not in ("", "0"):
         return None
-    fabrics = _ports("InfiniBand", "Ethernet")
-    if not fabrics or not any(map(_loads, _VERBS)) or not _may_use_verbs():
+    fabrics = behind_verbs()
+    if not fabrics or not has_verbs() or not may_use_verbs():
         return None
     return Fabric(fabrics[0].name, max(fabric.gigabits for fabric in fabrics))
 
@@ -61,7 +59,30 @@ def rdma_everywhere(comm: MPI.Intracomm) -> Steps[bool]:
     return bool((yield from agreed_minimum(comm, int(rdma_fabric() is not None))))
 
 
-def _setting(name: str) -> str:
+def behind_verbs() -> list[Fabric]:
+    """Return the ports in use that NCCL drives by itself: InfiniBand and RoCE."""
+    return _ports("InfiniBand", "Ethernet")
+
+
+def behind_plugins() -> list[Fabric]:
+    """Return the ports in use for which NCCL needs a plugin."""
+    # Amazon's EFA is listed among the devices of InfiniBand, and has neither of its link layers.
+    slingshot = [Fabric(path.name, _SLINGSHOT_GIGABITS) for path in sorted(_SYS.glob(_SLINGSHOT))]
+    return slingshot + _ports("Unknown", "Unspecified")
+
+
+def net_plugin() -> str | None:
+    """Return the first library that NCCL would load as its network, None where there is none."""
+    return next((name for name in _plugins() if _loads(name)), None)
+
+
+def has_verbs() -> bool:
+    """Whether the library for InfiniBand loads."""
+    return any(map(_loads, _VERBS))
+
+
+def setting(name: str) -> str:
+    """Return what a variable of NCCL is set to, by the environment or its files; empty where it is not."""
     if name in os.environ:
         return os.environ[name].strip()
     for path in _FILES:
@@ -91,7 +112,7 @@ def _read(path: Path) -> str:
 
 def _plugins() -> Iterator[str]:
     """Yield the file names under which NCCL looks for plugins."""
-    given = _setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+    given = setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
     for name in given.split(",") if given.lower() != "none" else ():
         yield name
         if "/" not in name and not (name.startswith("lib") and name.endswith(".so")):
@@ -106,6 +127,6 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _may_use_verbs() -> bool:
+def may_use_verbs() -> bool:
     """Whether this process may use any device of InfiniBand: in a container there may be none."""
     return any(os.access(path, os.R_OK | os.W_OK) for path in _VERBS_DEVICES.glob("uverbs*"))

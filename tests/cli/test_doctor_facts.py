@@ -16,6 +16,7 @@ from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
 from mpidist.cli.doctor_facts.nccl_net import nccl_net
 from mpidist.cli.doctor_facts.rank import hosts_of_job
 from mpidist.cli.doctor_facts.reach import Heard, first_partners, merged, partners_on_nodes
+from mpidist.collectives import nccl_network
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
 
@@ -123,10 +124,11 @@ PLUGIN, VERBS = "libnccl-net.so", "libibverbs.so.1"
     ("devices", "libraries", "environ", "name", "lacks", "command"),
     [
         ({}, (), {}, "TCP sockets", "", ""),
-        ({"mlx5_0": "InfiniBand"}, (VERBS,), {}, "InfiniBand", "", ""),
-        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {}, f"plugin {PLUGIN}", "", ""),
-        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET_PLUGIN": "none"}, "InfiniBand", "", ""),
-        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET": "IB"}, "InfiniBand", "", ""),
+        ({"mlx5_0": "InfiniBand"}, (VERBS,), {}, "mlx5_0", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {}, "mlx5_0", "", ""),
+        ({"cxi0": ""}, (PLUGIN,), {}, f"cxi0 by {PLUGIN}", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET_PLUGIN": "none"}, "mlx5_0", "", ""),
+        ({"mlx5_0": "Ethernet"}, (VERBS, PLUGIN), {"NCCL_NET": "IB"}, "mlx5_0", "", ""),
         ({}, ("libnccl-net-ofi.so",), {"NCCL_NET_PLUGIN": "x,ofi"}, "plugin libnccl-net-ofi.so", "", ""),
         ({}, (), {"NCCL_NET": "AWS Libfabric"}, "", "", ""),
         ({"mlx5_0": "InfiniBand"}, (), {}, "TCP sockets", f"mlx5_0 is there, and {VERBS} does not", "libibverbs1"),
@@ -150,17 +152,30 @@ def test_the_network_of_nccl(
     lacks: str,
     command: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for variable in ("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(nccl_network, "_SYS", tmp_path)
+    monkeypatch.setattr(nccl_network, "_VERBS_DEVICES", tmp_path)
+    monkeypatch.setattr(nccl_network, "_FILES", ())
+    monkeypatch.setattr(nccl_network, "_loads", libraries.__contains__)
+    (tmp_path / "uverbs0").touch()
     for device, layer in devices.items():
-        folder = tmp_path / ("infiniband" if layer else "cxi") / device / "ports" / "1"
+        folder = tmp_path / "class" / ("infiniband" if layer else "cxi") / device / "ports" / "1"
         folder.mkdir(parents=True)
         (folder / "state").write_text("4: ACTIVE\n")
         (folder / "link_layer").write_text(f"{layer}\n")
-    net = nccl_net(environ, tmp_path, libraries.__contains__)
+    net = nccl_net()
     assert net.name == name
     assert net.lacks.startswith(lacks)
     assert command in net.command
     assert bool(net.lacks) is bool(lacks)
+    (tmp_path / "uverbs0").unlink()
+    if net.name == "mlx5_0" and nccl_network.net_plugin() is None:
+        assert "may not open" in nccl_net().lacks
 
 
 @pytest.mark.parametrize(

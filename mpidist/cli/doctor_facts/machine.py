@@ -158,7 +158,7 @@ def gpus() -> GpuFacts:
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
-        net=NcclNet() if problem else nccl_net(os.environ),
+        net=NcclNet() if problem else nccl_net(),
     )
 
 
