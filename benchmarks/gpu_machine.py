@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, require_cupy
-from mpidist.collectives.nccl_library import nccl_problem
+from mpidist.collectives.gpu.nccl_library import nccl_problem
 
 
 def gpu_problem() -> str | None:

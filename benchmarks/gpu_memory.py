@@ -15,8 +15,8 @@ from benchmarks.timing import Case
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
 from mpidist.arrays.dtypes import as_dtype
-from mpidist.collectives.lane import Lane
-from mpidist.collectives.staging import StagingRing, staging_bytes
+from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
 
 # Launches of one repetition, so that starting them hides behind the GPU's work.
 ROUNDS = 10
@@ -94,25 +94,25 @@ def run_staging(session: Session, nbytes: int) -> None:
     """Time copies to and from the host, whole and through the slots that collectives take (collective)."""
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
-    lane = Lane(ops, device)
-    ring = StagingRing(lane, staging_bytes())
+    streams = DeviceStreams(ops, device)
+    ring = StagingRing(streams, staging_bytes())
     array = cupy.zeros(nbytes, np.uint8)
     whole = ops.pinned(nbytes)
     cupy.cuda.Device().synchronize()
 
     def whole_to_host() -> None:
-        ops.copy_to_host(whole, array, lane.to_host)
-        lane.to_host.synchronize()
+        ops.copy_to_host(whole, array, streams.to_host)
+        streams.to_host.synchronize()
 
     def whole_to_device() -> None:
-        ops.copy_to_device(array, whole, lane.to_device)
-        lane.to_device.synchronize()
+        ops.copy_to_device(array, whole, streams.to_device)
+        streams.to_device.synchronize()
 
     def staged_to_host() -> None:
-        _through(ring, array, lane.to_host, lambda slot, part: ops.copy_to_host(slot, part, lane.to_host))
+        _through(ring, array, streams.to_host, lambda slot, part: ops.copy_to_host(slot, part, streams.to_host))
 
     def staged_to_device() -> None:
-        _through(ring, array, lane.to_device, lambda slot, part: ops.copy_to_device(part, slot, lane.to_device))
+        _through(ring, array, streams.to_device, lambda slot, part: ops.copy_to_device(part, slot, streams.to_device))
 
     cases = [
         Case(COPY, "device to host", whole_to_host),
@@ -121,7 +121,7 @@ def run_staging(session: Session, nbytes: int) -> None:
         Case(OURS, "host to device", staged_to_device),
     ]
     session.measure("gpu_staging", cases, size=nbytes, count=nbytes, dtype="uint8")
-    lane.close()
+    streams.close()
 
 
 def _through(ring: StagingRing, array: Any, stream: Any, copy: Callable[[Any, Any], None]) -> None:

@@ -11,9 +11,9 @@ from benchmarks.session import Session
 from benchmarks.timing import Case
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.nccl import NcclComm
-from mpidist.collectives.nccl_types import nccl_reduction
-from mpidist.collectives.waiting import Deadline, drive
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.mpi.waiting import Deadline, drive
+from mpidist.collectives.reduce.nccl_types import nccl_reduction
 from mpidist.core.enums import ReduceOp
 
 COUNT = 1024

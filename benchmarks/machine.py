@@ -13,7 +13,7 @@ import mpi4py
 import numpy as np
 
 import mpidist
-from mpidist.collectives.node import Node
+from mpidist.collectives.node.node import Node
 from mpidist.topology import world_topology
 
 if TYPE_CHECKING:

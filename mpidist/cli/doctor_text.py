@@ -9,7 +9,7 @@ from mpidist.cli.doctor_checks import gpus
 from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
 from mpidist.cli.tune import time_text
-from mpidist.collectives.table import size_text
+from mpidist.collectives.reduce.table import size_text
 from mpidist.core import wording
 from mpidist.core.version import __version__
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.collectives.table import size_text, table_text
+from mpidist.collectives.reduce.table import size_text, table_text
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError

@@ -11,22 +11,22 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
-from mpidist.collectives.algorithms import DEVICE_NAMES
-from mpidist.collectives.channel import Channel
-from mpidist.collectives.choice import check_options
-from mpidist.collectives.device_call import ReductionCall
-from mpidist.collectives.device_movement import DeviceMovement, MovementCall, Moving
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.tally import Tally
+from mpidist.collectives.channel.work import Work
+from mpidist.collectives.channel.world_channel import world_channel
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.host_copies import on_host
-from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
-from mpidist.collectives.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
-from mpidist.collectives.table import Table, check_table
-from mpidist.collectives.tally import Tally
-from mpidist.collectives.tuning_file import agreed_table
-from mpidist.collectives.waiting import Steps
-from mpidist.collectives.work import Work
-from mpidist.collectives.world_channel import world_channel
+from mpidist.collectives.gpu.device_call import ReductionCall
+from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall, Moving
+from mpidist.collectives.gpu.host_copies import on_host
+from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.reduce.algorithms import DEVICE_NAMES
+from mpidist.collectives.reduce.choice import check_options
+from mpidist.collectives.reduce.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
+from mpidist.collectives.reduce.table import Table, check_table
+from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options

@@ -12,18 +12,19 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
-from mpidist.collectives import objects, packing
 from mpidist.collectives.array_collectives import ArrayCollectives, Call
-from mpidist.collectives.chunks import slices
-from mpidist.collectives.device_movement import Moving
-from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.host_copies import on_host
-from mpidist.collectives.movement_plan import check_has_axis
-from mpidist.collectives.plan import signature_of, signature_text, which_on_device
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.work import Work
+from mpidist.collectives.gpu.device_movement import Moving
+from mpidist.collectives.gpu.host_copies import on_host
+from mpidist.collectives.move.movement_plan import check_has_axis
+from mpidist.collectives.mpi import objects
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node import packing
+from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reading import Rebuild, read, read_out, restore
-from mpidist.collectives.step_agreement import StepAgreement
-from mpidist.collectives.waiting import Steps
-from mpidist.collectives.work import Work
+from mpidist.collectives.reduce.plan import signature_of, signature_text, which_on_device
+from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions

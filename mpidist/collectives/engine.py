@@ -10,26 +10,25 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
-from mpidist.collectives import algorithms, gathering
-from mpidist.collectives.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
-from mpidist.collectives.channel import Channel
-from mpidist.collectives.choice import Choice, place_of
-from mpidist.collectives.chunks import slices
-from mpidist.collectives.device_call import ReductionCall, device_of_arrays
-from mpidist.collectives.device_choice import DeviceChoice, may_move_by_nccl
-from mpidist.collectives.device_movement import DeviceMovement, MovementCall
-from mpidist.collectives.device_packing import DeviceReduction
-from mpidist.collectives.device_queue import Turn, queue_of
-from mpidist.collectives.handshake import plan_id
-from mpidist.collectives.lane import Lane
-from mpidist.collectives.memory import Pool
-from mpidist.collectives.movement import Movement
-from mpidist.collectives.movement_plan import BroadcastPlan, GatherPlan
-from mpidist.collectives.packing import copies_of_overlapping, divided
-from mpidist.collectives.plan import ReductionPlan, Signature
-from mpidist.collectives.table import Table
-from mpidist.collectives.trace import OTHERS, PACK, REDUCE, UNPACK
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
+from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
+from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_streams import DeviceStreams, Turn, queue_of
+from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.mpi import gathering
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.movement import Movement
+from mpidist.collectives.node.packing import copies_of_overlapping, divided
+from mpidist.collectives.reduce import algorithms
+from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
+from mpidist.collectives.reduce.choice import Choice, place_of
+from mpidist.collectives.reduce.plan import ReductionPlan, Signature
+from mpidist.collectives.reduce.table import Table
+from mpidist.collectives.watch.trace import OTHERS, PACK, REDUCE, UNPACK
 
 
 class Engine:
@@ -64,8 +63,8 @@ class Engine:
             RuntimeError: The current stream there records a CUDA graph.
         """
         choice = self._choice_for("all_reduce", arrays if out is None else [*arrays, *out])
-        lane, seconds = choice.lane, timeout or self.channel.timeout
-        return ReductionCall(plan, arrays, out, lane, choice.multiple, seconds, lane.has_given_up)
+        streams, seconds = choice.streams, timeout or self.channel.timeout
+        return ReductionCall(plan, arrays, out, streams, choice.multiple, seconds, streams.has_given_up)
 
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
         """Whether all arrays lie on one GPU, that of this communicator, and the table has NCCL for large reductions."""
@@ -74,8 +73,8 @@ class Engine:
         kind = ops_of(arrays[0]).kind
         if self.channel.size == 1 or not may_move_by_nccl(self._table, place_of(self.channel.node, kind)):
             return False
-        lane = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).lane
-        return {lane.device} == {ops_of(array).device_of(array) for array in arrays}
+        streams = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
+        return {streams.device} == {ops_of(array).device_of(array) for array in arrays}
 
     def movement_call(
         self,
@@ -86,8 +85,8 @@ class Engine:
         timeout: float | None,
     ) -> MovementCall:
         """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
-        lane = self._choice_for(name, arrays).lane
-        return MovementCall(travelling, results, lane, timeout or self.channel.timeout, lane.has_given_up)
+        streams = self._choice_for(name, arrays).streams
+        return MovementCall(travelling, results, streams, timeout or self.channel.timeout, streams.has_given_up)
 
     @property
     def on_device(self) -> DeviceMovement | None:
@@ -101,22 +100,22 @@ class Engine:
         if ops_for(kind).current_stream(device).is_capturing:
             raise graph_error(name)
         choice = self._choice_on(kind, device)
-        lane = choice.lane
-        if lane.device != device:
+        streams = choice.streams
+        if streams.device != device:
             raise ValueError(
-                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{lane.device}, "
+                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{streams.device}, "
                 "where its first arrays lay: a rank keeps to one device"
             )
-        lane.check_in_step()
+        streams.check_in_step()
         return choice
 
     def _choice_on(self, kind: str, device: int) -> DeviceChoice:
         """Return the choice for arrays on devices; the first device that is asked for counts."""
         channel = self.channel
         if self._on_device is None:
-            lane = Lane(ops_for(kind), device, lambda: not channel.is_usable)
-            channel.at_exit.append(lane.abandon)
-            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, lane, self.choice, self._pool)
+            streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
+            channel.at_exit.append(streams.abandon)
+            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, streams, self.choice, self._pool)
         return self._on_device
 
     def prepare_device(self, kind: str, device: int, text: str) -> Steps[None]:
@@ -125,27 +124,27 @@ class Engine:
 
     def _prepare(self, choice: DeviceChoice, text: str) -> Steps[None]:
         yield from self.channel.handshake.open(plan_id(text), text, None)
-        yield from self._take_turn(choice.lane)
+        yield from self._take_turn(choice.streams)
         try:
             yield from choice.prepare()
         finally:
-            self._end_turn(choice.lane)
+            self._end_turn(choice.streams)
 
     def before_close(self) -> Steps[None]:
         """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
         if self._on_device is not None:
             # Those of other communicators may still be about to share what this one holds of NCCL.
-            yield from self._take_turn(self._on_device.lane)
+            yield from self._take_turn(self._on_device.streams)
 
-    def _take_turn(self, lane: Lane) -> Steps[None]:
-        turn = self._device_turn = Turn(lane)
-        queue = queue_of(lane.device)
+    def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
+        turn = self._device_turn = Turn(streams)
+        queue = queue_of(streams.device)
         queue.enter(turn)
         yield from queue.turn(turn)
 
-    def _end_turn(self, lane: Lane) -> None:
+    def _end_turn(self, streams: DeviceStreams) -> None:
         if self._device_turn is not None:
-            queue_of(lane.device).leave(self._device_turn)
+            queue_of(streams.device).leave(self._device_turn)
             self._device_turn = None
 
     def all_reduce(
@@ -246,7 +245,7 @@ class Engine:
     def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
         choice, trace = self._on_device, self.channel.trace
         assert choice is not None
-        yield from queue_of(call.lane.device).turn(call)
+        yield from queue_of(call.streams.device).turn(call)
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             if trace is not None:
@@ -268,7 +267,7 @@ class Engine:
             try:
                 self._on_device.close()
             finally:
-                self._end_turn(self._on_device.lane)
+                self._end_turn(self._on_device.streams)
         self.choice.close()
 
     def reduce_to(

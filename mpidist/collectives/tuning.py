@@ -18,12 +18,12 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.collectives import tuning_file
-from mpidist.collectives.algorithms import two_level, wires
-from mpidist.collectives.choice import place_of
 from mpidist.collectives.communicator import Communicator
-from mpidist.collectives.table import ALGORITHMS, SHIPPED, KiB, Row, Table, look_up, size_text
-from mpidist.collectives.tuning_file import Setup
+from mpidist.collectives.reduce import tuning_file
+from mpidist.collectives.reduce.algorithms import two_level, wires
+from mpidist.collectives.reduce.choice import place_of
+from mpidist.collectives.reduce.table import ALGORITHMS, SHIPPED, KiB, Row, Table, look_up, size_text
+from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import AlgorithmError, DeviceError

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from mpidist.collectives import Communicator
-from mpidist.collectives.nccl_library import nccl_problem
+from mpidist.collectives.gpu.nccl_library import nccl_problem
 from mpidist.core.devices import parse_device
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.all_reduce import NcclAllReduce

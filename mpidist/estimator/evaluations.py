@@ -12,7 +12,7 @@ from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.naming import checkpoints_in
 from mpidist.checkpoint.storage import read_manifest
-from mpidist.collectives.waiting import Deadline
+from mpidist.collectives.mpi.waiting import Deadline
 from mpidist.core import settings
 from mpidist.core.context import outside
 from mpidist.estimator.results import EvalResult, append, plain_metrics

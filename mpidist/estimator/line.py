@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.waiting import Deadline
+from mpidist.collectives.mpi.waiting import Deadline
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import PeerError, RankLostError

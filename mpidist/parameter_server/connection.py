@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.leaving import EXIT_SECONDS
-from mpidist.collectives.memory import Pool
-from mpidist.collectives.waiting import Deadline, Steps, all_done, drive, until_all_done, until_done
+from mpidist.collectives.channel.shutdown import EXIT_SECONDS
+from mpidist.collectives.mpi.waiting import Deadline, Steps, all_done, drive, until_all_done, until_done
+from mpidist.collectives.node.memory import Pool
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError

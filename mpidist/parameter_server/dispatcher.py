@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpidist.collectives.leaving import abort_job
+from mpidist.collectives.channel.shutdown import abort_job
 from mpidist.core import settings
 from mpidist.core.errors import RankLostError
 from mpidist.parameter_server.link import Link

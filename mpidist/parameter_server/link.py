@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.collectives import Communicator
-from mpidist.collectives.leaving import abort_job, before_the_end
+from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.parameter_server.connection import Connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mpidist.collectives.waiting import patience_of_process, relax
+from mpidist.collectives.mpi.waiting import patience_of_process, relax
 
 # A server that nobody asks for so long is not about to be asked; a nap costs the next request half of it.
 _IDLE_SECONDS = 0.5

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.waiting import Steps, all_done
+from mpidist.collectives.mpi.waiting import Steps, all_done
 from mpidist.parameter_server.messages import FIRST_MESSAGE_BYTES, pieces_of, receives_of
 from mpidist.topology import import_mpi
 

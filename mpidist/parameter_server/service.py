@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.memory import Pool
-from mpidist.collectives.waiting import all_done
+from mpidist.collectives.mpi.waiting import all_done
+from mpidist.collectives.node.memory import Pool
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.parameter_server.clocks import NOT_YET
 from mpidist.parameter_server.messages import (

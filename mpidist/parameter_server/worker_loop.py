@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.waiting import drive
+from mpidist.collectives.mpi.waiting import drive
 from mpidist.core.context import variable_creator_scope
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.collectives.step_agreement import StepAgreement
+from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
-from mpidist.collectives.packing import overlaps
+from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp

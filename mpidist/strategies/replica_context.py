@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.work import FinishedWork, PartOfWork, Work
+from mpidist.collectives.channel.work import FinishedWork, PartOfWork, Work
 from mpidist.core import nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp

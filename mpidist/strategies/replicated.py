@@ -12,7 +12,7 @@ from typing import Any
 from mpidist.arrays.convert import Array, to_array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
-from mpidist.collectives.step_agreement import StepAgreement
+from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core import nest
 from mpidist.core.context import pop, push
 from mpidist.core.enums import ReduceOp

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array, is_torch, to_array
-from mpidist.collectives.packing import overlaps
+from mpidist.collectives.node.packing import overlaps
 from mpidist.core import nest
 from mpidist.values import PerReplica
 

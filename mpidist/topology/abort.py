@@ -108,8 +108,8 @@ def install_excepthook() -> None:
     functions of ``atexit``, is printed with the rank, and ignored.
 
     ``sys.exit(code)`` is no exception, and no hook sees it. A rank whose program ends tells the others, whose next
-    collective then raises PeerError, which this hook sees (``mpidist.collectives.leaving``). Ranks that are in no
-    collective of mpidist wait in MPI_Finalize.
+    collective then raises PeerError, which this hook sees (``mpidist.collectives.channel.shutdown``). Ranks that are in
+    no collective of mpidist wait in MPI_Finalize.
 
     Raises:
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1, and MPI runs already; before that

@@ -51,7 +51,7 @@ def _needed_environment() -> dict[str, str]:
         needed["OMPI_MCA_async_mpi_finalize"] = "1"
     # Waiting ranks poll; with more ranks than cores that takes the core from the rank they wait for. A needless
     # yield costs under 1 us. MPICH needs nothing: it yields in blocking calls only (MPIR_CVAR_POLLS_BEFORE_YIELD), and
-    # in between mpidist does it (mpidist.collectives.waiting).
+    # in between mpidist does it (mpidist.collectives.mpi.waiting).
     if cores_are_short():
         needed["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return needed

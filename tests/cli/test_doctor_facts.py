@@ -16,7 +16,7 @@ from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
 from mpidist.cli.doctor_facts.nccl_net import nccl_net
 from mpidist.cli.doctor_facts.rank import hosts_of_job
 from mpidist.cli.doctor_facts.reach import Heard, first_partners, merged, partners_on_nodes
-from mpidist.collectives import nccl_network
+from mpidist.collectives.gpu import nccl_network
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
 

@@ -11,9 +11,9 @@ import pytest
 from mpidist.__main__ import main
 from mpidist.cli import COMMANDS
 from mpidist.cli.tune import report, time_text
-from mpidist.collectives.table import SHIPPED
+from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.tuning_file import Setup, read
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
-from mpidist.collectives.tuning_file import Setup, read
 from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.ranks.programs import Ended, run_program
 

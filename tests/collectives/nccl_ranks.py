@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.nccl import NcclComm
-from mpidist.collectives.waiting import Deadline, Steps, drive
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.mpi.waiting import Deadline, Steps, drive
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.devices import CUDARuntimeError
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator, MismatchError
-from mpidist.collectives import packing, slots
-from mpidist.collectives.algorithms import IN_NODE, NAMES, two_level, wires
+from mpidist.collectives.node import packing, slots
+from mpidist.collectives.reduce.algorithms import IN_NODE, NAMES, two_level, wires
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 

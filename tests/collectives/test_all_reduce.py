@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator
-from mpidist.collectives import mpi_types
-from mpidist.collectives.algorithms import wires
+from mpidist.collectives.mpi import mpi_types
+from mpidist.collectives.reduce.algorithms import wires
 from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 

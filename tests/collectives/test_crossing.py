@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.crossing import Wait, Whereabouts, find_crossing
+from mpidist.collectives.watch.deadlock import Wait, Whereabouts, find_crossing
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 

@@ -10,8 +10,8 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives import device_watch
-from mpidist.collectives.lane import Lane
+from mpidist.collectives.gpu import device_watch
+from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 from tests.support import fake_cupy
@@ -22,16 +22,16 @@ pytestmark = [pytest.mark.counts, pytest.mark.parametrize("fake_gpus", [{"device
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Happens when the watch has looked at a lane."""
-    happened, oldest = threading.Event(), Lane.oldest
+    """Happens when the watch has looked at a streams."""
+    happened, oldest = threading.Event(), DeviceStreams.oldest
 
-    def noticed(self: Lane) -> Any:
+    def noticed(self: DeviceStreams) -> Any:
         found = oldest(self)
         if threading.current_thread().name == "mpidist-device-watch":
             happened.set()
         return found
 
-    monkeypatch.setattr(Lane, "oldest", noticed)
+    monkeypatch.setattr(DeviceStreams, "oldest", noticed)
     monkeypatch.setattr(device_watch, "_LOOK_SECONDS", 0.001)
     return happened
 

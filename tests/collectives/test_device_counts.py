@@ -115,5 +115,5 @@ def test_slices_between_nodes_begin_where_nccl_reads_many_elements_at_a_time(
 def test_what_other_ranks_wait_for_goes_first(cupy: Any) -> None:
     with Communicator() as comm:
         comm.all_reduce("SUM", cupy.ones(3))
-        lane = comm._engine._on_device.lane
-        assert [stream.raw.priority for stream in (lane.stream, lane.to_host, lane.to_device)] == [-5] * 3
+        streams = comm._engine._on_device.streams
+        assert [stream.raw.priority for stream in (streams.stream, streams.to_host, streams.to_device)] == [-5] * 3

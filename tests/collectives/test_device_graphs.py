@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives import device_watch
-from mpidist.collectives.lane import Lane
+from mpidist.collectives.gpu import device_watch
+from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.core.errors import PeerError
 from mpidist.topology import world_topology
 
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=Tru
 
 @pytest.mark.counts
 def test_a_graph_that_is_recorded_while_works_move_on(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, oldest = threading.Semaphore(0), Lane.oldest
+    looks, oldest = threading.Semaphore(0), DeviceStreams.oldest
 
-    def noticed(self: Lane) -> Any:
+    def noticed(self: DeviceStreams) -> Any:
         found = oldest(self)
         if found is not None and threading.current_thread().name == "mpidist-device-watch":
             looks.release()
         return found
 
-    monkeypatch.setattr(Lane, "oldest", noticed)
+    monkeypatch.setattr(DeviceStreams, "oldest", noticed)
     monkeypatch.setattr(device_watch, "_LOOK_SECONDS", 0.001)
     fake_gpus.cuda.Device(world_topology().rank).use()
     gate, graph = threading.Event(), fake_gpus.cuda.Stream(non_blocking=True)

@@ -16,10 +16,9 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.kernel_source import kernel_for
-from mpidist.collectives import staging
-from mpidist.collectives.algorithms import device_ring
-from mpidist.collectives.algorithms import ring as host_ring
-from mpidist.collectives.algorithms.wires import NAMES as WIRES
+from mpidist.collectives.gpu import device_ring, staging
+from mpidist.collectives.reduce.algorithms import ring as host_ring
+from mpidist.collectives.reduce.algorithms.wires import NAMES as WIRES
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import import_mpi, world_topology
@@ -97,7 +96,7 @@ def test_two_communicators_use_nccl_in_one_order_on_all_ranks(
 def test_each_wait_is_for_the_stream_that_is_current_there(cupy: Any, gate: threading.Event) -> None:
     with Communicator() as comm:
         comm.all_reduce("SUM", cupy.ones(3)).get()
-        lane_stream = comm._engine._on_device.lane.stream.raw
+        lane_stream = comm._engine._on_device.streams.stream.raw
         lane_stream.launch_host_func(lambda _: gate.wait(LIMIT_SECONDS), None)
         # Forced, as small sums between nodes pass through the host, and there on the caller's stream alone.
         options = CommunicationOptions(algorithm="nccl")

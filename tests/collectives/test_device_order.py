@@ -16,9 +16,8 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives import device_call, lane, staging
-from mpidist.collectives.algorithms import device_hierarchical, device_ring, staged
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.gpu import device_call, device_hierarchical, device_ring, device_streams, staged, staging
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 from tests.support.fake_cupy import streams
@@ -63,12 +62,12 @@ def late_caller(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_call.ReductionCall, "__init__", made)
 
 
-def late_lane(patch: pytest.MonkeyPatch) -> None:
+def late_streams(patch: pytest.MonkeyPatch) -> None:
     """What the communicator does on the device comes late."""
     load = device_call.ReductionCall.load
 
     def loaded(self: Any, pack: Any, multiple: int) -> Any:
-        sleep_on(self.lane.stream)
+        sleep_on(self.streams.stream)
         return load(self, pack, multiple)
 
     patch.setattr(device_call.ReductionCall, "load", loaded)
@@ -123,7 +122,7 @@ def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def slots_are_always_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging.Slot, "free_after", property(lambda _: None, lambda *_: None), raising=False)
+    patch.setattr(staging.PinnedBuffer, "free_after", property(lambda _: None, lambda *_: None), raising=False)
 
 
 def mpi_begins_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +154,7 @@ def some_layout(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("MPIDIST_RANKS_PER_NODE", str(max(1, world_topology().size // 2)))
 
 
-@pytest.mark.parametrize("late", [late_caller, late_lane, TO_HOST, TO_DEVICE])
+@pytest.mark.parametrize("late", [late_caller, late_streams, TO_HOST, TO_DEVICE])
 @pytest.mark.parametrize(
     ("algorithm", "aware"),
     [
@@ -178,11 +177,11 @@ def test_nothing_is_wrong_as_it_is(
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("follow_caller"), late_caller, id="the lane does not wait for the caller"),
-        pytest.param(deaf_in("_through"), late_lane, id="the copy to the host does not wait for the lane"),
+        pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
+        pytest.param(deaf_in("_through"), late_streams, id="the copy to the host does not wait for its streams"),
         pytest.param(hasty(device_hierarchical), TO_HOST, id="MPI does not wait for the copy to the host"),
-        pytest.param(deaf_in("move"), TO_DEVICE, id="the lane does not wait for the copy to the device"),
-        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for the lane"),
+        pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
+        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
     ],
 )
@@ -194,10 +193,10 @@ def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("_show_first"), late_lane, id="neither copies nor sums wait for the lane"),
+        pytest.param(deaf_in("_show_first"), late_streams, id="neither copies nor sums wait for its streams"),
         pytest.param(hasty(device_ring), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
-        pytest.param(deaf_in("move"), TO_DEVICE, id="the lane does not wait for the copy to the device"),
+        pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
     ],
 )
@@ -211,8 +210,8 @@ def test_the_ring_whose_sums_are_formed_on_the_device(
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(mpi_begins_at_once, late_lane, id="MPI does not wait for the lane"),
-        pytest.param(hasty(device_ring), late_lane, id="MPI does not wait for the sums"),
+        pytest.param(mpi_begins_at_once, late_streams, id="MPI does not wait for its streams"),
+        pytest.param(hasty(device_ring), late_streams, id="MPI does not wait for the sums"),
     ],
 )
 def test_the_hierarchical_way_on_device_memory(
@@ -226,9 +225,9 @@ def test_the_hierarchical_way_on_device_memory(
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("follow_caller"), late_caller, id="the lane does not wait for the caller"),
+        pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
         pytest.param(hasty(staged), TO_HOST, id="the host does not wait for the copy to it"),
-        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for the lane"),
+        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
     ],
 )
 def test_the_staged_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
@@ -239,7 +238,7 @@ def test_the_staged_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate:
     ("mutate", "late"),
     [
         pytest.param(deaf_in("follow_caller"), late_caller, id="NCCL does not wait for the caller"),
-        pytest.param(deaf_in("_wait_for"), late_lane, id="the caller does not wait for NCCL"),
+        pytest.param(deaf_in("_wait_for"), late_streams, id="the caller does not wait for NCCL"),
     ],
 )
 def test_nccl_alone(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
@@ -253,9 +252,9 @@ def test_results_that_nobody_waits_for_are_kept_until_they_are_there(
     def finish(self: Any, call: Any) -> None:
         call.done = self.stream.record()
 
-    late_lane(monkeypatch)
+    late_streams(monkeypatch)
     if not is_kept:
-        monkeypatch.setattr(lane.Lane, "finish", finish)
+        monkeypatch.setattr(device_streams.DeviceStreams, "finish", finish)
     wrong = 0
     with Communicator() as comm, fake_gpus.cuda.Device(comm.rank):
         for _ in range(ROUNDS):
@@ -263,7 +262,7 @@ def test_results_that_nobody_waits_for_are_kept_until_they_are_there(
             comm.barrier()
             # Takes the memory of the result, if that has been let go.
             others = fake_gpus.asarray(np.full(COUNTS[1], -7, "f4"))
-            comm._engine._on_device.lane.stream.synchronize()
+            comm._engine._on_device.streams.stream.synchronize()
             wrong += not (others.get() == -7).all()
         wrong = comm.all_reduce("MAX", wrong)
     assert (wrong == 0) == is_kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.collectives.device_watch import DeviceWatch
+from mpidist.collectives.gpu.device_watch import DeviceWatch
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -18,7 +18,7 @@ import time
 from tests.support import fake_cupy
 cupy = fake_cupy.install(devices=2)
 import mpidist
-from mpidist.collectives.nccl import NcclComm
+from mpidist.collectives.gpu.nccl_comm import NcclComm
 with mpidist.Communicator() as comm, cupy.cuda.Device(comm.rank):
     comm.all_reduce("SUM", cupy.ones(3))
     if comm.rank == 1:
@@ -35,7 +35,7 @@ FAILING = """
 from tests.support import fake_cupy
 cupy = fake_cupy.install(devices=2)
 import mpidist
-from mpidist.collectives.nccl import NcclComm
+from mpidist.collectives.gpu.nccl_comm import NcclComm
 from tests.support.fake_cupy import nccl
 with mpidist.Communicator() as comm, cupy.cuda.Device(comm.rank):
     comm.all_reduce("SUM", cupy.ones(3))
@@ -57,8 +57,8 @@ class Event:
         self.is_done = is_done
 
 
-class Lane:
-    """A lane with one call under way."""
+class DeviceStreams:
+    """Streams with one call under way."""
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
@@ -82,22 +82,22 @@ def watch() -> Iterator[DeviceWatch]:
 
 
 def test_nothing_is_said_of_what_ends(watch: DeviceWatch, capfd: pytest.CaptureFixture[str]) -> None:
-    lane = Lane()
-    watch.watch(lane)
+    streams = DeviceStreams()
+    watch.watch(streams)
     for _ in range(3):
-        assert lane.looked.acquire(timeout=10)
-    lane.event.is_done = True
-    watch.forget(lane)
+        assert streams.looked.acquire(timeout=10)
+    streams.event.is_done = True
+    watch.forget(streams)
     assert capfd.readouterr().err == ""
 
 
 def test_what_the_program_does_before_a_call_does_not_count(watch: DeviceWatch) -> None:
-    lane = Lane(timeout=1e-9)
-    lane.ready.is_done = False
-    watch.watch(lane)
+    streams = DeviceStreams(timeout=1e-9)
+    streams.ready.is_done = False
+    watch.watch(streams)
     for _ in range(4):
-        assert lane.looked.acquire(timeout=10)
-    watch.forget(lane)
+        assert streams.looked.acquire(timeout=10)
+    watch.forget(streams)
 
 
 @pytest.mark.one_rank

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from mpidist.cli import flight
-from mpidist.collectives.flight_file import DONE, ENTRIES, FAILED, RUNNING, Entry, FlightFile, path_of, read_flight
-from mpidist.collectives.flight_merge import first_divergence, merged_text, read_folder
+from mpidist.collectives.watch.flight_file import (
+    DONE,
+    ENTRIES,
+    FAILED,
+    RUNNING,
+    Entry,
+    FlightFile,
+    path_of,
+    read_flight,
+)
+from mpidist.collectives.watch.flight_merge import first_divergence, merged_text, read_folder
 from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives import gpu_aware_mpi
-from mpidist.collectives.gpu_aware_mpi import answer_here, takes_device_memory
+from mpidist.collectives.gpu import gpu_aware_mpi
+from mpidist.collectives.gpu.gpu_aware_mpi import answer_here, takes_device_memory
 from mpidist.topology import import_mpi
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.guard import Standing, report_text
+from mpidist.collectives.watch.guard import Standing, report_text
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 

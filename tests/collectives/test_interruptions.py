@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
-from mpidist.collectives.turn import Turn
+from mpidist.collectives.channel.channel_lock import Turn
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.nodes]
@@ -67,12 +67,12 @@ def test_a_handler_that_exits_in_a_collective_ends_the_job() -> None:
 
 
 FORKED = """
-import os, mpidist, mpidist.collectives.leaving
+import os, mpidist, mpidist.collectives.channel.shutdown
 comm = mpidist.Communicator()
 if comm.rank == 0:
     child = os.fork()
     if child == 0:
-        os._exit(len(mpidist.collectives.leaving.open_channels))
+        os._exit(len(mpidist.collectives.channel.shutdown.open_channels))
     assert os.waitpid(child, 0)[1] == 0
 print(comm.all_reduce("SUM", 1))
 """

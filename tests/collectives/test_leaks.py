@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.collectives import shared_memory
-from mpidist.collectives.leaving import open_channels
+from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.node import shared_memory
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.pool import run
 
@@ -99,7 +99,7 @@ def test_making_and_closing_over_and_over_again(ranks: int, per_node: int | None
 
 KILLED = """
 import os, pathlib, signal, sys, mpidist
-from mpidist.collectives import shared_memory
+from mpidist.collectives.node import shared_memory
 mapped = shared_memory._mapped
 def dies(*args):
     if sys.argv[1] == "a neighbour" and comm.rank == 1:

@@ -12,8 +12,9 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives import mpi_types, slots
-from mpidist.collectives.leaving import open_channels
+from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.mpi import mpi_types
+from mpidist.collectives.node import slots
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 

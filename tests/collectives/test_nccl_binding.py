@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.cupy_ops import CupyOps
-from mpidist.collectives import nccl as nccl_module
-from mpidist.collectives import nccl_local, nccl_start
-from mpidist.collectives.nccl import NcclComm
-from mpidist.collectives.nccl_library import nccl_version
-from mpidist.collectives.nccl_local import LocalNccl
+from mpidist.collectives.gpu import nccl_comm as nccl_module
+from mpidist.collectives.gpu import nccl_local, nccl_start
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl_library import nccl_version
+from mpidist.collectives.gpu.nccl_local import LocalNccl
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure
 from tests.collectives.nccl_ranks import finished, private_world

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives import nccl_network, staging
-from mpidist.collectives.nccl_network import Fabric, rdma_fabric
-from mpidist.collectives.table import SHIPPED
+from mpidist.collectives.gpu import nccl_network, staging
+from mpidist.collectives.gpu.nccl_network import Fabric, rdma_fabric
+from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.topology import world_topology
 from tests.support.fake_cupy import nccl as fake_nccl
 

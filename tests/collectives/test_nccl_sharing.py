@@ -10,9 +10,9 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives import nccl_sharing, nccl_start
-from mpidist.collectives.nccl import NcclComm
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.gpu import nccl_sharing, nccl_start
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure, PeerError
 from mpidist.experimental import CommunicationOptions

@@ -10,9 +10,9 @@ import pytest
 
 from mpidist.arrays import cupy_module
 from mpidist.arrays.cupy_module import CupyState
-from mpidist.collectives import nccl_library
-from mpidist.collectives.nccl import NcclComm
-from mpidist.collectives.nccl_library import nccl_problem
+from mpidist.collectives.gpu import nccl_library
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl_library import nccl_problem
 from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import finished, private_world
 from tests.support.fake_cupy import devices

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.collectives.board import sum_of_rows
+from mpidist.collectives.node.board import sum_of_rows
 from mpidist.experimental import CommunicationOptions
 from tests.support.ranks.layouts import per_replica
 

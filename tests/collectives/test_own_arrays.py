@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives import shared_memory
-from mpidist.collectives.memory import Pool
+from mpidist.collectives.node import shared_memory
+from mpidist.collectives.node.memory import Pool
 from mpidist.core.settings import RANKS_PER_NODE
 
 pytestmark = [

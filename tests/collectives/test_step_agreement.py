@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mpidist.collectives import Communicator
-from mpidist.collectives.step_agreement import StepAgreement
+from mpidist.collectives.watch.step_agreement import StepAgreement
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 

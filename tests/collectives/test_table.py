@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.collectives.algorithms import DEVICE_NAMES, NAMES, wires
-from mpidist.collectives.table import (
+from mpidist.collectives.reduce.algorithms import DEVICE_NAMES, NAMES, wires
+from mpidist.collectives.reduce.table import (
     ALGORITHMS,
     SHIPPED,
     Row,

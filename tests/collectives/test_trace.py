@@ -14,9 +14,9 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.__main__ import main
-from mpidist.collectives.report import Tally, report_text
-from mpidist.collectives.trace_file import MERGED, Span, TraceFile, path_of
-from mpidist.collectives.trace_merge import merge
+from mpidist.collectives.watch.report import Tally, report_text
+from mpidist.collectives.watch.trace_file import MERGED, Span, TraceFile, path_of
+from mpidist.collectives.watch.trace_merge import merge
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
@@ -304,7 +304,7 @@ def test_all_is_merged_when_no_communicator_is_left(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     program = """
     from mpi4py import MPI
-    import mpidist, os, mpidist.collectives.recorder as recorder
+    import mpidist, os, mpidist.collectives.watch.recorder as recorder
     recorder._EXIT_SECONDS = 0.5
     comm = mpidist.Communicator()
     comm.barrier()

@@ -16,11 +16,11 @@ import mpidist
 from mpidist import Communicator
 from mpidist.arrays.cupy_module import find_cupy
 from mpidist.collectives import tuning
-from mpidist.collectives.algorithms import DEVICE_NAMES, NAMES, gather_reduce, wires
-from mpidist.collectives.choice import place_of
-from mpidist.collectives.table import ALGORITHMS, SHIPPED, Row, Table, check_table, look_up
+from mpidist.collectives.reduce.algorithms import DEVICE_NAMES, NAMES, gather_reduce, wires
+from mpidist.collectives.reduce.choice import place_of
+from mpidist.collectives.reduce.table import ALGORITHMS, SHIPPED, Row, Table, check_table, look_up
+from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.collectives.tuning import CANDIDATES, SIZES, Timing, best_row, decide
-from mpidist.collectives.tuning_file import Setup, merge, read, setup_of
 from mpidist.core.errors import AlgorithmError, DeviceError
 
 pytestmark = pytest.mark.counts

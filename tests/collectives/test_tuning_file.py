@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives import tuning_file
-from mpidist.collectives.choice import place_of
-from mpidist.collectives.table import SHIPPED, Table
-from mpidist.collectives.tuning_file import Setup, merge, read, setup_of
+from mpidist.collectives.reduce import tuning_file
+from mpidist.collectives.reduce.choice import place_of
+from mpidist.collectives.reduce.table import SHIPPED, Table
+from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.experimental import CommunicationOptions
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpidist.collectives import waiting
+from mpidist.collectives.mpi import waiting
 
 pytestmark = pytest.mark.one_rank
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError
-from mpidist.collectives.progress import progress
+from mpidist.collectives.channel.progress import progress
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 

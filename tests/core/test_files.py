@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.collectives import shared_memory, trace_file, trace_merge, tuning_file
-from mpidist.collectives.flight_file import FlightFile
-from mpidist.collectives.flight_file import path_of as flight_path
-from mpidist.collectives.table import SHIPPED
+from mpidist.collectives.node import shared_memory
+from mpidist.collectives.reduce import tuning_file
+from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.watch import trace_file, trace_merge
+from mpidist.collectives.watch.flight_file import FlightFile
+from mpidist.collectives.watch.flight_file import path_of as flight_path
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import results
 

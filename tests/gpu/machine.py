@@ -34,7 +34,7 @@ def problem() -> str | None:
 
 def nccl_problem() -> str | None:
     """Return why NCCL cannot be used here, None where it can."""
-    from mpidist.collectives import nccl_library
+    from mpidist.collectives.gpu import nccl_library
 
     return problem() or nccl_library.nccl_problem()
 

@@ -40,8 +40,8 @@ class _Rank:
         from mpi4py import MPI
 
         from mpidist.arrays.device_ops import ops_for
-        from mpidist.collectives.nccl import NcclComm
-        from mpidist.collectives.waiting import Deadline, drive
+        from mpidist.collectives.gpu.nccl_comm import NcclComm
+        from mpidist.collectives.mpi.waiting import Deadline, drive
 
         def expire(waited: float) -> None:
             raise TimeoutError(f"NCCL did not start within {waited:.0f} s")

@@ -130,7 +130,7 @@ _CLUSTER_RESOLVER = (
 _COLLECTIVES = (
     Fault(
         "the last element of every slice is not copied into the result",
-        "mpidist/collectives/algorithms/pipeline.py",
+        "mpidist/collectives/node/pipeline.py",
         "self._results.collect(rail, chunk, start, stop)",
         "self._results.collect(rail, chunk, start, stop - 1)",
         ("tests/collectives/test_algorithms.py",),
@@ -138,7 +138,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the later parts of a message are read from the slots of the part before",
-        "mpidist/collectives/algorithms/gather_reduce.py",
+        "mpidist/collectives/reduce/algorithms/gather_reduce.py",
         "                yield from self._node.board.meet()\n                self._slots.turn()\n",
         "                yield from self._node.board.meet()\n",
         ("tests/collectives/test_algorithms.py",),
@@ -146,7 +146,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the rank that comes last does not compare its call with the others'",
-        "mpidist/collectives/handshake.py",
+        "mpidist/collectives/channel/handshake.py",
         "if self._is_over and self._exchange.all_agree(identity):",
         "if self._is_over:",
         ("tests/collectives/test_mismatch.py",),
@@ -154,7 +154,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "what a rank has assigned by itself is not told the others",
-        "mpidist/collectives/handshake.py",
+        "mpidist/collectives/channel/handshake.py",
         "identity ^= self.tally.identity",
         "identity ^= 0",
         ("tests/strategies/test_drift.py",),
@@ -162,7 +162,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "small sums are formed in float64",
-        "mpidist/collectives/board.py",
+        "mpidist/collectives/node/board.py",
         "self._views(self._page, count).astype(dtype, copy=False)",
         "self._views(self._page, count)",
         ("tests/collectives/test_order_of_sums.py",),
@@ -170,7 +170,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "two calls of other structures are taken for the same",
-        "mpidist/collectives/plan.py",
+        "mpidist/collectives/reduce/plan.py",
         "{signature_text(signature, on_device)}{structure}{_options_text(options)}",
         "{signature_text(signature, on_device)}{_options_text(options)}",
         ("tests/acceptance/test_rank_mismatch.py",),
@@ -178,14 +178,14 @@ _COLLECTIVES = (
     ),
     Fault(
         "a deadline that is earlier than the report of a long wait never comes",
-        "mpidist/collectives/waiting.py",
+        "mpidist/collectives/mpi/waiting.py",
         "        if waited > self._limit:\n",
         "        if waited > max(self._limit, self._warn):\n",
         ("tests/collectives/test_mismatch.py",),
     ),
     Fault(
         "the error of a work that nobody waited for yet is dropped",
-        "mpidist/collectives/work.py",
+        "mpidist/collectives/channel/work.py",
         "            self._error = error\n        else:",
         "            del error\n        else:",
         ("tests/collectives/test_work.py",),
@@ -193,14 +193,14 @@ _COLLECTIVES = (
     ),
     Fault(
         "an input that is also the result of another array is overwritten before it is read",
-        "mpidist/collectives/packing.py",
+        "mpidist/collectives/node/packing.py",
         "bisect_left(starts, high) - bisect_right(ends, low)",
         "bisect_left(starts, low) - bisect_right(ends, low)",
         ("tests/collectives/test_packing.py",),
     ),
     Fault(
         "a mean over several nodes is divided inside the node, too",
-        "mpidist/collectives/algorithms/pipeline.py",
+        "mpidist/collectives/node/pipeline.py",
         "if self._wire is None and job.divisor is not None:",
         "if job.divisor is not None:",
         ("tests/collectives/test_algorithms.py",),
@@ -218,7 +218,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "small arrays are moved as if all ranks were on one node",
-        "mpidist/collectives/movement.py",
+        "mpidist/collectives/node/movement.py",
         "return self._node.is_alone and numbers <= WORDS",
         "return numbers <= WORDS",
         ("tests/collectives/test_movement.py",),
@@ -227,7 +227,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "what the rank beyond the power of two sends is not added",
-        "mpidist/collectives/algorithms/halving_doubling.py",
+        "mpidist/collectives/reduce/algorithms/halving_doubling.py",
         "            numpy_op(op)(flat, received, out=flat)\n",
         "",
         ("tests/collectives/test_algorithms.py",),
@@ -235,7 +235,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "in a ring each rank passes on its own part and not the sum",
-        "mpidist/collectives/algorithms/ring.py",
+        "mpidist/collectives/reduce/algorithms/ring.py",
         "segments[mine] if step else inputs[mine]",
         "inputs[mine]",
         ("tests/collectives/test_algorithms.py",),
@@ -243,7 +243,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "parts are doubled in the order in which they were halved",
-        "mpidist/collectives/algorithms/halving_doubling.py",
+        "mpidist/collectives/reduce/algorithms/halving_doubling.py",
         "in reversed(steps):",
         "in steps:",
         ("tests/collectives/test_algorithms.py",),
@@ -251,7 +251,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the second doubling is with the rank of the first",
-        "mpidist/collectives/algorithms/halving_doubling.py",
+        "mpidist/collectives/reduce/algorithms/halving_doubling.py",
         "            distance *= 2\n",
         "            distance *= 1\n",
         ("tests/collectives/test_algorithms.py",),
@@ -259,7 +259,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the host reduces before the GPU has copied to it",
-        "mpidist/collectives/algorithms/staged.py",
+        "mpidist/collectives/gpu/staged.py",
         "        yield from until_event(copied)\n",
         "        del copied\n",
         ("tests/collectives/test_device_order.py",),

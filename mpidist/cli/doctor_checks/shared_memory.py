@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpidist.cli.doctor_checks.finding import WARNING, Finding, names_text
 from mpidist.cli.doctor_facts.facts import JobFacts
-from mpidist.collectives.table import size_text
+from mpidist.collectives.reduce.table import size_text
 
 ENOUGH_BYTES = 256 << 20
 """For input and result of a large bucket of gradients, and what MPI and NCCL take."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.cli.doctor_facts.facts import CollectiveFacts
-from mpidist.collectives.choice import place_of
-from mpidist.collectives.gpu_aware_mpi import takes_device_memory
-from mpidist.collectives.nccl_network import rdma_everywhere
-from mpidist.collectives.node import Node
-from mpidist.collectives.table import SHIPPED, Table, resolved, table_text
-from mpidist.collectives.tuning_file import Setup, read, setup_of
-from mpidist.collectives.waiting import Steps
+from mpidist.collectives.gpu.gpu_aware_mpi import takes_device_memory
+from mpidist.collectives.gpu.nccl_network import rdma_everywhere
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.node import Node
+from mpidist.collectives.reduce.choice import place_of
+from mpidist.collectives.reduce.table import SHIPPED, Table, resolved, table_text
+from mpidist.collectives.reduce.tuning_file import Setup, read, setup_of
 from mpidist.core.settings import TUNING_FILE
 
 if TYPE_CHECKING:

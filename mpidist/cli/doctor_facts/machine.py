@@ -14,7 +14,7 @@ from typing import Any
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
 from mpidist.cli.doctor_facts.nccl_net import nccl_net
-from mpidist.collectives.nccl_library import nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
 from mpidist.topology.gpus import visible_devices
 
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidist.cli.doctor_facts.facts import NcclNet
-from mpidist.collectives import nccl_network
+from mpidist.collectives.gpu import nccl_network
 
 SOCKETS = "TCP sockets"
 _GET_PLUGIN = (

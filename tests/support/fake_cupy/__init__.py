@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 
 from mpidist.arrays import cuda_driver, cupy_module, device_ops
-from mpidist.collectives import nccl_sharing
+from mpidist.collectives.gpu import nccl_sharing
 from tests.support.fake_cupy import devices as gpus
 from tests.support.fake_cupy import driver, module
 from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations

@@ -14,7 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.collectives.leaving import leave_all
+from mpidist.collectives.channel.shutdown import leave_all
 from tests.support.ranks.pool import run
 
 

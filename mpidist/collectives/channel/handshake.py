@@ -1,0 +1,271 @@
+"""The exchange that opens every collective: do all ranks make the same call?
+
+Each call of a communicator, whatever it is, begins with one exchange of the same few numbers. One of them is the id
+of the caller's plan, a hash of operation, shapes, dtypes and options. All ranks see at the same point whether all
+passed the same id; if not they tell one another what they wanted, and raise the same error. The data that follow
+therefore always have the size that everybody expects.
+
+Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
+id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what *every*
+rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
+
+Small sums of floating point travel in the same exchange and need no second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
+from mpidist.collectives.channel.tally import Tally
+from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.collectives.node.board import FLOATS, Board
+from mpidist.core.callsite import user_call_site
+from mpidist.core.errors import MismatchError, PeerError
+from mpidist.core.wording import ranks_text
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# What one small message has room for beside the id.
+_FLOATS_IN_MESSAGE = 15
+_ID_BITS = 40
+# What a rank may have to tell instead of a plan.
+FAILED = "failed"
+LEFT = "left"
+# Most often a call that is meant to print or to save stands under `if rank == 0:`.
+_EVERY_RANK_CALLS = (
+    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
+    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
+)
+
+
+def plan_id(text: str) -> int:
+    """Return the id of the plan that ``text`` describes: the same on every rank and in every run."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class _Exchange(Protocol):
+    """How ids and numbers get to the other ranks."""
+
+    most_numbers: int
+    """How many numbers may travel with an id."""
+
+    def numbers(self, count: int) -> Array:
+        """Return where this rank puts ``count`` numbers before it begins."""
+
+    def begin(self, identity: int) -> bool:
+        """Send this rank's (collective); whether those of all others are there already."""
+
+    def rest(self) -> Steps[None]:
+        """Yield until they are."""
+
+    def all_agree(self, identity: int) -> bool:
+        """Whether all ranks sent this identity."""
+
+    def totals(self, count: int, dtype: DType) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers; on one node formed in ``dtype``."""
+
+    def free(self) -> None:
+        """Free what it holds, before the communicator is freed."""
+
+
+class _OnBoard:
+    """Between ranks of one node."""
+
+    most_numbers = FLOATS
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.numbers = board.numbers
+        self.rest = board.rest_of_meeting
+        self.all_agree = board.all_announced
+        self.totals = board.sum_of_numbers
+
+    def begin(self, identity: int) -> bool:
+        self._board.announce(identity)
+        return self._board.arrive()
+
+    def free(self) -> None:
+        """The board is the node's."""
+
+
+class _ByReduction:
+    """Between ranks of several nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
+
+    most_numbers = _FLOATS_IN_MESSAGE
+
+    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
+        mpi = import_mpi()
+        self._size = comm.Get_size()
+        self._board = board
+        # The sum of all ids has to be an exact float64.
+        self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
+        self._mine = np.zeros(1 + _FLOATS_IN_MESSAGE)
+        self._sums = np.zeros(1 + _FLOATS_IN_MESSAGE)
+        spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
+        self._persistent: MPI.Prequest | None = None
+        self._request: MPI.Request | None = None
+        try:
+            # One request for ever costs half of a new one per call.
+            self._persistent = comm.Allreduce_init(*spec)
+            self._start: Callable[[], MPI.Request] = self._restart
+        except NotImplementedError:
+            self._start = partial(comm.Iallreduce, *spec)
+
+    def _restart(self) -> MPI.Request:
+        assert self._persistent is not None
+        self._persistent.Start()
+        return self._persistent
+
+    def numbers(self, count: int) -> Array:
+        return self._mine[1 : 1 + count]
+
+    def begin(self, identity: int) -> bool:
+        self._mine[0] = identity & self._mask
+        self._board.fence()
+        self._request = self._start()
+        return False
+
+    def rest(self) -> Steps[None]:
+        assert self._request is not None
+        yield from until_done(self._request)
+        self._board.turn()
+
+    def all_agree(self, identity: int) -> bool:
+        agreed: bool = self._sums[0] == (identity & self._mask) * self._size
+        return agreed
+
+    def totals(self, count: int, dtype: DType) -> Array:
+        return self._sums[1 : 1 + count].astype(dtype, copy=False)
+
+    def free(self) -> None:
+        if self._persistent is not None:
+            self._persistent.Free()
+
+
+class Handshake:
+    """The opening exchange on one communicator.
+
+    Args:
+        comm: The private communicator.
+        board: Of the node of this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
+        self._comm = comm
+        self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
+        self.most_numbers = self._exchange.most_numbers
+        """How many numbers may travel in an opening."""
+        self._is_over = True
+        self._identity = 0
+        self.tally: Tally | None = None
+        """What goes with the next opening."""
+        # Ranks that have ended their program: nothing can be exchanged any more.
+        self.left: list[int] = []
+
+    def free(self) -> None:
+        """Free what it holds (before the communicator is freed)."""
+        self._exchange.free()
+
+    def payload(self, count: int) -> Array:
+        """Return where to put ``count`` numbers that are summed over all ranks by the next opening, see ``totals``."""
+        return self._exchange.numbers(count)
+
+    def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
+        """Meet the other ranks (collective).
+
+        Args:
+            identity: ``plan_id(text)``.
+            text: What this rank is about to do.
+            call_site: Line of the user's program; None finds it on the stack when it is needed.
+
+        Raises:
+            MismatchError: Another rank is about to do something else.
+            PeerError: Another rank failed on its way here.
+        """
+        if not self.begin(identity):
+            yield from self.finish(text, call_site)
+
+    def begin(self, identity: int) -> bool:
+        """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
+        if self.tally is not None:
+            identity ^= self.tally.identity
+        self._identity = identity
+        self._is_over = self._exchange.begin(identity)
+        if self._is_over and self._exchange.all_agree(identity):
+            self.tally = None
+            return True
+        return False
+
+    def finish(self, text: str, call_site: str | None) -> Steps[None]:
+        """Do what is left of ``open``, with the same arguments."""
+        if not self._is_over:
+            yield from self._exchange.rest()
+        tally, self.tally = self.tally, None
+        if not self._exchange.all_agree(self._identity):
+            yield from self._compare(text if tally is None else f"{text}, after {tally.text}", call_site)
+
+    def totals(self, count: int, dtype: DType) -> Array:
+        """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening.
+
+        Args:
+            count: How many.
+            dtype: In which the sum is formed, on one node; what the result is in.
+        """
+        return self._exchange.totals(count, dtype)
+
+    def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
+        """Take part with news of this rank instead of a plan; ranks that have a plan raise PeerError (collective).
+
+        Args:
+            kind: ``FAILED`` or ``LEFT``.
+            text: The news, as in "rank 3 ...".
+            call_site: Line of the user's program.
+        """
+        identity, self.tally = plan_id(kind), None
+        if self.begin(identity):
+            return
+        if not self._is_over:
+            yield from self._exchange.rest()
+        if not self._exchange.all_agree(identity):
+            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
+            self._note_left(everyone)
+
+    def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
+        self.left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == LEFT]
+
+    def _compare(self, text: str, call_site: str | None) -> Steps[None]:
+        mine = ("plan", text, call_site or user_call_site())
+        everyone = yield from gather_objects(self._comm, mine)
+        self._note_left(everyone)
+        news = [f"rank {rank} {text} (at {site})" for rank, (kind, text, site) in enumerate(everyone) if kind != "plan"]
+        if news:
+            remedy = f". {_EVERY_RANK_CALLS}" if self.left else ""
+            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {'; '.join(news)}{remedy}")
+        raise MismatchError(_mismatch_message(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
+
+
+def _mismatch_message(everyone: list[tuple[str, str, str]]) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, (_, text, site) in enumerate(everyone):
+        groups.setdefault((text, site), []).append(rank)
+    lines = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}: {text}\n      at {site}"
+        for (text, site), ranks in groups.items()
+    ]
+    # Where all are at one line it is their arguments that differ.
+    remedy = f"\n{_EVERY_RANK_CALLS}" if len({site for _, site in groups}) > 1 else ""
+    return (
+        "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
+        "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
+    )

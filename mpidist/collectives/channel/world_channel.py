@@ -1,0 +1,71 @@
+"""The channel of all ranks of the job, on which they agree that all are about to make the same thing together.
+
+It is there while any communicator of all ranks is: a program that has closed them may end MPI in its own way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.shutdown import check_not_forked, open_channels
+from mpidist.topology import import_mpi, world_topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NAME = "all ranks"
+
+
+class WorldChannel:
+    """The channel, and how many communicators need it."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._users = 0
+
+    def agree_to_make(self, what: str, comm: MPI.Intracomm | None) -> bool:
+        """Return once all ranks of the job are about to make the same (collective).
+
+        Ranks of a part of the job cannot be asked in this way.
+
+        Args:
+            what: What is made.
+            comm: Of its ranks; None for all ranks of the job.
+
+        Returns:
+            Whether all ranks were asked; ``release`` has to follow when what is made is closed.
+
+        Raises:
+            MismatchError: The ranks are about to make different things.
+            PeerError: Another rank has left the program.
+        """
+        check_not_forked()
+        mpi = import_mpi()
+        if comm is not None and mpi.Comm.Compare(comm, mpi.COMM_WORLD) == mpi.UNEQUAL:
+            return False
+        if mpi.COMM_WORLD.Get_size() == 1 or (comm is None and world_topology().world.Get_size() == 1):
+            return False
+        if self._channel is not None and self._channel not in open_channels:
+            # Given up with a rank that was lost, as all that needed it.
+            self._channel, self._users = None, 0
+        text = f"making a {what}" if comm is None else f"making a {what} of a communicator of all ranks"
+        if self._channel is None:
+            self._channel = Channel(world_topology().world, None, "channel of all ranks", _NAME)
+        self._users += 1
+        try:
+            self._channel.run(self._channel.handshake.open(plan_id(text), text, None), text)
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Note that one of those is closed; the last one closes the channel (collective)."""
+        self._users -= 1
+        if self._users == 0 and self._channel is not None and self._channel.close(lambda: None):
+            self._channel = None
+
+
+world_channel = WorldChannel()

@@ -1,0 +1,202 @@
+"""All-gather, broadcast and reduce-scatter of arrays on GPUs by NCCL, where NCCL is what large reductions take, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Stream
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.gpu.device_choice import DeviceChoice
+from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, queue_of
+from mpidist.collectives.gpu.host_copies import BringBack
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.mpi import gathering
+from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
+from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.plan import ReductionPlan, Signature
+from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import PeerError
+
+
+class MovementCall(DeviceCall):
+    """Arrays of one device that are moved.
+
+    Args:
+        travelling: The arrays of the call as they travel, such as with another axis first.
+        results: Shapes and dtypes of the results that are known before the ranks have met.
+        streams: See ``DeviceCall``.
+        timeout: See ``DeviceCall``.
+        is_void: See ``DeviceCall``.
+    """
+
+    def __init__(
+        self,
+        travelling: Sequence[Array],
+        results: Signature,
+        streams: DeviceStreams,
+        timeout: float,
+        is_void: Callable[[], bool],
+    ) -> None:
+        super().__init__(streams, timeout, is_void)
+        ops = streams.ops
+        with streams.on():
+            for index, array in enumerate(travelling):
+                self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
+        self.allocate(results)
+        # Last: what fails before keeps nobody waiting.
+        self.enter()
+
+    def allocate(self, signature: Signature) -> None:
+        """Make the results, in memory of the caller's stream; in any thread."""
+        streams = self.streams
+        with streams.on(), self.caller:
+            for index, (shape, dtype) in enumerate(signature):
+                self.results[index] = streams.ops.empty(shape, dtype, streams.device)
+            self.follow_caller()
+
+
+class Moving(NamedTuple):
+    """A collective that moves arrays.
+
+    Attributes:
+        steps, text: What it does, and what it is.
+        finish: Makes the results of what the steps return.
+        call: Its part on a GPU; None where it goes through host memory.
+    """
+
+    steps: Steps[list[Array]]
+    text: str
+    finish: BringBack
+    call: MovementCall | None = None
+
+
+class DeviceMovement:
+    """The collectives of one communicator that move arrays on a device.
+
+    Args:
+        channel: On which they are carried out.
+        choice: Which has NCCL.
+    """
+
+    def __init__(self, channel: Channel, choice: DeviceChoice) -> None:
+        self._channel = channel
+        self._choice = choice
+
+    def all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        """Concatenate arrays, which travel with the axis first, over the ranks."""
+        return self._carried_out(call, self._all_gather(plan, call, call_site))
+
+    def _all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call, call_site)
+        arrays, stream = list(call.inputs.values()), call.streams.stream
+        rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
+        lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
+        shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
+        yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
+        with call.streams.on():
+            with nccl.group():
+                for index, array in enumerate(arrays):
+                    counts = [row[index] * plan.row_sizes[index] for row in rows]
+                    _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
+            results = [plan.result(index, whole, lengths[index]) for index, whole in call.results.items()]
+        return results
+
+    def broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        """Return the arrays of the root, for which ``call`` has the memory."""
+        return self._carried_out(call, self._broadcast(plan, call, call_site))
+
+    def _broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call, call_site)
+        with call.streams.on(), nccl.group():
+            for index, array in call.inputs.items():
+                target = call.results[index].reshape(-1)
+                nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
+        return list(call.results.values())
+
+    def reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        """Return the elements of this rank's rows of the reduction, for which ``call`` has the memory."""
+        return self._carried_out(call, self._reduce_scatter(plan, call, call_site))
+
+    def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call, call_site)
+        (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
+        op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
+        with streams.on():
+            source, target = call.inputs[0].reshape(-1), result
+            if not pack.is_plain:
+                source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
+                pack.load(streams.ops, list(call.inputs.values()), source, streams.stream)
+            rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
+            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
+            _reduce_scatter(nccl, source, target, cuts, op, streams.stream)
+            if plan.divisor is not None or target is not result:
+                streams.ops.unpack(target, [result], plan.divisor, streams.stream)
+        return [result]
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _carried_out(self, call: MovementCall, steps: Steps[list[Array]]) -> Steps[list[Array]]:
+        """Carry out the steps, and let the next call have the device however they end."""
+        try:
+            results = yield from steps
+            with call.streams.on():
+                call.streams.finish(call)
+            return results
+        finally:
+            call.leave()
+
+    def _begin(
+        self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall, call_site: str | None
+    ) -> Steps[NcclComm]:
+        """Return NCCL once the ranks have met and it is the turn of ``call``."""
+        channel = self._channel
+        yield from channel.handshake.open(plan.id, plan.text, call_site)
+        if channel.trace is not None:
+            channel.trace.moves(sum(array.nbytes for array in call.inputs.values()))
+        yield from queue_of(call.streams.device).turn(call)
+        return self._choice.nccl
+
+    def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
+        """Make the results, whose lengths nobody knew before; a rank that has no memory is an error on all ranks."""
+        failure: Exception | None = None
+        looks = 0
+        while call.caller.is_capturing:
+            # What is recorded there now is the program's; it ends that before it waits for the result.
+            looks += 1
+            relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+            yield
+        try:
+            call.allocate(signature)
+        except Exception as error:
+            failure = error
+        comm = self._channel.comm
+        texts = yield from gather_objects(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise PeerError(f"rank {rank} cannot make the result of {plan.text}: {text}") from failure
+
+
+def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:
+    """Put the flat arrays of all ranks, of ``counts`` elements, one after the other into ``whole``."""
+    if len({*counts}) == 1:
+        nccl.all_gather(mine, whole, stream)
+        return
+    for root, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
+        nccl.broadcast(mine if root == nccl.rank else None, whole[start:stop], root, stream)
+
+
+def _reduce_scatter(
+    nccl: NcclComm, source: Array, target: Array, cuts: Sequence[tuple[int, int]], op: ReduceOp, stream: Stream
+) -> None:
+    """Put this rank's cut of the reduction into ``target``."""
+    if len({stop - start for start, stop in cuts}) == 1:
+        nccl.reduce_scatter(source, target, op, stream)
+        return
+    with nccl.group():
+        for root, (start, stop) in enumerate(cuts):
+            nccl.reduce(source[start:stop], target if root == nccl.rank else None, op, root, stream)

@@ -1,0 +1,239 @@
+"""DeviceStreams: the streams of one communicator on its device, the calls under way there, and their order.
+
+Everything that a communicator does on its device is ordered on one stream; two more copy between the device and the
+host beside it. (CuPy's pool hands memory out again by stream, so what is made while the first is current may be let go
+as soon as its last use has been put on that stream.)
+
+NCCL's calls on one device have to come in one order on all ranks, also those of several communicators, and a device
+does them one after the other. Works of several communicators are moved on as messages arrive, in any order, so each
+waits in the queue of its device. What holds on every rank is that the program makes its calls in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import DeviceOps, Event, Stream
+from mpidist.arrays.dtypes import DType
+from mpidist.collectives.gpu.device_watch import device_watch
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
+
+
+class DeviceStreams:
+    """The streams of a communicator on a device.
+
+    Args:
+        ops: What handles arrays on it.
+        device: Its number.
+        has_given_up: Whether the communicator carries out no more calls, also of those that other ranks do.
+
+    Attributes:
+        stream: On which all work is ordered.
+        to_host, to_device: For copies. All three go before the program's own work: other ranks wait for theirs.
+    """
+
+    def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
+        self.ops = ops
+        self.device = device
+        self.has_given_up = has_given_up
+        self._nccl: list[NcclComm] = []
+        with ops.on(device):
+            self.stream = ops.stream(device, is_urgent=True)
+            self.to_host = ops.stream(device, is_urgent=True)
+            self.to_device = ops.stream(device, is_urgent=True)
+        self._under_way: deque[tuple[Event, DeviceCall]] = deque()
+        self._lock = threading.Lock()
+        device_watch.watch(self)
+
+    def on(self) -> AbstractContextManager[None]:
+        """Return a block in which the device is current in this thread."""
+        return self.ops.on(self.device)
+
+    def empty(self, count: int, dtype: DType) -> Array:
+        """Return a flat array that is used on ``stream``."""
+        with self.stream:
+            return self.ops.empty((count,), dtype, self.device)
+
+    def finish(self, call: DeviceCall) -> None:
+        """Note that all of a call so far has been put on ``stream``; its arrays are kept until that has run."""
+        call.done = self.stream.record()
+        with self._lock:
+            self._under_way.append((call.done, call))
+        self.oldest()
+
+    def watch(self, nccl: NcclComm) -> None:
+        """See to it that NCCL's errors are noticed, from now on (see ``device_watch``)."""
+        self._nccl.append(nccl)
+
+    def oldest(self) -> tuple[Event, DeviceCall] | None:
+        """Return what ends first of all that is under way, and let go of what has ended; from any thread."""
+        with self.on(), self._lock:
+            while self._under_way:
+                event, call = self._under_way[0]
+                if not event.is_done:
+                    return event, call
+                self._under_way.popleft()
+        return None
+
+    def check_in_step(self) -> None:
+        """Raise RuntimeError where NCCL's calls may not be those of the other ranks (see ``nccl_sharing``)."""
+        for nccl in self._nccl:
+            nccl.check_in_step()
+
+    def raise_if_failed(self) -> None:
+        """Raise NcclFailure if NCCL has found an error here; from any thread."""
+        for nccl in self._nccl:
+            nccl.check_async_error()
+
+    def abandon(self) -> None:
+        """Stop what NCCL does here; what is under way never ends right. May block where other ranks do not as well."""
+        for nccl in self._nccl:
+            nccl.abort()
+
+    def synchronize(self) -> None:
+        """Wait until everything has run; blocks."""
+        with self.on():
+            for stream in (self.to_host, self.to_device, self.stream):
+                stream.synchronize()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """Wait until everything has run, and let go."""
+        self.synchronize()
+        device_watch.forget(self)
+        self._nccl.clear()
+
+
+class DeviceCall:
+    """One collective on a device, and the arrays that it needs there.
+
+    Args:
+        streams: Where it happens.
+        timeout: Seconds that it may take on the device.
+        is_void: Whether it will never happen, because its communicator has been given up.
+
+    Attributes:
+        inputs: The arrays by their index in the call, contiguous.
+        results: The results by index; contiguous, written when ``done`` is.
+        caller: The stream whose arrays they are.
+        ready: When the inputs are there, and the results may be written.
+        done: When the results are there; None until the work has been handed to the device.
+    """
+
+    def __init__(self, streams: DeviceStreams, timeout: float, is_void: Callable[[], bool]) -> None:
+        self.streams = streams
+        self.timeout = timeout
+        self.is_void = is_void
+        self.done: Event | None = None
+        self.inputs: dict[int, Array] = {}
+        self.results: dict[int, Array] = {}
+        self.caller: Stream = streams.ops.current_stream(streams.device)
+        self.ready: Event
+        self._queue = queue_of(streams.device)
+
+    def enter(self) -> None:
+        """Have later calls wait for their turn on the device until this one leaves."""
+        self._queue.enter(self)
+
+    def leave(self) -> None:
+        """Let later calls use the device; any number of times."""
+        self._queue.leave(self)
+
+    def follow_caller(self) -> None:
+        """Have the streams wait for what the caller's stream has been given so far."""
+        self.ready = self.caller.record()
+        self.streams.stream.wait(self.ready)
+
+    def join(self, results: list[Array]) -> list[Array]:
+        """Have the current stream of this thread wait for the results, and return them."""
+        self.wait_here()
+        if self.streams.ops.current_stream(self.streams.device).handle == self.caller.handle:
+            # Memory that is let go goes back to the stream that asked for it; that one waits for the last use now.
+            self.let_go()
+        return results
+
+    def wait_here(self) -> None:
+        """Have the current stream of this thread wait for the results."""
+        self._wait_for(self.done)
+
+    def _wait_for(self, event: Event | None) -> None:
+        if event is not None:
+            with self.streams.on():
+                self.streams.ops.current_stream(self.streams.device).wait(event)
+
+    def let_go(self) -> None:
+        """Keep the arrays no longer."""
+        self.inputs, self.results = {}, {}
+
+
+class Turn:
+    """A turn among the calls of a device for what is none: to start NCCL, or to close it.
+
+    Args:
+        streams: Where it happens.
+    """
+
+    done: Event | None = None
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self.streams = streams
+        self.is_void = streams.has_given_up
+
+
+class DeviceQueue:
+    """The calls that have not been handed to one device yet."""
+
+    def __init__(self) -> None:
+        self._calls: deque[weakref.ref[DeviceCall | Turn]] = deque()
+        self._lock = threading.Lock()
+        self._last: tuple[DeviceStreams, Event] | None = None
+
+    def enter(self, call: DeviceCall | Turn) -> None:
+        """Put a new call at the end."""
+        with self._lock:
+            self._calls.append(weakref.ref(call))
+
+    def turn(self, call: DeviceCall | Turn) -> Steps[None]:
+        """Yield until it is the turn of ``call``; its streams then follow whatever came before."""
+        looks = 0
+        while not self._is_first(call):
+            looks += 1
+            relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+            yield
+        last = self._last
+        if last is not None and last[0] is not call.streams:
+            with call.streams.on():
+                call.streams.stream.wait(last[1])
+
+    def leave(self, call: DeviceCall | Turn) -> None:
+        """Let the next call have its turn; any number of times."""
+        with self._lock:
+            if call.done is not None and self._calls and self._calls[0]() is call:
+                self._last = (call.streams, call.done)
+            self._calls = deque(entry for entry in self._calls if entry() is not call)
+
+    def _is_first(self, call: DeviceCall | Turn) -> bool:
+        with self._lock:
+            while self._calls:
+                first = self._calls[0]()
+                if first is call:
+                    return True
+                # One that was dropped, or whose communicator has been given up, does not come any more.
+                if first is not None and not first.is_void():
+                    return False
+                self._calls.popleft()
+        return True
+
+
+_queues: dict[int, DeviceQueue] = {}
+
+
+def queue_of(device: int) -> DeviceQueue:
+    """Return the queue of a device of this process."""
+    return _queues.setdefault(device, DeviceQueue())

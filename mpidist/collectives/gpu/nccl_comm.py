@@ -1,0 +1,291 @@
+"""One NCCL communicator: CuPy's binding with checks before each call, since a wrong one hangs or corrupts memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpidist.arrays.device_ops import ops_for
+from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, failure, nccl_binding
+from mpidist.collectives.gpu.nccl_start import PATIENCE_SECONDS, started
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.reduce.nccl_types import BYTES, nccl_reduction
+from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import NcclFailure
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from mpi4py import MPI
+
+    from mpidist.arrays.convert import Array
+    from mpidist.arrays.device_ops import DeviceOps, Stream
+
+
+class NcclComm:
+    """The ranks of one NCCL communicator, as seen by one of them, which has one GPU.
+
+    Every method that moves data enqueues it on a stream and returns before it is done: the arrays must live, and stay
+    as they are, until the stream is past it. All ranks must call the same methods with the same counts in the same
+    order, also across communicators that share a GPU. Empty arrays are no call at all.
+
+    Made by ``made``. It has to be closed, or aborted, before it is dropped: CuPy would destroy it whenever Python
+    happens to collect it, which may be after MPI has ended.
+
+    Args:
+        binding: The module ``cupy.cuda.nccl``.
+        raw: The NcclCommunicator, or an ``NcclShare`` of one.
+        device: Number of the GPU.
+        rank: Of this end.
+        size: How many ranks there are.
+        ops: The operations on arrays of its kind.
+    """
+
+    def __init__(self, binding: Any, raw: Any, device: int, rank: int, size: int, ops: DeviceOps) -> None:
+        self.device = device
+        self.rank = rank
+        self.size = size
+        self._binding = binding
+        self._raw = raw
+        self._errors = (binding.NcclError, KeyError)
+        self._is_contiguous, self._device_of, self._pointer = ops.is_contiguous, ops.device_of, ops.pointer
+        self._group = NcclGroup(binding)
+        # NCCL goes back to what was current before, which has to be a device that this process uses.
+        self._on_device = partial(ops.on, device)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return f"<NcclComm, rank {self.rank} of {self.size} on gpu:{self.device}{state}>"
+
+    @classmethod
+    def made(
+        cls,
+        comm: MPI.Intracomm,
+        device: int | None,
+        patience_seconds: float = PATIENCE_SECONDS,
+        has_given_up: Callable[[], bool] = lambda: False,
+    ) -> Steps[NcclComm | str]:
+        """Return one of the ranks of ``comm``, or on every rank the same reason why there is none (collective).
+
+        What NCCL holds is shared with others of the same ranks on the same GPUs.
+
+        Args:
+            comm: The ranks, which keep their numbers.
+            device: Number of this rank's GPU; None where it has none.
+            patience_seconds: How long NCCL may take to start.
+            has_given_up: Whether its user makes no more calls, also of those that other ranks make.
+        """
+        raw = yield from started(comm, device, patience_seconds, has_given_up)
+        if isinstance(raw, str):
+            return raw
+        assert device is not None
+        return cls(nccl_binding(), raw, device, comm.Get_rank(), comm.Get_size(), ops_for("gpu"))
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
+        """Put the reduction of all ranks' ``source`` into ``target`` of every rank; they may be one array.
+
+        A mean is a SUM that is divided afterwards.
+
+        Raises:
+            ValueError: An array is not contiguous or on another GPU, or the two do not fit together.
+            TypeError: They differ in dtype, or NCCL has no such reduction, or one is no array of a GPU.
+            NcclFailure: NCCL refused.
+            RuntimeError: This communicator has been closed or aborted.
+        """
+        from_, to = self._addresses("all_reduce", source, target)
+        datatype, code, numbers = nccl_reduction(source.dtype, op)
+        count = source.size
+        if target.size != count:
+            raise self._wrong_size("all_reduce", "target", target.size, count, "as many as the source")
+        if count:
+            self._call("all_reduce", self._raw.allReduce, from_, to, count * numbers, datatype, code, stream.handle)
+
+    def reduce_scatter(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
+        """Put this rank's piece of the reduction of all ranks' ``source`` into ``target``.
+
+        ``target`` may be that piece of ``source``: elements rank * n to (rank + 1) * n. Raises what ``all_reduce``
+        does.
+        """
+        from_, to = self._addresses("reduce_scatter", source, target)
+        datatype, code, numbers = nccl_reduction(source.dtype, op)
+        count = target.size
+        if source.size != count * self.size:
+            expected = f"{self.size} ranks x {count} of the target"
+            raise self._wrong_size("reduce_scatter", "source", source.size, count * self.size, expected)
+        if count:
+            call = self._raw.reduceScatter
+            self._call("reduce_scatter", call, from_, to, count * numbers, datatype, code, stream.handle)
+
+    def all_gather(self, source: Array, target: Array, stream: Stream) -> None:
+        """Put the elements of all ranks' ``source`` into ``target``, in rank order; any dtype.
+
+        ``source`` may be this rank's piece of ``target``. Raises what ``all_reduce`` does.
+        """
+        from_, to = self._addresses("all_gather", source, target)
+        count = source.size
+        if target.size != count * self.size:
+            expected = f"{self.size} ranks x {count} of the source"
+            raise self._wrong_size("all_gather", "target", target.size, count * self.size, expected)
+        if count:
+            self._call("all_gather", self._raw.allGather, from_, to, source.nbytes, BYTES, stream.handle)
+
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
+        """Put the reduction of all ranks' ``source`` into ``target`` of rank ``root``; the others may pass None.
+
+        Raises what ``all_reduce`` does.
+        """
+        self._check_rank("reduce", "root", root)
+        if target is None and self.rank == root:
+            raise ValueError(f"reduce: target is None on rank {root}, the root; expected an array like the source")
+        from_, to = self._addresses("reduce", source, source if target is None else target)
+        datatype, code, numbers = nccl_reduction(source.dtype, op)
+        count = source.size
+        if target is not None and target.size != count:
+            raise self._wrong_size("reduce", "target", target.size, count, "as many as the source")
+        if count:
+            to = 0 if target is None else to
+            self._call("reduce", self._raw.reduce, from_, to, count * numbers, datatype, code, root, stream.handle)
+
+    def broadcast(self, source: Array | None, target: Array, root: int, stream: Stream) -> None:
+        """Put ``source`` of rank ``root`` into ``target`` of every rank; any dtype.
+
+        Args:
+            source: Looked at on ``root`` only; there None stands for ``target``.
+            target: Where it goes.
+            root: Whose source it is.
+            stream: Where it is enqueued.
+
+        Raises what ``all_reduce`` does.
+        """
+        self._check_rank("broadcast", "root", root)
+        source = target if source is None or self.rank != root else source
+        from_, to = self._addresses("broadcast", source, target)
+        count = target.size
+        if source.size != count:
+            raise self._wrong_size("broadcast", "target", count, source.size, "as many as the source")
+        if count:
+            self._call("broadcast", self._raw.broadcast, from_, to, target.nbytes, BYTES, root, stream.handle)
+
+    def group(self) -> NcclGroup:
+        """Return a context in which calls, also of other communicators, are collected and started together.
+
+        It starts them however its block ends: what was called before an error runs, and needs the same calls of the
+        other ranks as ever. An error of NCCL in one of them may come up at the end of the block.
+        """
+        return self._group
+
+    # Errors and the end -----------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed or aborted."""
+        return isinstance(self._raw, _Closed)
+
+    def check_async_error(self) -> None:
+        """Raise NcclFailure if NCCL has found an error since the last call: a rank or a network was lost."""
+        try:
+            self._call("an earlier call", self._raw.check_async_error)
+        except NcclFailure as error:
+            if error.status != IN_PROGRESS:
+                raise
+
+    def check_in_step(self) -> None:
+        """Raise RuntimeError where another user of what NCCL holds has given up; of one that ``made`` has returned."""
+        self._raw.check_in_step()
+
+    def abort(self) -> None:
+        """Stop what is under way, whose results are lost, for all who share it; any number of times.
+
+        The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May block until all of
+        them have.
+        """
+        raw = self._raw
+        if not self.is_closed:
+            self._raw = _Closed("it was aborted")
+            with self._on_device():
+                raw.abort()
+
+    def close(self) -> None:
+        """Free it, if nobody shares it; any number of times. All that was enqueued must be done, on every rank."""
+        raw = self._raw
+        if not self.is_closed:
+            self._raw = _Closed("it has been closed")
+            with self._on_device():
+                raw.destroy()
+
+    # Checks -----------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, call: Callable[..., None], *arguments: int) -> None:
+        try:
+            call(*arguments)
+        except self._errors as error:
+            doing = f"NCCL failed in {name} on rank {self.rank} of {self.size} (gpu:{self.device})"
+            raise failure(self._binding, doing, error) from error
+
+    def _addresses(self, name: str, source: Array, target: Array) -> tuple[int, int]:
+        from_, to = self.address(name, "source", source), self.address(name, "target", target)
+        if source.dtype != target.dtype:
+            raise TypeError(f"{name}: source is {source.dtype} and target is {target.dtype}; expected one dtype")
+        return from_, to
+
+    def address(self, name: str, role: str, array: Array) -> int:
+        """Return where ``array``, the ``role`` in call ``name``, begins, or raise what ``all_reduce`` would for it."""
+        try:
+            if self._device_of(array) == self.device and self._is_contiguous(array):
+                return self._pointer(array)
+            device = self._device_of(array)
+        except AttributeError:
+            raise TypeError(f"{name}: {role} is {_kind(array)}; expected a CuPy array on gpu:{self.device}") from None
+        if device != self.device:
+            raise ValueError(f"{name}: {role} is on gpu:{device}; expected gpu:{self.device}, that of the communicator")
+        raise ValueError(
+            f"{name}: {role}, of shape {array.shape} and strides {array.strides}, is not contiguous; expected C "
+            "order: cupy.ascontiguousarray(...)"
+        )
+
+    def _check_rank(self, name: str, role: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name}: {role} is {rank}; expected a rank of 0 to {self.size - 1}")
+
+    def _wrong_size(self, name: str, role: str, size: int, expected: int, why: str) -> ValueError:
+        return ValueError(f"{name}: {role} has {size} elements; expected {expected}, {why}")
+
+
+class NcclGroup:
+    """Calls that NCCL collects and starts together; see ``NcclComm.group``.
+
+    Args:
+        binding: The module ``cupy.cuda.nccl``.
+    """
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+
+    def __enter__(self) -> None:
+        self._binding.groupStart()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._binding.groupEnd()
+        except (self._binding.NcclError, KeyError) as end_error:
+            raise failure(self._binding, "NCCL failed to start a group of calls", end_error) from (error or end_error)
+
+
+class _Closed:
+    """Stands where an NcclCommunicator was."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"this NCCL communicator can no longer be used: {self._why}")
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return f"of type {kind.__module__}.{kind.__qualname__}"

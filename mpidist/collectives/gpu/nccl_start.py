@@ -1,0 +1,285 @@
+"""Starting NCCL between ranks: all of them get a communicator, or all of them learn why there is none."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidist.arrays.cupy_module import require_cupy
+from mpidist.arrays.current_device import mark_own_thread
+from mpidist.arrays.device_ops import ops_for
+from mpidist.collectives.gpu import nccl_sharing
+from mpidist.collectives.gpu.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.mpi.communicator_names import ranks_in_job
+from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
+from mpidist.collectives.mpi.waiting import Steps, relax, until_done
+from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpidist.arrays.device_ops import DeviceOps
+
+# Every MPI allows tags up to 32767; those of messages with data are below half of that.
+_NEWS_TAG = 32767
+# NCCL needs seconds for thousands of GPUs.
+PATIENCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What a rank tells of itself before anything is tried."""
+
+    problem: str | None
+    version: str = ""
+    host: str = ""
+    bus_id: str = ""
+    open: tuple[Hashable, ...] = ()
+    """What there is already of the same ranks on its GPU."""
+
+
+class _Problem(NamedTuple):
+    """Why NCCL did not start."""
+
+    text: str
+    is_late: bool
+    """Whether some rank may still be starting."""
+
+
+def started(
+    comm: MPI.Intracomm, device: int | None, patience_seconds: float, has_given_up: Callable[[], bool]
+) -> Steps[Any]:
+    """Return an NcclShare of the ranks of ``comm``, or on every rank the same reason why not, a str (collective).
+
+    One that all ranks have already is shared.
+
+    NCCL is told to begin only when every rank can, and blocks until all of them have; CuPy gives no way to stop it, so
+    that happens in a thread, and with a first all-reduce, which is when NCCL connects. If it fails on a rank, or takes
+    longer than it may, all ranks turn away from it. A thread that still is inside NCCL then stays there until NCCL
+    itself gives up or the process ends, with what NCCL holds. Otherwise it is tried once more, with the memory that
+    CuPy keeps for later arrays: NCCL asks the GPU for its own.
+
+    A rank whose process dies leaves the others waiting in MPI: for the launcher to end the job, or for their deadline.
+
+    Args:
+        comm: The ranks, in NCCL's order too.
+        device: Number of this rank's GPU; None where it has none.
+        patience_seconds: How long NCCL may take.
+        has_given_up: Whether the user of the share makes no more calls, also of those that other ranks make.
+    """
+    ranks = ranks_in_job(comm)
+    everyone: list[_Candidate] = yield from gather_objects(comm, _candidate(device, ranks))
+    first_problem = _first_problem(everyone)
+    if first_problem is not None:
+        return first_problem
+    assert device is not None
+    key = (ranks, device)
+    for identity in everyone[0].open:
+        if all(identity in candidate.open for candidate in everyone):
+            return nccl_sharing.share(key, identity, has_given_up)
+    shared_gpu = _shared_gpus(everyone)
+    made = yield from _attempt(comm, device, patience_seconds)
+    if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
+        with ops_for("gpu").on(device):
+            require_cupy().get_default_memory_pool().free_all_blocks()
+        made = yield from _attempt(comm, device, patience_seconds)
+    if isinstance(made, _Problem):
+        return made.text if shared_gpu is None else f"{shared_gpu} NCCL's own words: {made.text}"
+    raw, identity = made
+    return nccl_sharing.opened(key, raw, identity, has_given_up)
+
+
+def _attempt(comm: MPI.Intracomm, device: int, patience_seconds: float) -> Steps[tuple[Any, Hashable] | _Problem]:
+    """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
+    binding = nccl_binding()
+    mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
+    unique_id = yield from broadcast_pickle(comm, mine, 0)
+    if isinstance(unique_id, str):
+        return _Problem(unique_id, is_late=False)
+    start = _Start(binding, ops_for("gpu"), device, comm.Get_rank(), comm.Get_size(), unique_id)
+    try:
+        problem = yield from _agreed_outcome(comm, start, patience_seconds)
+        return (start.take(), unique_id) if problem is None else problem
+    finally:
+        start.abandon()
+
+
+# What each rank can do ----------------------------------------------------------------------------------------------
+
+
+def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
+    """Return what this rank has to tell. Raises nothing: the others wait for it."""
+    try:
+        problem = nccl_problem()
+        if device is None:
+            problem = problem or "no GPU was assigned to it"
+        if problem is not None or device is None:
+            return _Candidate(problem)
+        bus_id = require_cupy().cuda.runtime.deviceGetPCIBusId(device)
+        # NCCL tells hosts apart by this variable where it is set, and by the name of the machine otherwise.
+        host = os.environ.get("NCCL_HOSTID") or platform.node()
+        known = nccl_sharing.identities((ranks, device))
+        return _Candidate(None, nccl_version(nccl_binding()), host, bus_id, known)
+    except Exception as error:
+        return _Candidate(f"{type(error).__name__}: {error}")
+
+
+def _first_problem(everyone: list[_Candidate]) -> str | None:
+    for rank, candidate in enumerate(everyone):
+        if candidate.problem is not None:
+            return f"rank {rank} cannot use NCCL: {candidate.problem}"
+    versions = {candidate.version: rank for rank, candidate in reversed(list(enumerate(everyone)))}
+    if len(versions) > 1:
+        found = ", ".join(f"{version} on rank {rank}" for version, rank in versions.items())
+        return f"the ranks load different versions of NCCL: {found}; expected one version everywhere"
+    return None
+
+
+def _new_unique_id(binding: Any) -> Any:
+    """Return by what NCCL's ranks find one another (bytes, a tuple in older CuPy), or why there is none, as a str."""
+    try:
+        return binding.get_unique_id()
+    except (binding.NcclError, KeyError) as error:
+        return str(failure(binding, "NCCL could not open a socket on rank 0 (NCCL_SOCKET_IFNAME names one)", error))
+
+
+def _shared_gpus(everyone: list[_Candidate]) -> str | None:
+    """Return what to say where two ranks have one GPU."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, candidate in enumerate(everyone):
+        other = first.setdefault((candidate.host, candidate.bus_id), rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} have the same GPU ({candidate.bus_id} of {candidate.host}), which NCCL "
+                'refuses as "Duplicate GPU detected". Make another GPU current on each rank before its first array: '
+                "cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use(), or let the launcher give each "
+                'its own: srun --gpus-per-task=1. For tests on one GPU docs/gpu.md, "Several ranks on one GPU", has '
+                f"recipes with NCCL_HOSTID and NCCL_MULTI_RANK_GPU_ENABLE (this is NCCL {candidate.version})."
+            )
+    return None
+
+
+# Starting -----------------------------------------------------------------------------------------------------------
+
+
+def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float) -> Steps[_Problem | None]:
+    """Return why NCCL did not start, the same on every rank; None where it did on all."""
+    give_up = time.monotonic() + patience_seconds
+    is_called_off, is_late, looks = False, False, 0
+    while not (start.is_over or is_called_off or is_late):
+        # A rank that failed says so, as NCCL may leave the others waiting for it.
+        is_called_off = comm.Iprobe(tag=_NEWS_TAG)
+        is_late = time.monotonic() > give_up
+        looks += 1
+        relax(looks, 0)
+        yield
+    problem = None if start.problem is None else _Problem(start.problem, is_late=False)
+    if is_late and not start.is_over:
+        text = f"NCCL was not ready on rank {comm.Get_rank()} of {comm.Get_size()} after {patience_seconds:g} s"
+        problem = _Problem(text, is_late=True)
+    return (yield from _first_failure(comm, problem))
+
+
+def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Problem | None]:
+    """Call the others off if this rank has a problem, and return that of the first rank that has one."""
+    rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
+    others = [other for other in range(comm.Get_size()) if other != rank]
+    requests = [] if problem is None else [comm.Isend(nothing, other, _NEWS_TAG) for other in others]
+    problems: list[_Problem | None] = yield from gather_objects(comm, problem)
+    requests += [comm.Irecv(nothing, other, _NEWS_TAG) for other in others if problems[other] is not None]
+    for request in requests:
+        yield from until_done(request)
+    found = [problem for problem in problems if problem is not None]
+    return _Problem(found[0].text, any(problem.is_late for problem in found)) if found else None
+
+
+class _Start:
+    """NCCL starting in a thread.
+
+    Args:
+        binding: The module ``cupy.cuda.nccl``.
+        ops: The operations on arrays of its kind.
+        device: Number of the GPU.
+        rank: Of this process.
+        size: How many ranks there are.
+        unique_id: By which they find one another.
+
+    Attributes:
+        is_over: Whether the thread is done.
+        problem: Then: why NCCL did not start; None where it did.
+    """
+
+    def __init__(self, binding: Any, ops: DeviceOps, device: int, rank: int, size: int, unique_id: Any) -> None:
+        self.is_over = False
+        self.problem: str | None = None
+        self._binding, self._ops, self._device, self._unique_id = binding, ops, device, unique_id
+        self._rank, self._size = rank, size
+        self._lock = threading.Lock()
+        self._raw: Any = None
+        # NCCL lets another thread abort while it waits for the GPU, and not while it is inside one of its functions.
+        self._is_inside = True
+        self._is_abandoned = False
+        threading.Thread(target=self._run, name="mpidist-nccl-start", daemon=True).start()
+
+    def take(self) -> Any:
+        """Return the communicator, which from now on is the caller's to close."""
+        assert self.is_over, "all ranks agreed that NCCL started, while it has not here"
+        raw, self._raw = self._raw, None
+        return raw
+
+    def abandon(self) -> None:
+        """Abort, now or as soon as NCCL lets go of the thread, unless the communicator has been taken."""
+        with self._lock:
+            self._is_abandoned = True
+            self._abort_if_abandoned()
+
+    def _run(self) -> None:
+        mark_own_thread()
+        doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
+        try:
+            with self._ops.on(self._device):
+                total = self._sum_of_ones()
+            if total != self._size:
+                self.problem = f"{doing}: it added {self._size} ones to {total}"
+        except (self._binding.NcclError, KeyError) as error:
+            self.problem = str(failure(self._binding, doing, error))
+        except Exception as error:
+            self.problem = f"{doing}: {type(error).__name__}: {error}"
+        self._leave_nccl()
+        self.is_over = True
+
+    def _sum_of_ones(self) -> float:
+        """Make the communicator and reduce one number per rank: NCCL connects only then, and that may fail, too."""
+        ops, device = self._ops, self._device
+        number = ops.from_host(np.ones(1, np.float32), device)
+        stream = ops.stream(device)
+        stream.wait(ops.current_stream(device).record())
+        self._raw = self._binding.NcclCommunicator(self._size, self._unique_id, self._rank)
+        if self._is_abandoned:
+            return 0.0
+        datatype, op, count = nccl_reduction(number.dtype, ReduceOp.SUM)
+        pointer = ops.pointer(number)
+        self._raw.allReduce(pointer, pointer, count, datatype, op, stream.handle)
+        self._leave_nccl()
+        stream.synchronize()
+        return float(ops.to_host(number)[0])
+
+    def _leave_nccl(self) -> None:
+        with self._lock:
+            self._is_inside = False
+            self._abort_if_abandoned()
+
+    def _abort_if_abandoned(self) -> None:
+        if self._is_abandoned and not self._is_inside and self._raw is not None:
+            with self._ops.on(self._device):
+                self._raw.abort()

@@ -1,0 +1,1 @@
+"""Collectives that move arrays and reduce nothing: all-gather and broadcast."""

@@ -1,0 +1,103 @@
+"""Plans of all-gather and broadcast: what all ranks have to agree on, worked out once per signature and kept.
+
+See ``mpidist.collectives.reduce.plan`` for those of reductions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import check_transportable
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.reduce.plan import Signature, note_text, signature_text
+
+
+class GatherPlan:
+    """How a list of arrays is concatenated over ranks.
+
+    Args:
+        axis: Along which; the arrays of other ranks may differ in length there.
+        signature: Shape and dtype of each array.
+        note: What else all ranks must agree on, such as the structure that the arrays came from.
+        on_device: Whether they go from GPU to GPU, on all ranks.
+
+    Attributes:
+        row_sizes: Elements of each array per index of the axis.
+        nbytes: Of all arrays.
+
+    Raises:
+        TypeError: A dtype that cannot be sent.
+        ValueError: An array does not have the axis.
+    """
+
+    def __init__(self, axis: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
+        parts = []
+        self._positions: list[int] = []
+        self._other_axes: list[tuple[int, ...]] = []
+        for shape, dtype in signature:
+            check_transportable(dtype, "all_gather")
+            position = check_has_axis(len(shape), axis, "all_gather")
+            shown = ", ".join("*" if i == position else str(n) for i, n in enumerate(shape))
+            parts.append(f"{dtype.name}({shown})")
+            self._positions.append(position)
+            self._other_axes.append(shape[:position] + shape[position + 1 :])
+        place = " on GPUs" if on_device else ""
+        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{place}{note_text('as', note)}"
+        self.id = plan_id(self.text)
+        self.row_sizes = [math.prod(axes) for axes in self._other_axes]
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+
+    def moved(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the arrays with the axis first."""
+        return [
+            np.moveaxis(array, position, 0) if position else array
+            for array, position in zip(arrays, self._positions, strict=True)
+        ]
+
+    def result(self, index: int, flat: Array, length: int) -> Array:
+        """Return array ``index`` of the result, ``length`` long, given its elements with the axis first."""
+        position = self._positions[index]
+        whole = flat.reshape(length, *self._other_axes[index])
+        return np.moveaxis(whole, 0, position) if position else whole
+
+
+class BroadcastPlan:
+    """What is broadcast.
+
+    Args:
+        root: The rank whose arrays it is.
+        signature: Shape and dtype of each array.
+        note: What else all ranks must agree on.
+        on_device: Whether they go from GPU to GPU, on all ranks.
+
+    Attributes:
+        nbytes: Of all arrays.
+
+    Raises:
+        TypeError: A dtype that cannot be sent.
+    """
+
+    def __init__(self, root: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
+        for _, dtype in signature:
+            check_transportable(dtype, "broadcast")
+        self.root = root
+        of_what = note_text("for", note)
+        place = " on GPUs" if on_device else ""
+        self.text = f"broadcast from rank {root} of {signature_text(signature)}{place}{of_what}"
+        self.id = plan_id(self.text)
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+
+
+def check_has_axis(rank: int, axis: int, method: str) -> int:
+    """Return ``axis`` counted from 0, after checking that an array with ``rank`` dimensions has it."""
+    if rank == 0:
+        raise ValueError(f"{method} was given a scalar; expected an array with at least one axis: value[None]")
+    if not -rank <= axis < rank:
+        raise ValueError(
+            f"{method} along axis {axis!r} of an array of rank {rank}; expected an axis from {-rank} to {rank - 1}"
+        )
+    return axis % rank

@@ -1,0 +1,103 @@
+"""All-gather, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.mpi import mpi_types
+from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
+from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
+    """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
+    mpi = import_mpi()
+    mine, least = np.array([value], np.int64), np.empty(1, np.int64)
+    yield from until_done(comm.Iallreduce([mine, 1, mpi.INT64_T], [least, 1, mpi.INT64_T], mpi.MIN))
+    return int(least[0])
+
+
+def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[list[list[int]]]:
+    """Return the ``lengths`` of every rank (MPI_Iallgather)."""
+    mpi = import_mpi()
+    mine = np.array(lengths, np.int64)
+    everyone = np.empty((comm.Get_size(), mine.size), np.int64)
+    yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
+    rows: list[list[int]] = everyone.tolist()
+    return rows
+
+
+def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
+    """Put the flat arrays of all ranks, one after the other, into ``result`` (MPI_Iallgatherv).
+
+    Args:
+        comm: The communicator.
+        mine: Flat contiguous array of this rank.
+        result: Flat array of sum(counts) elements.
+        counts: Elements of every rank.
+    """
+    size = mine.dtype.itemsize
+    source, target = as_bytes(mine), as_bytes(result)
+    byte_counts = [count * size for count in counts]
+    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
+    per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
+    if max(byte_counts, default=0) <= per_rank:
+        yield from _gather_round(comm, source, target, byte_counts)
+        return
+    for start in range(0, max(byte_counts), per_rank):
+        round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
+        piece = np.empty(sum(round_counts), np.uint8)
+        yield from _gather_round(comm, source[start : start + per_rank], piece, round_counts)
+        offset = 0
+        for border, count in zip(borders, round_counts, strict=False):
+            target[border + start : border + start + count] = piece[offset : offset + count]
+            offset += count
+
+
+def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
+    byte = import_mpi().BYTE
+    yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))
+
+
+def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
+    """Copy the flat array ``data`` of ``root`` into that of every rank, whatever its dtype (MPI_Ibcast)."""
+    byte = import_mpi().BYTE
+    raw = as_bytes(data)
+    for a, b in chunks(raw.size):
+        yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
+
+
+def reduce_scatter_rows(
+    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
+) -> Steps[None]:
+    """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
+
+    MPI_Ireduce where there are too many elements for an MPI count.
+
+    Args:
+        comm: The communicator.
+        send: Flat array.
+        result: Flat array of this rank's elements.
+        borders: Of every rank, where its elements begin and end.
+        op: The operation.
+    """
+    datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
+    if send.size <= mpi_types.MAX_COUNT:
+        counts = tuple([stop - start for start, stop in borders])
+        request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
+        yield from until_done(request)
+        return
+    for root, (start, stop) in enumerate(borders):
+        for a, b in chunks(stop - start):
+            target = [result[a:b], b - a, datatype] if root == comm.Get_rank() else None
+            source = [send[start + a : start + b], b - a, datatype]
+            yield from until_done(comm.Ireduce(source, target, operation, root))

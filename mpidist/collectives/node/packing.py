@@ -1,0 +1,324 @@
+"""Packs: which arrays travel together, in which pieces of memory, and how the results get out again."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.dtypes import DType
+from mpidist.collectives.node.memory import Pool
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    from mpidist.collectives.watch.trace import ChannelTrace
+
+# A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
+_SMALL_RESULT_BYTES = 4 << 10
+# Below this a copy costs less than one more piece, and an array gains nothing by lying in shared memory.
+SMALL_ARRAY_BYTES = 32 << 10
+# In how many pieces a pack may travel: the page of a rank's board holds two addresses for each.
+MOST_PIECES = 900
+
+
+def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Return indices grouped into packs: a pack is closed once its size exceeds ``bytes_per_pack``.
+
+    So every pack but the last is larger than ``bytes_per_pack``; 0 makes a single pack.
+
+    Args:
+        sizes: Bytes of each array.
+        bytes_per_pack: See ``CommunicationOptions``.
+
+    >>> group_by_size([16, 16, 16, 16], 16)
+    [[0, 1], [2, 3]]
+    """
+    if bytes_per_pack == 0:
+        return [list(range(len(sizes)))] if sizes else []
+    packs: list[list[int]] = []
+    room = -1
+    for index, size in enumerate(sizes):
+        if room < 0:
+            packs.append([])
+            room = bytes_per_pack
+        packs[-1].append(index)
+        room -= size
+    return packs
+
+
+def divided(flat: Array, divisor: int | None) -> Array:
+    """Divide ``flat`` in place, unless ``divisor`` is None, and return it."""
+    if divisor is not None:
+        np.true_divide(flat, divisor, out=flat)
+    return flat
+
+
+def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
+    """Return ``arrays`` with copies, in memory of ``pool``, of those that may share memory with one of ``out``.
+
+    >>> whole = np.zeros(4)
+    >>> start, end = whole[:2], whole[1:]
+    >>> first, second = copies_of_overlapping([start, end], [whole[2:]], Pool())
+    >>> first is start, second is end
+    (True, False)
+    """
+    if len(arrays) == len(out) == 1:
+        return [_copied(arrays[0], pool) if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
+    found: Sequence[int] | None = _by_owners(arrays, out)
+    if found is None:
+        found = overlaps(arrays, out)
+    return [_copied(array, pool) if does else array for array, does in zip(arrays, found, strict=True)]
+
+
+def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | None:
+    """Return which arrays overlap with ``out``, None where that takes their addresses.
+
+    Memory that NumPy has given to one array is no other's: only views of one owner need a closer look, unless one is in
+    both lists. Asking for an address takes ten times as long as asking for the owner.
+    """
+    written = {}
+    for array in out:
+        base = array.base
+        owner = array if base is None else base
+        if type(owner) is not np.ndarray or not owner.flags.owndata:
+            return None
+        written[id(owner)] = owner
+    same = {*map(id, out)}
+    share = []
+    for array in arrays:
+        base = array.base
+        owner = array if base is None else base
+        if type(owner) is not np.ndarray or not owner.flags.owndata:
+            return None
+        does = id(owner) in written
+        if does and id(array) not in same:
+            return None
+        share.append(does)
+    return share
+
+
+def _copied(array: Array, pool: Pool) -> Array:
+    copy = pool.take(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
+    """Return with how many of ``others`` each of ``arrays`` may share memory; all of one device.
+
+    >>> whole = np.zeros(4)
+    >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
+    [1, 3]
+    """
+    bounds = _bounds(others)
+    starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
+    # Those that begin before its end, but for those that end before its start; of no bytes neither are any.
+    return [bisect_left(starts, high) - bisect_right(ends, low) if low < high else 0 for low, high in _bounds(arrays)]
+
+
+def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
+    """Return the addresses of the first byte of each array and behind its last; 0 and 0 for one without elements."""
+    pointers: dict[type, Callable[[Array], int]] = {}
+    bounds = []
+    for array in arrays:
+        low = high = 0
+        if array.size:
+            pointer = pointers.get(type(array))
+            if pointer is None:
+                pointer = pointers[type(array)] = ops_of(array).pointer
+            low = pointer(array)
+            high = low + array.dtype.itemsize
+            for count, stride in zip(array.shape, array.strides, strict=True):
+                if stride < 0:
+                    low += (count - 1) * stride
+                else:
+                    high += (count - 1) * stride
+        bounds.append((low, high))
+    return bounds
+
+
+class Pack:
+    """Arrays of one dtype that travel together.
+
+    Small arrays are copied into one buffer; large ones that lie in one piece travel from and to where they are.
+
+    Args:
+        indices: Which arrays of the call, in the order they travel in.
+        shapes: Shapes of all arrays of the call.
+        dtype: Dtype in which the reduction is formed.
+        source_dtype: Dtype of the arrays.
+        result_dtype: Dtype of the results.
+
+    Attributes:
+        indices: See above.
+        apart: Those of them that travel from and to where they are, if they lie in one piece.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: DType,
+        source_dtype: DType,
+        result_dtype: DType,
+    ) -> None:
+        self.indices = indices
+        self.dtype = dtype
+        self._result_dtype = result_dtype
+        self._shapes = shapes
+        self._sizes = {i: int(np.prod(shapes[i])) for i in indices}
+        casts = not dtype == source_dtype == result_dtype
+        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < SMALL_ARRAY_BYTES]
+        if len(self._together) == 1 and not casts:
+            self._together = []
+        apart = [i for i in indices if i not in set(self._together)]
+        if len(apart) > MOST_PIECES:
+            self._together, apart = list(indices), []
+        self.apart: Sequence[int] = apart
+        self._slots = self._make_slots()
+        buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
+        self.counts = (*buffered, *(self._sizes[i] for i in apart))
+        self.count = sum(self.counts)
+        self.nbytes = self.count * dtype.itemsize
+        self.has_buffer = bool(self._together and apart)
+        self.residuals: dict[int, Array] = {}
+
+    def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """Return where in the buffer each small array lies: its index, first element, end, shape."""
+        slots, start = [], 0
+        for index in self._together:
+            stop = start + self._sizes[index]
+            slots.append((index, start, stop, self._shapes[index]))
+            start = stop
+        return slots
+
+    def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
+        """Return flat contiguous arrays, of ``self.counts`` elements: the callers' own memory where possible."""
+        pieces = []
+        if self._together:
+            buffer = pool.take(self.counts[0], self.dtype)
+            for index, start, stop, shape in self._slots:
+                np.copyto(buffer[start:stop].reshape(shape), arrays[index])
+            pieces.append(buffer)
+        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.apart])
+        return pieces
+
+    def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
+        """Return flat arrays for the result, of ``self.counts`` elements: those of ``out`` where possible."""
+        pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
+        for index in self.apart:
+            array = out[index]
+            fits = array.flags.c_contiguous
+            pieces.append(array.reshape(-1) if fits else pool.take(array.size, self.dtype))
+        return pieces
+
+    def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
+        """Put the reduced pieces, cast to the dtype of the results, into ``results``.
+
+        Args:
+            pieces: Flat arrays of ``self.counts`` elements.
+            results: The results by index.
+            are_given: Whether they are there already, arrays of the caller to be written where ``targets`` were not
+                their own memory; otherwise the list receives them.
+        """
+        if self._together:
+            buffer = pieces[0].astype(self._result_dtype, copy=False)
+            for index, start, stop, shape in self._slots:
+                part = buffer[start:stop].reshape(shape)
+                if are_given:
+                    results[index][...] = part
+                else:
+                    results[index] = self._kept_apart(part)
+        for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
+            part = piece.reshape(self._shapes[index])
+            if not are_given:
+                results[index] = self._kept_apart(part)
+            elif not results[index].flags.c_contiguous:
+                results[index][...] = part
+
+    def _kept_apart(self, part: Array) -> Array:
+        return part.copy() if len(self._sizes) > 1 and part.nbytes <= _SMALL_RESULT_BYTES else part
+
+
+class PackedReduction:
+    """One pack on its way through an algorithm.
+
+    Args:
+        pack: What travels.
+        pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
+        targets: Where the result goes, flat arrays of the same lengths; None for new memory.
+        op: The operation.
+        divisor: What a mean divides the sum by; None for other operations.
+        options: Those of the call.
+        pool: Where new memory comes from.
+
+    Attributes:
+        residuals: What rounding lost last time, by the first element of each slice; None to let it go.
+        counts, count, nbytes, dtype: Of the pack.
+        has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
+        is_wanted: Whether this rank wants the result.
+        trace: What watches it, if anything does.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        pieces: list[Array],
+        targets: list[Array] | None,
+        op: ReduceOp,
+        divisor: int | None,
+        options: CommunicationOptions,
+        pool: Pool,
+    ) -> None:
+        self.pieces = pieces
+        self.given = targets
+        self.op = op
+        self.divisor = divisor
+        self.options = options
+        self.pool = pool
+        self.residuals = pack.residuals if options.error_feedback else None
+        self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
+        self.has_buffer = pack.has_buffer
+        self.is_wanted = True
+        self.trace: ChannelTrace | None = None
+
+    def flat_input(self) -> Array:
+        """Return the input in one piece."""
+        if len(self.pieces) == 1:
+            return self.pieces[0]
+        return np.concatenate(self.pieces, out=self.pool.take(self.count, self.dtype))
+
+    def flat_result(self) -> Array:
+        """Return memory for the result in one piece: the target if there is a single one."""
+        if self.given is not None and len(self.given) == 1:
+            return self.given[0]
+        return self.pool.take(self.count, self.dtype)
+
+    def targets(self) -> list[Array]:
+        """Return memory for each piece of the result."""
+        return self.cut(self.pool.take(self.count, self.dtype)) if self.given is None else self.given
+
+    def cut(self, flat: Array) -> list[Array]:
+        """Return the pieces of a flat result, as views."""
+        if len(self.counts) == 1:
+            return [flat]
+        pieces, start = [], 0
+        for count in self.counts:
+            pieces.append(flat[start : start + count])
+            start += count
+        return pieces
+
+    def finish(self, flat: Array) -> list[Array]:
+        """Divide a flat result by the divisor and return its pieces, in the targets where there are any."""
+        pieces = self.cut(divided(flat, self.divisor))
+        if self.given is None:
+            return pieces
+        for piece, target in zip(pieces, self.given, strict=True):
+            if piece is not target:
+                np.copyto(target, piece)
+        return self.given

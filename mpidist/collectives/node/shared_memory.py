@@ -1,0 +1,257 @@
+"""Shared memory of the ranks of one node: segments that every rank maps, and arrays found in them again.
+
+MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So what is
+needed once work is under way is made here: files in /dev/shm whose pages are reserved before anybody relies on them,
+and which lose their names as soon as all ranks have mapped them, so that a job that is killed leaves nothing behind.
+What one that is killed in that very moment leaves is removed by the next that makes one: makers hold locks on theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.board import Board
+from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.mapping import map_shared
+from mpidist.collectives.node.neighbours_memory import address_of
+from mpidist.core.files import open_regular
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_DIRECTORY = "/dev/shm"
+# Left to others: the MPI library itself needs some.
+_RESERVE_BYTES = 8 << 20
+_SEGMENT_SHIFT = 44
+_ALIGNMENT = 64
+_PAGE = mmap.ALLOCATIONGRANULARITY
+# Memory for arrays grows by half of what there is, within these bounds: making a piece takes three meetings.
+_SMALLEST_GROWTH, _LARGEST_GROWTH = 1 << 20, 64 << 20
+_numbers = itertools.count(1)
+
+
+@dataclass
+class _Place:
+    """Segments that were made together, one per rank."""
+
+    segments: list[Array]
+    start: int
+    is_heap: bool
+    used: int = 0
+
+
+class SharedMemory:
+    """The segments of one node, and what lies where in them.
+
+    Args:
+        board: Of the node.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._rank, self._size = board.rank, board.size
+        self._places: list[_Place] = []
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether anything has been allocated."""
+        return any(place.is_heap for place in self._places)
+
+    def allocate(self, nbytes: int) -> Steps[Array | None]:
+        """Return ``nbytes`` of this rank's segment, or None on every rank where there is no room (collective).
+
+        Every rank of the node gets as much, at the same place of its own segment.
+        """
+        needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        place = next((p for p in self._places if p.is_heap and p.segments[0].size - p.used >= needed), None)
+        if place is None:
+            so_far = sum(p.segments[0].size for p in self._places if p.is_heap)
+            growth = min(max(so_far // 2, _SMALLEST_GROWTH), _LARGEST_GROWTH)
+            segments = yield from self.segments(max(needed, growth))
+            if segments is None:
+                return None
+            place = _Place(segments, address_of(segments[self._rank]), is_heap=True)
+            self._places.append(place)
+        start = place.used
+        place.used += needed
+        return place.segments[self._rank][start : start + nbytes]
+
+    def segments(self, nbytes: int) -> Steps[list[Array] | None]:
+        """Return a new segment of ``nbytes`` for every rank, or None on all ranks without room (collective)."""
+        stride = -(-nbytes // _PAGE) * _PAGE
+        whole = yield from self._make(stride * self._size, self._rank * stride, self._rank * stride + nbytes)
+        if whole is None:
+            return None
+        return [whole[rank * stride : rank * stride + nbytes] for rank in range(self._size)]
+
+    def common(self, nbytes: int) -> Steps[Array | None]:
+        """Return one new segment for all ranks, its pages reserved in equal shares by each rank (collective).
+
+        So they lie near the rank that reduces that share. None on all ranks where there is no room.
+        """
+        whole = yield from self.unlisted(nbytes)
+        if whole is not None:
+            self._places.append(_Place([whole], address_of(whole), is_heap=False))
+        return whole
+
+    def unlisted(self, nbytes: int) -> Steps[Array | None]:
+        """Return what ``common`` does, in which nothing can be located: it goes as soon as nobody holds it."""
+        return (yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank]))
+
+    def register(self, segments: list[Array]) -> int:
+        """Return the location of the first byte of segments that were made here, for ``at``."""
+        self._places.append(_Place(segments, address_of(segments[self._rank]), is_heap=False))
+        return (len(self._places) - 1) << _SEGMENT_SHIFT
+
+    def locate(self, array: Array) -> int | None:
+        """Return a number that tells every rank of the node where ``array`` lies; None if it is not shared."""
+        address = address_of(array)
+        for number, place in enumerate(self._places):
+            offset = address - place.start
+            own = place.segments[self._rank % len(place.segments)]
+            if offset >= 0 and offset + array.nbytes <= own.size:
+                return (number << _SEGMENT_SHIFT) + offset
+        return None
+
+    def at(self, location: int, rank: int, nbytes: int) -> Array:
+        """Return the bytes of ``rank`` that it located at ``location``."""
+        offset = location & ((1 << _SEGMENT_SHIFT) - 1)
+        segments = self._places[location >> _SEGMENT_SHIFT].segments
+        return segments[rank % len(segments)][offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Let go of the segments; each stays while any array over it is there."""
+        self._places.clear()
+
+    # Making -----------------------------------------------------------------------------------------------------
+
+    def _make(self, nbytes: int, start: int, stop: int) -> Steps[Array | None]:
+        """Map a new file of ``nbytes``, of which this rank reserves bytes ``start`` to ``stop``."""
+        board = self._board
+        with _temporary_file(nbytes if self._rank == 0 else 0) as number:
+            board.tell([os.getpid(), number])
+            yield from board.meet()
+            pid, number = board.told(2)[0]
+            whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
+            board.tell([whole is not None])
+            yield from board.meet()
+            return whole if all(mapped for (mapped,) in board.told(1)) else None
+
+
+def _name(pid: int, number: int) -> str:
+    return f"{_DIRECTORY}/mpidist-{pid}-{number}"
+
+
+@contextmanager
+def _temporary_file(nbytes: int) -> Iterator[int]:
+    """Make a file that exists while the block runs; gives its number, 0 where there is no room or none is wanted."""
+    room = free_bytes()
+    number, descriptor = 0, -1
+    if nbytes and (room is None or nbytes + _RESERVE_BYTES <= room):
+        number, descriptor = _create(nbytes)
+    try:
+        yield number
+    finally:
+        if number:
+            os.unlink(_name(os.getpid(), number))
+            os.close(descriptor)
+
+
+def _create(nbytes: int) -> tuple[int, int]:
+    """Make a file; returns its number and its descriptor, by which it is locked, or 0 and nothing where that fails."""
+    remove_leftovers()
+    for number in _numbers:
+        path = _name(os.getpid(), number)
+        try:
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue  # left over from a process that had this number
+        except OSError:
+            break
+        try:
+            if not _lock(descriptor) or not os.fstat(descriptor).st_nlink:
+                os.close(descriptor)
+                continue  # another process took it for something left over, and removes it
+            os.truncate(descriptor, nbytes)
+        except OSError:
+            os.unlink(path)
+            os.close(descriptor)
+            break
+        return number, descriptor
+    return 0, -1
+
+
+@cache
+def remove_leftovers() -> None:
+    """Remove the files of this user whose makers have been killed while they made them; once."""
+    for path in Path(_DIRECTORY).glob("mpidist-*-*"):
+        # Of another user, or removed by its maker meanwhile.
+        with contextlib.suppress(OSError):
+            descriptor = open_regular(path, os.O_RDWR)
+            try:
+                if _lock(descriptor):
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock of a file, which ends with its process; whether nobody else has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
+    """Map a file after reserving some of its bytes, so that there is no error when memory lacks later; None if it does.
+
+    That is then said on all ranks together.
+    """
+    try:
+        descriptor = open_regular(name, os.O_RDWR)
+        try:
+            if stop > start:
+                os.posix_fallocate(descriptor, start, stop - start)
+            return map_shared(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+
+
+# What is free -------------------------------------------------------------------------------------------------------
+
+
+def has_room(comm: MPI.Intracomm, nbytes: int) -> bool:
+    """Whether ``nbytes`` more of shared memory are free; all ranks of the node get the same answer (collective)."""
+    room: int | None = comm.bcast(free_bytes() if comm.Get_rank() == 0 else None)
+    return comm.Get_size() == 1 or room is None or nbytes <= room
+
+
+def room_for_segments() -> int | None:
+    """Return the bytes that segments may still take on this node, None where that is not known."""
+    room = free_bytes()
+    return None if room is None else max(0, room - _RESERVE_BYTES)
+
+
+def free_bytes() -> int | None:
+    """Return the free space of what shared memory is made in, None where that is not known."""
+    try:
+        info = os.statvfs(_DIRECTORY)
+    except OSError:
+        return None
+    return info.f_bavail * info.f_frsize

@@ -1,0 +1,1 @@
+"""Reductions: plans and packs, which algorithm is taken at which size, and one file for each algorithm."""

@@ -1,0 +1,41 @@
+"""All-reduce by the MPI library's own call (MPI_Iallreduce)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.arrays.convert import Array
+from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
+from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.collectives.node.packing import PackedReduction
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Mpi:
+    """One non-blocking call per piece that fits into an MPI count.
+
+    Args:
+        comm: The communicator; not freed.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def prepare(self, job: PackedReduction, may_share: bool) -> None:
+        """See ``Algorithm``."""
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """See ``Algorithm``."""
+        send, result = job.flat_input(), job.flat_result()
+        datatype, operation = mpi_datatype(job.dtype), mpi_op(job.op, job.dtype)
+        for a, b in chunks(job.count):
+            request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
+            yield from until_done(request)
+        return job.finish(result)
+
+    def close(self) -> None:
+        """Nothing to free: the communicator is the caller's."""

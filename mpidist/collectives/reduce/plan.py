@@ -1,0 +1,241 @@
+"""Plans: what one call of a reduction does, worked out once per signature and kept.
+
+A plan is found by what the caller passed (operation, shapes, dtypes, options) and carries an id that is the
+same on all ranks that passed the same. It is never negotiated: the handshake compares the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
+from mpidist.collectives.reduce.device_packs import DevicePack
+from mpidist.core.enums import ReduceOp
+from mpidist.core.nest import LEAF
+from mpidist.core.options import CommunicationOptions
+
+_TO_COME = np.empty(0)
+_HOST_ARRAYS = {np.ndarray}
+Signature = tuple[tuple[tuple[int, ...], DType], ...]
+
+
+def note_text(word: str, note: str) -> str:
+    """Return a note as the end of a text, with ``word`` before it; nothing for none, or for a single array.
+
+    >>> note_text("as", "[*, *]"), note_text("as", "*")
+    (' as [*, *]', '')
+    """
+    return "" if note in ("", LEAF) else f" {word} {note}"
+
+
+def signature_of(arrays: Sequence[Array]) -> Signature:
+    """Return shape and dtype of each array."""
+    return tuple([(array.shape, array.dtype) for array in arrays])
+
+
+def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
+    """Return for each array whether it lies on a GPU; nothing at all where none does."""
+    if {*map(type, arrays)} <= _HOST_ARRAYS:
+        return ()
+    found = tuple(map(is_device_array, arrays))
+    return found if any(found) else ()
+
+
+def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
+    """Return shapes and dtypes as text, runs of equal ones once.
+
+    >>> signature_text((((2, 3), np.dtype("f4")), ((2, 3), np.dtype("f4"))))
+    '2 x float32(2, 3)'
+    """
+    parts: list[tuple[str, int]] = []
+    for (shape, dtype), is_on_device in zip(signature, on_device or [False] * len(signature), strict=True):
+        text = f"{dtype.name}{shape}{' on a GPU' if is_on_device else ''}"
+        if parts and parts[-1][0] == text:
+            parts[-1] = (text, parts[-1][1] + 1)
+        else:
+            parts.append((text, 1))
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in parts) or "nothing"
+
+
+def _options_text(options: CommunicationOptions) -> str:
+    shown = [
+        f"{name}={getattr(options, name)!r}"
+        for name in ("bytes_per_pack", "wire_dtype", "error_feedback", "deterministic", "algorithm")
+        if getattr(options, name)
+    ]
+    return f" with {', '.join(shown)}" if shown else ""
+
+
+class ReductionPlan:
+    """How a list of arrays is reduced.
+
+    Args:
+        kind: ``"all_reduce"``, ``"reduce to rank 0"`` or the like.
+        op: The operation.
+        signature: Shape and dtype of each array.
+        options: Packing and algorithm.
+        divisor: What a mean divides the sum by.
+        most_inline: How many numbers may travel in the handshake.
+        on_device: See :func:`which_on_device`.
+        note: What else all ranks must agree on, such as the structure that the arrays came from.
+
+    Attributes:
+        in_memory: Which arrays lie in host memory, but for those without elements.
+        read_late: Which arrays in host memory are still to be read when the first results are written.
+
+    Raises:
+        TypeError: A dtype that ``op`` cannot reduce.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        op: ReduceOp,
+        signature: Signature,
+        options: CommunicationOptions,
+        divisor: int,
+        most_inline: int,
+        on_device: tuple[bool, ...] = (),
+        note: str = "",
+    ) -> None:
+        self.op = op
+        self.on_device = on_device
+        self.divisor = divisor if op is ReduceOp.MEAN and divisor > 1 else None
+        self.options = options
+        over = f" over {divisor}" if op is ReduceOp.MEAN else ""
+        structure = note_text("as", note)
+        self.text = (
+            f"{kind} {op.name}{over} of {signature_text(signature, on_device)}{structure}{_options_text(options)}"
+        )
+        self.id = plan_id(self.text)
+        self.shapes = [shape for shape, _ in signature]
+        self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
+        self.result_dtypes = [result for _, result in formed]
+        self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
+        self._counts = [int(np.prod(shape)) for shape in self.shapes]
+        self.count = sum(self._counts)
+        self.inline = (
+            options.algorithm is None
+            and not options.deterministic
+            and op in (ReduceOp.SUM, ReduceOp.MEAN)
+            and self.count <= most_inline
+            and not on_device
+            and len({wire for wire, _ in formed}) == 1
+            and all(
+                dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
+                for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
+            )
+        )
+        self.packs: list[Pack] = []
+        self.device_packs: list[DevicePack] = []
+        self._make_packs(signature, formed, options.bytes_per_pack)
+        self.in_memory = [index for pack in self.packs for index in pack.indices]
+        # All but those that the first pack copies into its buffer.
+        self.read_late = [
+            index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
+        ]
+
+    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> None:
+        alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}
+        on_device = self.on_device or (False,) * len(signature)
+        # Last arrays first: in a list of gradients they are ready first.
+        for index in reversed(range(len(signature))):
+            if self._counts[index]:
+                kind = (formed[index][0], signature[index][1], formed[index][1], on_device[index])
+                alike.setdefault(kind, []).append(index)
+        for (dtype, source_dtype, result_dtype, is_on_device), indices in alike.items():
+            sizes = [self._counts[i] * dtype.itemsize for i in indices]
+            for group in group_by_size(sizes, bytes_per_pack):
+                members = [indices[k] for k in group]
+                if is_on_device:
+                    pack = DevicePack(members, self.shapes, dtype, source_dtype, result_dtype, self.op)
+                    self.device_packs.append(pack)
+                else:
+                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype))
+
+    def reduction(
+        self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool
+    ) -> PackedReduction:
+        """Return what an algorithm has to do for ``pack``."""
+        targets = None if out is None else pack.targets(out, pool)
+        return PackedReduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
+
+    def blank_results(self, out: Sequence[Array] | None, on_device: Mapping[int, Array] | None = None) -> list[Array]:
+        """Return a list of results in which those without elements are there already.
+
+        Args:
+            out: The results, where the caller gave arrays for them.
+            on_device: Those that lie on a GPU, by index.
+        """
+        if out is not None:
+            return list(out)
+        results = [
+            np.empty(shape, dtype) if count == 0 else _TO_COME
+            for shape, dtype, count in zip(self.shapes, self.result_dtypes, self._counts, strict=True)
+        ]
+        for index, result in (on_device or {}).items():
+            results[index] = result
+        return results
+
+    def deliver_alone(self, arrays: Sequence[Array], results: list[Array], *, are_given: bool, pool: Pool) -> None:
+        """Put the results of a rank that has no others, those in host memory, into ``results``.
+
+        Args:
+            arrays: The arrays of the call.
+            results: See ``Pack.deliver``.
+            are_given: See ``Pack.deliver``.
+            pool: Where new memory comes from.
+        """
+        here = self.in_memory
+        if are_given:
+            # Where an array is its own result nothing moves.
+            moved = [index for index in here if arrays[index] is not results[index]]
+            targets = [results[index] for index in here]
+            sources = copies_of_overlapping([arrays[index] for index in moved], targets, pool)
+        else:
+            moved, sources = here, [arrays[index] for index in here]
+            for index in here:
+                results[index] = pool.take(*self.result_signature[index])
+        for index, source in zip(moved, sources, strict=True):
+            np.copyto(results[index], source)
+        if self.divisor is not None:
+            for index in here:
+                result, (formed, _) = results[index], self.formed[index]
+                np.true_divide(result, self.divisor, out=result, dtype=formed, casting="unsafe")
+
+    def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
+        """Put all elements into the payload of the handshake."""
+        if len(arrays) == 1:
+            array = arrays[0]
+            payload[:] = array if array.ndim == 1 else array.reshape(-1)
+            return
+        start = 0
+        for array, count in zip(arrays, self._counts, strict=True):
+            payload[start : start + count] = array.reshape(-1)
+            start += count
+
+    def from_inline(self, totals: Array, out: Sequence[Array] | None) -> list[Array]:
+        """Return the results that came with the handshake."""
+        if out is None and self.shapes == [()]:
+            total = totals[0] if self.divisor is None else totals[0] / self.divisor
+            return [np.array(total, self.result_dtypes[0])]
+        results = []
+        start = 0
+        for index, (shape, count) in enumerate(zip(self.shapes, self._counts, strict=True)):
+            part = totals[start : start + count].reshape(shape)
+            if self.divisor is not None:
+                part = part / self.divisor
+            if out is None:
+                results.append(np.array(part, self.result_dtypes[index]))
+            else:
+                out[index][...] = part
+                results.append(out[index])
+            start += count
+        return results

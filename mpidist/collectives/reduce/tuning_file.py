@@ -1,0 +1,190 @@
+"""Tuning files: the tables that were measured on a cluster, by where they were; which table a communicator takes.
+
+One file serves a cluster: it holds a table for each kind of host, MPI library and layout of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist.collectives.mpi.objects import broadcast_pickle
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.node import Node
+from mpidist.collectives.reduce.choice import place_of
+from mpidist.collectives.reduce.table import SHIPPED, Table, table_from_json, table_text, table_to_json
+from mpidist.core.files import NotAFileError, check_no_link, replacing
+from mpidist.core.settings import TUNING_FILE
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_log = logging.getLogger("mpidist")
+_logged: set[str] = set()
+
+
+class Setup(NamedTuple):
+    """Where a table was measured."""
+
+    host: str
+    """Model of the CPU and number of cores."""
+    mpi: str
+    """MPI library and its version."""
+    layout: str
+    """Nodes and ranks per node."""
+
+
+def setup_of(node: Node) -> Setup:
+    """Return where the ranks around ``node`` are; hosts are taken to be like this one."""
+    counts = {len(ranks) for ranks in node.ranks}
+    nodes = len(node.ranks)
+    per_node = str(min(counts)) if len(counts) == 1 else "uneven"
+    library = import_mpi().Get_library_version().strip("\0").splitlines()[0].split(",")[0]
+    return Setup(
+        f"{_cpu_model()}, {os.cpu_count()} cores",
+        " ".join(library.split()),
+        f"{nodes} node{'s' if nodes > 1 else ''} x {per_node} rank{'' if per_node == '1' else 's'}",
+    )
+
+
+def _cpu_model() -> str:
+    """Return the name of the CPU as the kernel knows it, else its architecture."""
+    about = Path("/proc/cpuinfo")
+    for line in about.read_text().splitlines() if about.exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> dict[Setup, Table]:
+    """Return the tables of a file.
+
+    Raises:
+        ValueError: It cannot be read, or is not a tuning file.
+    """
+    expected = f"expected a file that 'python -m mpidist tune --out {path}' wrote"
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {expected}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("tables"), list):
+        raise ValueError(f'{path} has no list "tables"; {expected}')
+    tables: dict[Setup, Table] = {}
+    for number, entry in enumerate(content["tables"], 1):
+        setup = _setup_from_json(entry, f"{path}, table {number}")
+        if setup in tables:
+            raise ValueError(f"{path}, table {number}, is a second one for {', '.join(setup)}; expected one")
+        rows = {name: value for name, value in entry.items() if name not in Setup._fields}
+        tables[setup] = table_from_json(rows, f"{path}, table {number}")
+    return tables
+
+
+def _setup_from_json(entry: Any, where: str) -> Setup:
+    names = Setup._fields
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
+        raise ValueError(f"{where}, is {json.dumps(entry)}; expected texts {', '.join(names)} and the rows of a table")
+    return Setup(*(entry[name] for name in names))
+
+
+def read_if_there(path: str | Path) -> dict[Setup, Table]:
+    """Return the tables of a file that is to be written, none where it does not exist yet.
+
+    Raises:
+        ValueError: It is not a tuning file, or there can be none at this place.
+    """
+    try:
+        check_no_link(path)
+    except NotAFileError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from error
+    if Path(path).exists():
+        return read(path)
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {folder} is not a folder in which this user may write")
+    return {}
+
+
+def merge(path: str | Path, setup: Setup, table: Table) -> None:
+    """Put a table into a file, in place of what it has for the same setup; other tables stay as they are.
+
+    Raises:
+        ValueError: The file is not a tuning file, or cannot be written.
+    """
+    tables = {**read_if_there(path), setup: table}
+    entries = [{**where._asdict(), **table_to_json(rows)} for where, rows in sorted(tables.items())]
+    try:
+        with replacing(path) as descriptor, open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+            file.write(_text(entries))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _text(entries: list[dict[str, Any]]) -> str:
+    """Return the content of a file, a line per row."""
+    tables = []
+    for entry in entries:
+        lines = [f"      {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
+        tables.append("    {\n" + ",\n".join(lines) + "\n    }")
+    return '{\n  "tables": [\n' + ",\n".join(tables) + "\n  ]\n}\n"
+
+
+# In force -------------------------------------------------------------------------------------------------------------
+
+
+def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[Table | ValueError]:
+    """Return the table that a communicator takes, which is what rank 0 finds (collective; MPI_Ibcast).
+
+    Only rank 0 reads ``MPIDIST_TUNING_FILE`` and what it names, whatever the environment of the other ranks says.
+
+    Args:
+        comm: The communicator.
+        node: Its node of this rank.
+        given: The table of rank 0, if it is to be a certain one.
+
+    Returns:
+        The same on every rank: the table, or the error that every rank has to raise.
+    """
+    if comm.Get_size() == 1:
+        # Nothing to choose, and the file may be readable for rank 0 of the job only.
+        return given or SHIPPED
+    told = pickle.dumps(_found(node, given)) if comm.Get_rank() == 0 else b""
+    agreed: Table | ValueError = yield from broadcast_pickle(comm, told, 0)
+    return agreed
+
+
+def _found(node: Node, given: Table | None) -> Table | ValueError:
+    """Return the table in force, after having logged it; or what is wrong with the file."""
+    path = TUNING_FILE.read()
+    setup = setup_of(node)
+    table, origin = given or SHIPPED, "the given table" if given else "the shipped table"
+    if given is None and path is not None:
+        try:
+            tables = read(path)
+        except ValueError as error:
+            return ValueError(f"{TUNING_FILE.name}: {error}")
+        if setup in tables:
+            table, origin = tables[setup], f"from {path}"
+        else:
+            _log_once(
+                f"mpidist: {path} has no table for {', '.join(setup)}; the shipped one is taken, and "
+                f"'python -m mpidist tune --out {path}' under the same launcher measures one"
+            )
+    _log_once(f"mpidist: all-reduce on {setup.layout}: {table_text(table, place_of(node))} ({origin})")
+    return table
+
+
+def _log_once(text: str) -> None:
+    if _log.isEnabledFor(logging.INFO) and text not in _logged:
+        _logged.add(text)
+        _log.info("%s", text)

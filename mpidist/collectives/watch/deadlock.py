@@ -1,0 +1,163 @@
+"""Crossings: ranks that wait for one another in different communicators, of which none can ever go on.
+
+One rank waits in a collective of one communicator, and another, which has not come to it, waits in one of another
+communicator for the first. Waits only end when all ranks come, so what is found true of ranks at different moments is
+true of them together. A process counts as waiting only while all its collectives come from the one thread that waits.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.mpi.communicator_names import first_name
+from mpidist.core.wording import ranks_text
+from mpidist.topology import import_mpi
+
+_LONGEST_TEXT = 200
+# How long a rank waits before it has others asked, and between two questions. Every rank sees its error within 2 s.
+_ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
+# Threads of this process that have waited for other ranks.
+_threads: set[int] = set()
+
+
+class Wait(NamedTuple):
+    """In which collective a rank waits, and on which line of its program.
+
+    Args:
+        channel: Name of the communicator.
+        number: Of the collective there.
+        text: What it is.
+        where: Line of the program.
+    """
+
+    channel: str
+    number: int
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a rank does on all its communicators.
+
+    Args:
+        rank: In the job.
+        wait: In which collective its program waits; None if it goes on, or may issue collectives in another thread.
+        issued: How many collectives it has issued on each communicator, by name.
+    """
+
+    rank: int
+    wait: Wait | None
+    issued: dict[str, int]
+
+
+class Asking(Protocol):
+    """What finds out."""
+
+    def look_for_crossing(self, number: int) -> None:
+        """Have it found out whether a collective can ever go on; returns at once."""
+
+    def crossing(self, number: int) -> str | None:
+        """Return why a collective can never go on; None where that is not known."""
+
+
+class Lookout:
+    """Has somebody ask now and then whether a wait can end.
+
+    A crossing takes two communicators, so one is left out: the first of all ranks, the only one of most programs. Its
+    waits cost no messages.
+
+    Args:
+        guard: Of the communicator.
+        number: Of the collective that is waited in, from now on.
+        name: Of the communicator.
+    """
+
+    def __init__(self, guard: Asking, number: int, name: str) -> None:
+        self._guard = guard
+        self._number = number
+        self._next = math.inf if name == first_name() else time.monotonic() + _ASK_AFTER_SECONDS
+
+    def check(self) -> str | None:
+        """Return why the wait cannot end, None where that is not known; called while waiting."""
+        now = time.monotonic()
+        if now > self._next:
+            self._next = now + _ASK_EVERY_SECONDS
+            self._guard.look_for_crossing(self._number)
+        return self._guard.crossing(self._number)
+
+
+def note_thread() -> None:
+    """Note that the current thread waits for other ranks."""
+    _threads.add(threading.get_ident())
+
+
+def whereabouts(where: str) -> Whereabouts:
+    """Return what this rank does on all its communicators; called in the side thread.
+
+    Args:
+        where: Line of its program.
+    """
+    channels = list(open_channels)
+    waits = [
+        Wait(channel.name, number, text[:_LONGEST_TEXT], where)
+        for channel in channels
+        for number, text in channel.waiting()
+    ]
+    wait = waits[0] if len(waits) == 1 and len(_threads) == 1 else None
+    return Whereabouts(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.issued for each in channels})
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Ranks that can never go on.
+
+    Args:
+        text: For the error that they all get.
+        waits: Communicator and number of the collectives that they wait in.
+    """
+
+    text: str
+    waits: frozenset[tuple[str, int]]
+
+
+def find_crossing(channel: str, number: int, found: Sequence[Whereabouts]) -> Crossing | None:
+    """Return what keeps ranks of a communicator waiting for ever; None where nothing is known to.
+
+    Args:
+        channel: The communicator.
+        number: Of the collective there that some of its ranks wait in.
+        found: Where those of its ranks are that have answered.
+    """
+    waiting = [each for each in found if each.wait is not None and each.wait[:2] == (channel, number)]
+    held = [each for each in found if each.wait is not None and each.issued.get(channel, number) < number]
+    stuck = [each for each in waiting if any(_waits_for(other, each) for other in held)]
+    stuck += [each for each in held if any(_waits_for(each, other) for other in waiting)]
+    if not stuck:
+        return None
+    groups: dict[Wait, list[int]] = {}
+    for each in stuck:
+        assert each.wait is not None
+        groups.setdefault(each.wait, []).append(each.rank)
+    lines = [
+        f"  rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks))} of the job: {wait.text}, collective number "
+        f"{wait.number} of {wait.channel}\n      at {wait.where}"
+        for wait, ranks in groups.items()
+    ]
+    text = (
+        "ranks wait for one another in different communicators, and none can go on; expected the same collectives in "
+        "the same order on every rank:\n" + "\n".join(lines)
+    )
+    return Crossing(text, frozenset((wait.channel, wait.number) for wait in groups))
+
+
+def _waits_for(one: Whereabouts, other: Whereabouts) -> bool:
+    """Whether ``one`` waits in a collective that ``other``, a rank of its communicator, has not issued."""
+    assert one.wait is not None
+    return other.issued.get(one.wait.channel, one.wait.number) < one.wait.number

@@ -1,0 +1,314 @@
+"""Guard: ranks that wait have one of them find out what all are doing: for a report, or whether they can ever go on.
+
+The rank that waits turns to the first rank of its communicator's first node, or where that gives no answer to the next
+(see ``mpidist.collectives.channel.connections``); that one asks all that it may, once for all that wait for the same
+collective. Ranks answer in their side thread, so a rank that computes for long is told from one that has stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mpidist.collectives.channel.connections import Acquaintance
+from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.watch.deadlock import Crossing, Whereabouts, find_crossing, whereabouts
+from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.core import settings
+from mpidist.core.callsite import program_line
+from mpidist.core.wording import ranks_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# How long a rank may take to answer, and the one that is to ask all others to say that it will.
+_ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
+# A message must be one that MPI sends without waiting for the other side.
+_LONGEST_TEXT, _LONGEST_REPORT = 300, 2500
+_MOST_LINES = 40
+_NOT_ASKED = "could not be asked from here, as the first ranks of the first two nodes gave no answer"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank is doing on one communicator.
+
+    Args:
+        issued: How many collectives it has issued.
+        number: Of the collective it is in, or was in last; they are counted as they are issued.
+        text: What that is.
+        waits: Whether it is in it.
+        seconds: How long it has been in it, or since it began with it.
+        ended: Whether its program has come to its end.
+        whereabouts: What it does on all its communicators; None where nobody wants to know.
+        where: Line of the program, now.
+        process: Number of the process, and its host.
+    """
+
+    issued: int
+    number: int
+    text: str
+    waits: bool
+    seconds: float
+    ended: bool
+    whereabouts: Whereabouts | None = None
+    where: str = ""
+    process: str = ""
+
+
+# What is to be found out: a report to be printed, one for the error of a deadline, or a crossing.
+_PRINT, _REPORT, _CROSSING = "print", "report", "crossing"
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked about: a collective, and what for."""
+
+    number: int
+    purpose: str
+
+
+class _Inquiry:
+    """What has been found out so far, on the rank that asks all others."""
+
+    def __init__(self, own_rank: int, own: Standing) -> None:
+        self.standings = {own_rank: own}
+        self.askers: set[int] = set()
+        self.report: str | None = None
+        self.is_over = False
+
+
+class Guard:
+    """What ranks tell one another about one communicator.
+
+    Args:
+        comm: The private communicator.
+        name: Of the communicator, the same on all ranks and no other's.
+        acquaintance: Whom this rank turns to.
+        standing: Returns what this rank is doing on it, but for lines and ``process``; called in the side thread.
+        on_crossing: Called in the side thread when it is known that a collective can never go on.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        name: str,
+        acquaintance: Acquaintance,
+        standing: Callable[[], Standing],
+        on_crossing: Callable[[], None],
+    ) -> None:
+        self.comm = comm
+        self._name = name
+        self._acquaintance = acquaintance
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._standing_here = standing
+        self._on_crossing_here = on_crossing
+        self._inquiries: dict[_Question, _Inquiry] = {}
+        self._heard: set[tuple[_Question, int]] = set()
+        self._reports: dict[_Question, str] = {}
+        self._crossings: dict[int, str] = {}
+        self._handlers: dict[str, Callable[..., None]] = {
+            "stuck": self._on_stuck,
+            "heard": self._on_heard,
+            "ask": self._on_ask,
+            "answer": self._on_answer,
+            "report": self._on_report,
+            "crossing": self._on_crossing,
+        }
+
+    def hear(self, source: int, kind: str, content: Any) -> None:
+        """See ``Line``."""
+        self._handlers[kind](source, *content)
+
+    def print_report(self, number: int) -> None:
+        """Have one rank find out and print what keeps collective ``number`` from going on; returns at once."""
+        side_thread.call(lambda: self._turn_to(_Question(number, _PRINT)))
+
+    def report(self, number: int) -> str | None:
+        """Return what keeps collective ``number`` from going on; None if nobody has told in time."""
+        question = _Question(number, _REPORT)
+        side_thread.call(lambda: self._turn_to(question))
+        give_up = time.monotonic() + _ANSWER_SECONDS + 2 * _HEARD_SECONDS
+        while question not in self._reports and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return self._reports.get(question)
+
+    def look_for_crossing(self, number: int) -> None:
+        """Have one rank find out whether collective ``number`` can ever go on; returns at once."""
+        side_thread.call(lambda: self._turn_to(_Question(number, _CROSSING)))
+
+    def crossing(self, number: int) -> str | None:
+        """Return why collective ``number`` can never go on; None where that is not known."""
+        return self._crossings.get(number)
+
+    # In the side thread -----------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, kind: str, *content: Any) -> None:
+        side_thread.send(self, rank, kind, content)
+
+    def _turn_to(self, question: _Question, turn: int = 0) -> None:
+        """Have the rank whose turn it is, or the next one that answers, ask all others."""
+        rank = self._acquaintance.order[turn]
+        if rank == self._rank:
+            self._inquire(question, rank)
+            return
+        self._heard.discard((question, rank))
+        self._send(rank, "stuck", question)
+
+        def give_up() -> None:
+            if (question, rank) not in self._heard:
+                self._turn_to(question, turn + 1)
+
+        side_thread.later(_HEARD_SECONDS, give_up)
+
+    def _on_stuck(self, source: int, question: _Question) -> None:
+        self._send(source, "heard", question)
+        self._inquire(question, source)
+
+    def _on_heard(self, source: int, question: _Question) -> None:
+        self._heard.add((question, source))
+
+    def _inquire(self, question: _Question, asker: int) -> None:
+        inquiry = self._inquiries.get(question)
+        if inquiry is None:
+            inquiry = self._inquiries[question] = _Inquiry(self._rank, self._standing(question))
+            for rank in self._acquaintance.known - {self._rank}:
+                self._send(rank, "ask", question)
+            found = inquiry
+            side_thread.later(_ANSWER_SECONDS, lambda: self._finish(question, found))
+        inquiry.askers.add(asker)
+        if inquiry.report is not None:
+            self._tell(asker, question, inquiry.report)
+
+    def _on_ask(self, source: int, question: _Question) -> None:
+        self._send(source, "answer", question, self._standing(question))
+
+    def _on_answer(self, source: int, question: _Question, standing: Standing) -> None:
+        inquiry = self._inquiries.get(question)
+        if inquiry is not None:  # it is not kept where it found no crossing
+            inquiry.standings[source] = standing
+            if len(inquiry.standings) == len(self._acquaintance.known):
+                self._finish(question, inquiry)
+
+    def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
+        if inquiry.is_over:
+            return
+        inquiry.is_over = True
+        if question.purpose == _CROSSING:
+            # The next that asks wants to know anew.
+            del self._inquiries[question]
+            found = [each.whereabouts for each in inquiry.standings.values() if each.whereabouts is not None]
+            crossing = find_crossing(self._name, question.number, found)
+            if crossing is not None:
+                text = crossing.text[:_LONGEST_REPORT]
+                self.spread(Crossing(text, crossing.waits))
+            return
+        report = inquiry.report = report_text(question.number, inquiry.standings, self._size, self._acquaintance.known)
+        if question.purpose == _PRINT:
+            folder = settings.FLIGHT_RECORD.read()
+            more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
+            print(f"mpidist: {report}{more}", file=sys.stderr, flush=True)
+        for asker in inquiry.askers:
+            self._tell(asker, question, report)
+
+    def spread(self, crossing: Crossing) -> None:
+        """Have the ranks that a crossing keeps waiting here give up, and tell those of the other communicators."""
+        numbers = [number for name, number in crossing.waits if name == self._name and number not in self._crossings]
+        if not numbers:
+            return
+        for number in numbers:
+            self._crossings[number] = crossing.text
+        self._on_crossing_here()
+        for rank in self._acquaintance.known - {self._rank}:
+            self._send(rank, "crossing", crossing)
+        for channel in open_channels:
+            if channel.guard is not None:
+                channel.guard.spread(crossing)
+
+    def _on_crossing(self, source: int, crossing: Crossing) -> None:
+        del source
+        self.spread(crossing)
+
+    def _tell(self, asker: int, question: _Question, report: str) -> None:
+        if asker == self._rank:
+            self._reports[question] = report
+        else:
+            self._send(asker, "report", question, report[:_LONGEST_REPORT])
+
+    def _on_report(self, source: int, question: _Question, report: str) -> None:
+        del source
+        self._reports[question] = report
+
+    def _standing(self, question: _Question) -> Standing:
+        here = self._standing_here()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
+        return replace(
+            here,
+            text=_shortened(here.text),
+            where=where,
+            whereabouts=whereabouts(where) if question.purpose == _CROSSING else None,
+            process=f"process {os.getpid()} on {socket.gethostname()}",
+        )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def report_text(number: int, standings: dict[int, Standing], size: int, asked: Collection[int]) -> str:
+    """Return who waits for collective ``number``, who has not come to it, and what each does.
+
+    Args:
+        number: Of the collective.
+        standings: Of the ranks that answered.
+        size: Number of ranks.
+        asked: The ranks that could be asked, the one that asked among them.
+    """
+    waiting = {rank: found for rank, found in standings.items() if found.waits and found.number == number}
+    text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
+    seconds = max((found.seconds for found in waiting.values()), default=0.0)
+    lines = [
+        f"rank{'s' * (len(waiting) != 1)} {ranks_text(sorted(waiting))} of {size} "
+        f"{'has' if len(waiting) == 1 else 'have'} waited {seconds:.0f} s for the other ranks in {text}, "
+        f"collective number {number}:"
+    ]
+    groups: dict[str, list[int]] = {}
+    for rank in range(size):
+        what = _what(standings.get(rank), number) if rank in asked else _NOT_ASKED
+        groups.setdefault(what, []).append(rank)
+    # Those that are waited for come first.
+    order = sorted(groups.items(), key=lambda group: (group[1][0] in waiting, group[1]))
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {what}" for what, ranks in order[:_MOST_LINES]]
+    if len(order) > _MOST_LINES:
+        lines.append(f"  and {len(order) - _MOST_LINES} more lines like these")
+    return "\n".join(lines)
+
+
+def _what(found: Standing | None, number: int) -> str:
+    if found is None:
+        return (
+            f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
+            "stopped, or runs code that keeps Python's lock"
+        )
+    here = f"at {found.where} ({found.process})"
+    if found.waits:
+        return (
+            f"waiting for them at {found.where}"
+            if found.number == number
+            else f"waiting in number {found.number}, {found.text}, {here}"
+        )
+    last = f"its last one was number {found.number}, {found.text}, {found.seconds:.0f} s ago"
+    if not found.number:
+        last = "it has made none yet"
+    if found.ended:
+        return f"has ended its program ({found.process}); {last}"
+    if found.issued >= number:
+        return f"has issued it, and does not move it on: its program is {here}"
+    return f"has not come to it: {last}; its program is {here}"

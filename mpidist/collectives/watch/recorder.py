@@ -1,0 +1,220 @@
+"""Recorder: what this process has seen of its collectives, until it is written out or told to rank 0 at the end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+from mpidist.collectives.watch import trace_merge
+from mpidist.collectives.watch.flight_file import FlightFile
+from mpidist.collectives.watch.report import Tallies, Tally, report_text
+from mpidist.collectives.watch.trace_file import Span, TraceFile
+from mpidist.core import settings
+from mpidist.core.wording import ranks_text
+from mpidist.topology import import_mpi, world_topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# What is kept in memory at most, and how long.
+_MOST_SPANS = 4096
+_KEEP_SECONDS = 1.0
+# How long rank 0 waits, at its end, for what the others tell at theirs.
+_EXIT_SECONDS = 5.0
+_NAP_SECONDS = 1e-4
+_TAG = 0x7ACE
+_recorders: list[Recorder] = []
+
+
+class Watched(Protocol):
+    """What may have something on its way."""
+
+    def tell_unfinished(self) -> None:
+        """Record what is on its way."""
+
+
+def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
+    """Return the recorder of this process, None where nothing is to be recorded (collective)."""
+    folder, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
+    if folder is None and not reports and flights is None:
+        return None
+    if not _recorders:
+        _recorders.append(Recorder(folder, reports, flights))
+        atexit.register(_before_leaving)
+        sys.excepthook = _Hook(sys.excepthook)
+    _recorders[0].see(comm)
+    return _recorders[0]
+
+
+class Recorder:
+    """Spans of this process on their way to its file, and what watches its channels.
+
+    Args:
+        folder: Where trace files go; None for no trace.
+        reports: Whether a report is printed at the end.
+        flights: Where flight records go; None for none.
+
+    Attributes:
+        lock: To be held while a tally is changed.
+        tallies: By operation.
+        watched: What watches channels that are still there.
+        flight: The flight record, None where there is none.
+    """
+
+    def __init__(self, folder: str | None, reports: bool, flights: str | None = None) -> None:
+        world = import_mpi().COMM_WORLD
+        self.rank, self.ranks = world.Get_rank(), world.Get_size()
+        self.reports = reports
+        self.lock = threading.Lock()
+        self.tallies: Tallies = {}
+        self.watched: WeakSet[Watched] = WeakSet()
+        self.file = None if folder is None else TraceFile(folder, self.rank, self.ranks)
+        self.flight = None if flights is None else FlightFile(flights, self.rank, self.ranks)
+        self._world: MPI.Intracomm | None = None
+        self._tracks: dict[Hashable, int] = {}
+        self._spans: list[Span] = []
+        self._start = self._written = time.monotonic()
+
+    def see(self, comm: MPI.Intracomm) -> None:
+        """Take notice of a new communicator (collective)."""
+        if self._world is None and comm.Get_size() == self.ranks:
+            # All ranks are here. What is told at the end takes a communicator of mpidist's own.
+            self._world = world_topology().world
+
+    def track_of_thread(self) -> int:
+        """Return the track of the current thread."""
+        return self.track(threading.get_ident(), threading.current_thread().name)
+
+    def track(self, key: Hashable, name: str) -> int:
+        """Return the track of ``key``, which gets a new one, called ``name``, the first time."""
+        if key not in self._tracks:
+            with self.lock:
+                number = self._tracks.setdefault(key, len(self._tracks) + 1)
+                if self.file is not None:
+                    self.file.name_track(number, name)
+        return self._tracks[key]
+
+    def add(self, span: Span) -> None:
+        """Record a span."""
+        if self.file is None:
+            return
+        with self.lock:
+            self._spans.append(span)
+            is_full = len(self._spans) >= _MOST_SPANS
+        if is_full:
+            self.write()
+
+    def tally(self, operation: str) -> Tally:
+        """Return the tally of an operation."""
+        return self.tallies.setdefault(operation, Tally())
+
+    def forget(self) -> None:
+        """Record nothing from now on: this is a forked child, and the files are its parent's."""
+        self.file = self.flight = None
+
+    def settle(self, at_once: bool) -> None:
+        """Write the spans out if that is due; called after each collective."""
+        if at_once or time.monotonic() - self._written > _KEEP_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the spans out."""
+        if self.file is None:
+            return
+        with self.lock:
+            spans, self._spans = self._spans, []
+            self.file.write(spans)
+            self._written = time.monotonic()
+
+    def save(self) -> None:
+        """Write out all there is, with the collectives that are on their way."""
+        for watched in list(self.watched):
+            watched.tell_unfinished()
+        self.write()
+
+    def finish(self) -> None:
+        """Close the file; tell rank 0, and there, report and merge."""
+        self.save()
+        folder = None
+        if self.file is not None:
+            folder = self.file.folder
+            self.file.close()
+            self.file = None
+        by_rank = self._tell()
+        if self.rank == 0:
+            if self.reports:
+                print(report_text(by_rank, self.ranks, time.monotonic() - self._start), file=sys.stderr, flush=True)
+            if folder is not None:
+                self._merge(folder, by_rank)
+
+    def _tell(self) -> dict[int, Tallies]:
+        """Return what the ranks told, on rank 0; one that does not come in time is left out."""
+        by_rank = {self.rank: self.tallies}
+        world, give_up = self._world, time.monotonic() + _EXIT_SECONDS
+        if world is None or import_mpi().Is_finalized():
+            return by_rank
+        if self.rank:
+            request = world.isend(self.tallies, 0, _TAG)
+            while not request.Test() and time.monotonic() < give_up:
+                time.sleep(_NAP_SECONDS)
+            return by_rank
+        status = import_mpi().Status()
+        while len(by_rank) < self.ranks and time.monotonic() < give_up:
+            if world.iprobe(tag=_TAG, status=status):
+                source = status.Get_source()
+                by_rank[source] = world.recv(source=source, tag=_TAG)
+            else:
+                time.sleep(_NAP_SECONDS)
+        return by_rank
+
+    def _merge(self, folder: str, by_rank: dict[int, Tallies]) -> None:
+        missing = [rank for rank in range(self.ranks) if rank not in by_rank]
+        if missing:
+            reason = f"ranks {ranks_text(missing)} have not told that their files are complete"
+        else:
+            try:
+                trace_merge.merge(folder)
+                return
+            except (OSError, ValueError) as error:
+                reason = str(error)
+        print(f"mpidist: the traces are not merged: {reason}; {trace_merge.how(folder)}", file=sys.stderr, flush=True)
+
+
+class _Hook:
+    """A ``sys.excepthook`` that writes out what was seen before ``previous``, which may end the job."""
+
+    def __init__(self, previous: object) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _before_leaving()
+        self._previous(kind, error, trace)  # type: ignore[operator]
+
+
+def _before_leaving() -> None:
+    """Write out what was seen while the job is known to be well: its end may be an abort."""
+    for recorder in _recorders:
+        recorder.save()
+
+
+def _forget() -> None:
+    for recorder in _recorders:
+        recorder.forget()
+    _recorders.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def finish_recording() -> None:
+    """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
+    for recorder in _recorders:
+        recorder.finish()
+    _recorders.clear()

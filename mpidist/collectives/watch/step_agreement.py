@@ -1,0 +1,137 @@
+"""StepAgreement: the ranks agree, in their side threads, after which step of the program all of them do something.
+
+No message travels with the steps. A rank that wants something done tells the first rank, which has all ranks hold at
+the end of their present step and tell how many steps they have done. The target is the step after the largest of
+these: no rank has come to its end, and none passes an end of a step while it does not know the target.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.core import settings
+from mpidist.core.errors import CollectiveTimeoutError
+from mpidist.topology.patience import duplicate
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class _Round:
+    """One thing that is to be done after a step that all agree on."""
+
+    def __init__(self) -> None:
+        self.target: int | None = None
+        self.is_over = False
+
+
+class StepAgreement:
+    """Counts the steps of this rank, and finds common ones (collective over ``comm``).
+
+    Args:
+        comm: All ranks that take the steps; None for a lone one. It is duplicated.
+
+    Raises:
+        RuntimeError: MPI was started without threads.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None) -> None:
+        self.steps = 0
+        """How many steps this rank has done."""
+        self._rounds: dict[str, _Round] = {}
+        self._changed = threading.Condition()
+        self._counts: dict[str, dict[int, int]] = {}
+        self._timeout: float = settings.TIMEOUT.read()
+        self._comm: MPI.Intracomm | None = None
+        self._rank, self._size = 0, 1
+        if comm is not None and comm.Get_size() > 1:
+            if not side_thread.is_allowed():
+                raise RuntimeError(
+                    "MPI was started without MPI_THREAD_MULTIPLE, which ranks need to agree on a step; expected "
+                    "`import mpidist` before MPI is started, or mpi4py.rc.thread_level = 'multiple'"
+                )
+            self._comm = self.comm = duplicate(comm, "preparing to agree on steps")
+            self._rank, self._size = comm.Get_rank(), comm.Get_size()
+            side_thread.watch(self)
+
+    def ask_for(self, what: str) -> None:
+        """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
+        if self._comm is None:
+            with self._changed:
+                self._rounds.setdefault(what, _Round()).target = self.steps + 1
+        else:
+            side_thread.call(lambda: self._send(0, "want", what))
+
+    def step_done(self) -> list[str]:
+        """Count a step, and return what all ranks are to do now; returns soon but while ranks agree.
+
+        Raises:
+            CollectiveTimeoutError: Other ranks did not answer within ``MPIDIST_TIMEOUT``.
+        """
+        with self._changed:
+            self.steps += 1
+            if not self._rounds:
+                return []
+            start = time.monotonic()
+            while any(each.target is None for each in self._rounds.values()):
+                if not self._changed.wait(self._timeout):
+                    waited = time.monotonic() - start
+                    raise CollectiveTimeoutError("agreeing on a step", self.steps, waited, self._rank)
+            due = [what for what, each in self._rounds.items() if each.target == self.steps and not each.is_over]
+            for what in due:
+                self._rounds[what].is_over = True
+            return due
+
+    def close(self) -> None:
+        """Free what it holds (collective)."""
+        if self._comm is not None:
+            side_thread.forget(self)
+            self._comm.Free()
+            self._comm = None
+
+    # In the side thread -----------------------------------------------------------------------------------------
+
+    def hear(self, source: int, kind: str, content: Any) -> None:
+        """See ``Line``."""
+        what, number = content
+        if kind == "want":
+            self._begin(what)
+        elif kind == "hold":
+            self._send(0, "count", what, self._hold(what))
+        elif kind == "count":
+            self._take(what, source, number)
+        elif kind == "target":
+            self._know(what, number)
+
+    def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
+        if rank == self._rank:
+            self.hear(rank, kind, (what, number))
+        else:
+            side_thread.send(self, rank, kind, (what, number))
+
+    def _begin(self, what: str) -> None:
+        """Begin a round, on the first rank."""
+        if what not in self._counts:
+            self._counts[what] = {}
+            for rank in range(self._size):
+                self._send(rank, "hold", what)
+
+    def _hold(self, what: str) -> int:
+        with self._changed:
+            self._rounds.setdefault(what, _Round())
+            return self.steps
+
+    def _take(self, what: str, source: int, count: int) -> None:
+        counts = self._counts[what]
+        counts[source] = count
+        if len(counts) == self._size:
+            for rank in range(self._size):
+                self._send(rank, "target", what, max(counts.values()) + 1)
+
+    def _know(self, what: str, target: int) -> None:
+        with self._changed:
+            self._rounds[what].target = target
+            self._changed.notify_all()
