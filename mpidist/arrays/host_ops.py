@@ -152,9 +152,7 @@ class HostOps:
 _STREAM = HostStream()
 
 
-def pieces(
-    arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None
-) -> Iterator[tuple[Array, Array]]:
+def pieces(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None) -> Iterator[tuple[Array, Array]]:
     """Yield each array with its part of ``flat``: one after the other, or from ``starts`` on.
 
     Raises:

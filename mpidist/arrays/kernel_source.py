@@ -76,9 +76,11 @@ OPERATION(add, "add.rn.f32", float, "f")
 OPERATION(add, "add.rn.f64", double, "d")
 """
 
-TEMPLATES = f"""
+TEMPLATES = (
+    f"""
 constexpr int kThreads = {THREADS}, kPieces = {PIECES}, kPieceBytes = {PIECE_BYTES};
-""" + r"""
+"""
+    + r"""
 typedef signed char int8;
 typedef unsigned char uint8;
 typedef short int16;
@@ -264,6 +266,7 @@ DEVICE void move_tile(const Array* __restrict__ arrays, int count, char* flat, i
         move_elements<true, From, To>(from + done * sizeof(From), to + done * sizeof(To), length - done, divisor);
 }
 """
+)
 
 _ENTRY = """
 extern "C" __global__ void __launch_bounds__({threads}, {blocks})

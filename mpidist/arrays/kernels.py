@@ -189,9 +189,7 @@ class _Half:
         self.used = 0
 
 
-def _rows_by_dtype(
-    arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None
-) -> dict[DType, list[_Row]]:
+def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None) -> dict[DType, list[_Row]]:
     rows: dict[DType, list[_Row]] = {}
     last = 0
     for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):

@@ -12,21 +12,31 @@ import numpy as np
 from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.description import (
+    Description,
+    Signature,
+    describe,
+    signature_of,
+    signature_text,
+    which_on_device,
+)
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.channel.world_channel import world_channel
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.device_call import ReductionCall
-from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall, Moving
+from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.host_copies import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce.algorithms import DEVICE_NAMES
 from mpidist.collectives.reduce.choice import check_options
-from mpidist.collectives.reduce.plan import ReductionPlan, Signature, signature_of, signature_text, which_on_device
+from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
+from mpidist.collectives.watch.attach import watch_channel
+from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
@@ -37,8 +47,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = TypeVar("P", GatherPlan, BroadcastPlan)
-# What a collective does, and what it is.
-Call = tuple[Steps[T], str]
 
 _DEFAULT_OPTIONS = CommunicationOptions()
 # A program whose shapes change all the time must not grow; plans are cheap to make again.
@@ -77,6 +85,7 @@ class ArrayCollectives:
         self._uses_world_channel = world_channel.agree_to_make(owner, comm)
         base = world_topology().world if comm is None else comm
         self._channel = Channel(base, self._options.timeout_seconds, owner)
+        watch_channel(self._channel)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
@@ -89,7 +98,9 @@ class ArrayCollectives:
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
-        table = channel.run(agreed_table(channel.comm, channel.node, given), "agreeing on the tuning table")
+        steps = agreed_table(channel.comm, channel.node, given)
+        agreeing: Operation[Table | ValueError] = Operation(steps, describe("agreeing on the tuning table"))
+        table = channel.run(agreeing)
         if isinstance(table, ValueError):
             self._close(lambda: None)
             raise table
@@ -106,17 +117,7 @@ class ArrayCollectives:
         note: str = "",
     ) -> list[Array]:
         """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
-        plan = self._plan("all_reduce", op, arrays, divisor, options, note)
-        if out is not None:
-            self._check_out(plan, out)
-        if plan.on_device:
-            call = self._device_call(plan, arrays, out, options)
-            try:
-                results = self._run(self._engine.all_reduce(plan, arrays, out, None, call), plan.text, options)
-            finally:
-                call.leave()
-            return call.join(results)
-        return self._run(self._engine.all_reduce(plan, arrays, out, None), plan.text, options)
+        return self._now(self._reduction(op, arrays, divisor, options, out, note))
 
     def reduce_arrays_async(
         self,
@@ -129,13 +130,23 @@ class ArrayCollectives:
         note: str = "",
     ) -> Work:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
+        return self._later(self._reduction(op, arrays, divisor, options, out, note))
+
+    def _reduction(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        divisor: int,
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
+        note: str,
+    ) -> Operation[list[Array]]:
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
             self._check_out(plan, out)
-        call_site = user_call_site()
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
-        work = self._submit(self._engine.all_reduce(plan, arrays, out, call_site, call), plan.text, call_site, options)
-        return work if call is None else work.then(call.join).before_return(call.wait_here)
+        steps = self._engine.all_reduce(plan, arrays, out, call)
+        return self._operation(steps, plan.description, options, call)
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         try:
@@ -157,12 +168,12 @@ class ArrayCollectives:
     def prepare_device(self, kind: str, device: int) -> None:
         """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
         if not _keeps_nccl_out(self._options):
-            self._prepare_device(kind, device, "preparing to reduce arrays on GPUs")
+            self._prepare_device(kind, device, describe("preparing to reduce arrays on GPUs"))
 
-    def _prepare_device(self, kind: str, device: int, text: str) -> None:
-        with self.shared_errors(text):
-            steps = self._engine.prepare_device(kind, device, text)
-        self._run(steps, text, None)
+    def _prepare_device(self, kind: str, device: int, description: Description) -> None:
+        with self.shared_errors(description.text):
+            steps = self._engine.prepare_device(kind, device, description)
+        self._channel.run(Operation(steps, description))
         self._engine.is_device_prepared = True
 
     def _moved_on_device(
@@ -182,55 +193,45 @@ class ArrayCollectives:
         if not engine.is_device_prepared:
             # Whether NCCL works, and has a network, all ranks have to know before any of them decides.
             ops = ops_of(arrays[0])
-            text = f"{name} of arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)"
-            self._prepare_device(ops.kind, ops.device_of(arrays[0]), text)
+            why = describe(name, "arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)")
+            self._prepare_device(ops.kind, ops.device_of(arrays[0]), why)
         return engine.on_device
 
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
-        return self._carry_out(self._gathering(arrays, axis, options, note), options)
+        return self._now(self._gathering(arrays, axis, options, note))
 
     def _gathering(
-        self,
-        arrays: Sequence[Array],
-        axis: int,
-        options: CommunicationOptions | None,
-        note: str,
-        call_site: str | None = None,
-    ) -> Moving:
+        self, arrays: Sequence[Array], axis: int, options: CommunicationOptions | None, note: str
+    ) -> Operation[list[Array]]:
         signature, engine = signature_of(arrays), self._engine
         on_device = self._moved_on_device("all_gather", arrays, options)
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return Moving(engine.all_gather(plan, copies, call_site), plan.text, bring_back)
+            return self._operation(engine.all_gather(plan, copies), plan.description, options).then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
-        return Moving(on_device.all_gather(plan, call, call_site), plan.text, call.join, call)
+        return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
-        return self._carry_out(self._broadcasting(arrays, root, options, note), options)
+        return self._now(self._broadcasting(arrays, root, options, note))
 
     def _broadcasting(
-        self,
-        arrays: Sequence[Array],
-        root: int,
-        options: CommunicationOptions | None,
-        note: str,
-        call_site: str | None = None,
-    ) -> Moving:
+        self, arrays: Sequence[Array], root: int, options: CommunicationOptions | None, note: str
+    ) -> Operation[list[Array]]:
         root, signature, engine = self._check_root(root), signature_of(arrays), self._engine
         on_device = self._moved_on_device("broadcast", arrays, options)
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return Moving(engine.broadcast(plan, copies, call_site), plan.text, bring_back)
+            return self._operation(engine.broadcast(plan, copies), plan.description, options).then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
-        return Moving(on_device.broadcast(plan, call, call_site), plan.text, call.join, call)
+        return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
 
     def _movement_call(
         self,
@@ -244,27 +245,44 @@ class ArrayCollectives:
         with self.shared_errors(kind):
             return self._engine.movement_call(kind, arrays, travelling, results, self._timeout_of(options))
 
-    def _carry_out(self, moving: Moving, options: CommunicationOptions | None) -> list[Array]:
-        try:
-            results = self._run(moving.steps, moving.text, options)
-        finally:
-            if moving.call is not None:
-                moving.call.leave()
-        return moving.finish(results)
+    def _operation(
+        self,
+        steps: Steps[Any],
+        description: Description,
+        options: CommunicationOptions | None,
+        call: DeviceCall | None = None,
+    ) -> Operation[Any]:
+        """Return an operation with the deadline of its options, and its part on a device, if it has one."""
+        timeout = None if options is None else self._timeout_of(options)
+        operation: Operation[Any] = Operation(steps, description, timeout)
+        if call is not None:
+            operation.then(call.join)
+            operation.let_go, operation.before_return = call.leave, call.wait_here
+        return operation
 
-    def _start(self, moving: Moving, call_site: str, options: CommunicationOptions | None) -> Work:
-        call = moving.call
+    def _now(self, operation: Operation[T]) -> T:
+        """Carry an operation out and return its result."""
         try:
-            work = self._submit(moving.steps, moving.text, call_site, options).then(moving.finish)
+            return self._channel.run(operation)
+        finally:
+            if operation.let_go is not None:
+                operation.let_go()
+
+    def _later(self, operation: Operation[Any]) -> Work:
+        """Start an operation and return its handle."""
+        try:
+            return self._channel.submit(operation)
         except BaseException:
-            if call is not None:
-                call.leave()
+            if operation.let_go is not None:
+                operation.let_go()
             raise
-        return work if call is None else work.before_return(call.wait_here)
 
     def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has come, to do what ``text`` says (collective)."""
-        self._run(self._channel.handshake.open(plan_id(text), text, None), text, options)
+        self._now(self._meeting(describe(text), options))
+
+    def _meeting(self, description: Description, options: CommunicationOptions | None) -> Operation[Any]:
+        return self._operation(self._channel.open(description), description, options)
 
     @contextmanager
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
@@ -308,10 +326,12 @@ class ArrayCollectives:
             nbytes: Its size.
             text: What it is for, which says its size, too.
         """
-        return self._run(self._common_memory(nbytes, text), text, None)
+        description = describe(text)
+        making: Operation[Array | None] = Operation(self._common_memory(nbytes, description), description)
+        return self._now(making)
 
-    def _common_memory(self, nbytes: int, text: str) -> Steps[Array | None]:
-        yield from self._channel.handshake.open(plan_id(text), text, None)
+    def _common_memory(self, nbytes: int, description: Description) -> Steps[Array | None]:
+        yield from self._channel.open(description)
         whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
         return None if whole is None else whole[:nbytes]
 
@@ -339,31 +359,31 @@ class ArrayCollectives:
 
     def _plan(
         self,
-        kind: str,
+        operation: str,
         op: ReduceOp,
         arrays: Sequence[Array],
         divisor: int,
         options: CommunicationOptions | None,
         note: str,
         *,
+        root: int | None = None,
         are_copies: bool = False,
     ) -> ReductionPlan:
         """Return how arrays are reduced; of copies of arrays on a GPU whatever algorithm was named for those."""
-        self._check_options(options)
+        if options is not None:
+            self._check_options(options)
         signature, on_device = signature_of(arrays), which_on_device(arrays)
-        key = (kind, op, divisor, signature, on_device, options, note, are_copies)
+        key = (operation, op, divisor, signature, on_device, options, note, root, are_copies)
         plan: ReductionPlan | None = self._plans.get(key)
         if plan is None:
-            with self.shared_errors(kind):
+            with self.shared_errors(operation):
                 merged = self._options.merge(options)
                 check_options(merged)
                 if are_copies and merged.algorithm in DEVICE_NAMES:
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
-                plan = ReductionPlan(kind, op, signature, merged, divisor, most_inline, on_device, note)
+                plan = ReductionPlan(operation, op, signature, merged, divisor, most_inline, on_device, note, root)
                 self._keep(key, plan)
-            if self._channel.trace is not None:
-                self._channel.trace.planned(plan.text, sum(array.nbytes for array in arrays))
         return plan
 
     def _kept(
@@ -389,12 +409,6 @@ class ArrayCollectives:
             self._plans.clear()
         self._plans[key] = plan
 
-    def _run(self, steps: Steps[T], text: str, options: CommunicationOptions | None) -> T:
-        return self._channel.run(steps, text, self._timeout_of(options))
-
-    def _submit(self, steps: Steps[Any], text: str, call_site: str, options: CommunicationOptions | None) -> Work:
-        return self._channel.submit(steps, text, call_site, self._timeout_of(options))
-
     def _check_root(self, root: int) -> int:
         if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:
             with self.shared_errors("checking its root"):
@@ -402,7 +416,7 @@ class ArrayCollectives:
         return int(root)
 
     def _check_options(self, options: object) -> None:
-        if options is not None and not isinstance(options, CommunicationOptions):
+        if not (options is None or isinstance(options, CommunicationOptions)):
             with self.shared_errors("checking its options"):
                 check_communication_options(options)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
-from mpidist.collectives.array_collectives import ArrayCollectives, Call
-from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.array_collectives import ArrayCollectives
+from mpidist.collectives.channel.description import Description, describe, signature_of, signature_text, which_on_device
+from mpidist.collectives.channel.observers import Observer
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.gpu.device_movement import Moving
 from mpidist.collectives.gpu.host_copies import on_host
 from mpidist.collectives.move.movement_plan import check_has_axis
 from mpidist.collectives.mpi import objects
@@ -23,19 +24,16 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reading import Rebuild, read, read_out, restore
-from mpidist.collectives.reduce.plan import signature_of, signature_text, which_on_device
 from mpidist.collectives.watch.step_agreement import StepAgreement
-from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
+_BARRIER = describe("barrier", operation="barrier")
 # Of the names of its base.
 _OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
-# Makes what the caller gets of what a collective gives.
-Finish = Callable[[Any], Any]
 
 
 class Communicator(ArrayCollectives):
@@ -82,6 +80,36 @@ class Communicator(ArrayCollectives):
         self.meet("preparing to agree on steps")
         return StepAgreement(self._channel.comm)
 
+    def add_observer(self, observer: Observer) -> None:
+        """Have an observer see the collectives of this communicator from now on (local).
+
+        While one looks at beginnings, ends or chunks a call takes a few microseconds longer.
+
+        Args:
+            observer: A subclass of ``mpidist.collectives.Observer``, which names the events.
+
+        Raises:
+            TypeError: It is no Observer.
+
+        >>> from mpidist.collectives import Observer
+        >>> class Texts(Observer):
+        ...     def ended(self, operation):
+        ...         print(operation.text, "by", *operation.algorithms)
+        >>> comm = Communicator()
+        >>> comm.add_observer(Texts())
+        >>> _ = comm.all_reduce("SUM", np.ones(3))
+        all_reduce SUM of float64(3,) by handshake
+        >>> comm.close()
+        close by
+        """
+        if not isinstance(observer, Observer):
+            raise TypeError(f"observer is {observer!r}; expected an instance of a subclass of Observer")
+        self._channel.observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Have an observer see nothing more (local)."""
+        self._channel.observers.remove(observer)
+
     # Reductions -------------------------------------------------------------------------------------------
 
     def all_reduce(
@@ -112,8 +140,7 @@ class Communicator(ArrayCollectives):
         {'w': array([1., 1.]), 'b': (np.float64(3.0),)}
         >>> comm.close()
         """
-        op, arrays, outs, structure, rebuild = self._read(op, value, out)
-        return rebuild(self.reduce_arrays(op, arrays, self.size, options=options, out=outs, note=structure))
+        return self._now(self._all_reducing(op, value, options, out))
 
     def all_reduce_async(
         self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
@@ -128,35 +155,36 @@ class Communicator(ArrayCollectives):
         np.float64(3.0)
         >>> comm.close()
         """
+        return self._later(self._all_reducing(op, value, options, out))
+
+    def _all_reducing(
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, out: Any
+    ) -> Operation[Any]:
         op, arrays, outs, structure, rebuild = self._read(op, value, out)
-        work = self.reduce_arrays_async(op, arrays, self.size, options=options, out=outs, note=structure)
-        return work.then(rebuild)
+        return self._reduction(op, arrays, self.size, options, outs, structure).then(rebuild)
 
     def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
-        call, finish = self._reduce_call(op, value, root, options, None)
-        return finish(self._run(*call, options))
+        return self._now(self._reducing_to(op, value, root, options))
 
     def reduce_async(
         self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None
     ) -> Work:
         """Start a :meth:`reduce` and return its handle (collective)."""
-        call_site = user_call_site()
-        call, finish = self._reduce_call(op, value, root, options, call_site)
-        return self._submit(*call, call_site, options).then(finish)
+        return self._later(self._reducing_to(op, value, root, options))
 
-    def _reduce_call(
-        self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None, call_site: str | None
-    ) -> tuple[Call[list[Array]], Finish]:
+    def _reducing_to(
+        self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None
+    ) -> Operation[Any]:
         op, arrays, _, structure, rebuild = self._read(op, value)
         root = self._check_root(root)
         copies, bring_back = on_host(arrays)
-        doing, are_copies = f"reduce to rank {root}", bool(which_on_device(arrays))
-        plan = self._plan(doing, op, copies, self.size, options, structure, are_copies=are_copies)
-        steps = self._engine.reduce_to(plan, copies, root, call_site)
+        are_copies = bool(which_on_device(arrays))
+        plan = self._plan("reduce", op, copies, self.size, options, structure, root=root, are_copies=are_copies)
+        operation = self._operation(self._engine.reduce_to(plan, copies, root), plan.description, options)
         if self.rank != root:
-            return (steps, plan.text), _nothing
-        return (steps, plan.text), lambda results: rebuild(bring_back(results))
+            return operation.then(_nothing)
+        return operation.then(bring_back).then(rebuild)
 
     def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
@@ -171,18 +199,15 @@ class Communicator(ArrayCollectives):
         (4, 2)
         >>> comm.close()
         """
-        (result,) = self._carry_out(self._reduce_scattering(op, value, options, None), options)
-        return restore(value, result)
+        return self._now(self._reduce_scattering(op, value, options))
 
     def reduce_scatter_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`reduce_scatter` and return its handle (collective)."""
-        call_site = user_call_site()
-        work = self._start(self._reduce_scattering(op, value, options, call_site), call_site, options)
-        return work.then(lambda results: restore(value, results[0]))
+        return self._later(self._reduce_scattering(op, value, options))
 
     def _reduce_scattering(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, call_site: str | None
-    ) -> Moving:
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None
+    ) -> Operation[Any]:
         with self.shared_errors("reduce_scatter"):
             op = ReduceOp.of(op)
             given = to_array(value)
@@ -196,13 +221,13 @@ class Communicator(ArrayCollectives):
             if engine.scatters_on_device(plan):
                 result = (math.prod(shape),), plan.result_dtypes[0]
                 call = self._movement_call("reduce_scatter", [given], [given], (result,), options)
-                steps = on_device.reduce_scatter(plan, call, call_site)
-                return Moving(steps, plan.text, lambda flats: [call.join(flats)[0].reshape(shape)], call)
+                operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
+                return operation.then(lambda flats: restore(value, flats[0].reshape(shape)))
         copies, bring_back = on_host([given])
         are_copies = bool(which_on_device([given]))
         plan = self._plan("reduce_scatter", op, copies, self.size, options, "", are_copies=are_copies)
-        steps = engine.reduce_scatter(plan, copies[0], call_site)
-        return Moving(steps, plan.text, lambda flats: bring_back([flats[0].reshape(shape)]))
+        operation = self._operation(engine.reduce_scatter(plan, copies[0]), plan.description, options)
+        return operation.then(lambda flats: restore(value, bring_back([flats[0].reshape(shape)])[0]))
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -224,15 +249,15 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        return rebuild(self.gather_arrays(arrays, axis, options=options, note=structure))
+        return self._now(self._all_gathering(value, axis, options))
 
     def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start an :meth:`all_gather` and return its handle (collective)."""
+        return self._later(self._all_gathering(value, axis, options))
+
+    def _all_gathering(self, value: Any, axis: int, options: CommunicationOptions | None) -> Operation[Any]:
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        call_site = user_call_site()
-        moving = self._gathering(arrays, axis, options, structure, call_site)
-        return self._start(moving, call_site, options).then(rebuild)
+        return self._gathering(arrays, axis, options, structure).then(rebuild)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
@@ -242,49 +267,48 @@ class Communicator(ArrayCollectives):
             root: Whose value it is.
             options: Laid over those of the communicator.
         """
-        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        return rebuild(self.broadcast_arrays(arrays, root, options=options, note=structure))
+        return self._now(self._broadcasting_value(value, root, options))
 
     def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`broadcast` and return its handle (collective)."""
+        return self._later(self._broadcasting_value(value, root, options))
+
+    def _broadcasting_value(self, value: Any, root: int, options: CommunicationOptions | None) -> Operation[Any]:
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        call_site = user_call_site()
-        moving = self._broadcasting(arrays, root, options, structure, call_site)
-        return self._start(moving, call_site, options).then(rebuild)
+        return self._broadcasting(arrays, root, options, structure).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
-        self.meet("barrier", options)
+        self._now(self._meeting(_BARRIER, options))
 
     def barrier_async(self, options: CommunicationOptions | None = None) -> Work:
         """Start a :meth:`barrier` and return its handle, done once every rank has come (collective)."""
-        call_site = user_call_site()
-        steps = self._channel.handshake.open(plan_id("barrier"), "barrier", call_site)
-        return self._submit(steps, "barrier", call_site, options)
+        return self._later(self._meeting(_BARRIER, options))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
-        text = "all_gather_object"
-        with self.shared_errors(text):
+        description = describe("all_gather_object", operation="all_gather_object")
+        with self.shared_errors(description.text):
             pickled = pickle.dumps(value)
 
         def steps() -> Steps[list[Any]]:
-            yield from self._channel.handshake.open(plan_id(text), text, None)
+            yield from self._channel.open(description)
             return (yield from objects.gather_pickles(self._channel.comm, pickled))
 
-        return self._run(steps(), text, None)
+        gathering: Operation[list[Any]] = Operation(steps(), description)
+        return self._now(gathering)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
-        text = f"broadcast_object from rank {self._check_root(root)}"
-        with self.shared_errors(text):
+        description = describe(f"broadcast_object from rank {self._check_root(root)}", operation="broadcast_object")
+        with self.shared_errors(description.text):
             pickled = pickle.dumps(value) if self.rank == root else b""
 
         def steps() -> Steps[Any]:
-            yield from self._channel.handshake.open(plan_id(text), text, None)
+            yield from self._channel.open(description)
             return (yield from objects.broadcast_pickle(self._channel.comm, pickled, root))
 
-        return self._run(steps(), text, None)
+        return self._now(Operation(steps(), description))
 
     # Memory and groups ------------------------------------------------------------------------------------
 
@@ -309,12 +333,13 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         like = np.empty(shape, as_dtype(dtype))
-        text = f"empty of {signature_text(signature_of([like]))}"
-        memory = self._run(self._allocate_steps(like.nbytes, text), text, None)
+        description = describe("empty", signature_text(signature_of([like])))
+        making: Operation[Array | None] = Operation(self._allocate_steps(like.nbytes, description), description)
+        memory = self._now(making)
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)
 
-    def _allocate_steps(self, nbytes: int, text: str) -> Steps[Array | None]:
-        yield from self._channel.handshake.open(plan_id(text), text, None)
+    def _allocate_steps(self, nbytes: int, description: Description) -> Steps[Array | None]:
+        yield from self._channel.open(description)
         node = self._channel.node
         if node.size == 1 or nbytes < packing.SMALL_ARRAY_BYTES:
             return None

@@ -11,7 +11,8 @@ import numpy as np
 from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.description import Description, Signature
+from mpidist.collectives.channel.observers import MOVE, OTHERS, PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
@@ -23,12 +24,10 @@ from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.movement import Movement
 from mpidist.collectives.node.packing import copies_of_overlapping, divided
-from mpidist.collectives.reduce import algorithms
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.reduce.choice import Choice, place_of
-from mpidist.collectives.reduce.plan import ReductionPlan, Signature
+from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.table import Table
-from mpidist.collectives.watch.trace import OTHERS, PACK, REDUCE, UNPACK
 
 
 class Engine:
@@ -118,12 +117,12 @@ class Engine:
             self._on_device = DeviceChoice(channel.comm, channel.node, self._table, streams, self.choice, self._pool)
         return self._on_device
 
-    def prepare_device(self, kind: str, device: int, text: str) -> Steps[None]:
+    def prepare_device(self, kind: str, device: int, description: Description) -> Steps[None]:
         """Return the steps that make what all-reduces on a device will take (collective)."""
-        return self._prepare(self._choice_on(kind, device), text)
+        return self._prepare(self._choice_on(kind, device), description)
 
-    def _prepare(self, choice: DeviceChoice, text: str) -> Steps[None]:
-        yield from self.channel.handshake.open(plan_id(text), text, None)
+    def _prepare(self, choice: DeviceChoice, description: Description) -> Steps[None]:
+        yield from self.channel.open(description)
         yield from self._take_turn(choice.streams)
         try:
             yield from choice.prepare()
@@ -152,27 +151,25 @@ class Engine:
         plan: ReductionPlan,
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
-        call_site: str | None,
         call: ReductionCall | None = None,
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
 
         Those on a GPU are there when ``call`` is done.
         """
-        handshake = self.channel.handshake
+        channel = self.channel
         if plan.inline:
             self.last_algorithm = "handshake"
-            plan.fill_inline(arrays, handshake.payload(plan.count))
-            if not handshake.begin(plan.id):
-                yield from handshake.finish(plan.text, call_site)
-            return plan.from_inline(handshake.totals(plan.count, plan.formed[0][0]), out)
+            channel.current.algorithms = ["handshake"]
+            plan.fill_inline(arrays, channel.handshake.payload(plan.count))
+            if not channel.begin(plan.description):
+                yield from channel.finish(plan.description)
+            return plan.from_inline(channel.handshake.totals(plan.count, plan.formed[0][0]), out)
         if out is not None and plan.read_late and not self._is_alone(plan):
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
-            return (
-                yield from self._reduce_packs(plan, arrays, out, call_site, call, may_share=out is None, is_wanted=True)
-            )
+            return (yield from self._reduce_packs(plan, arrays, out, call, may_share=out is None, is_wanted=True))
         finally:
             if call is not None:
                 call.leave()
@@ -196,70 +193,66 @@ class Engine:
         plan: ReductionPlan,
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
-        call_site: str | None,
         call: ReductionCall | None,
         *,
         may_share: bool,
         is_wanted: bool,
     ) -> Steps[list[Array]]:
         """Reduce one pack after the other by its algorithm; the results of a rank that does not want them are blank."""
-        handshake, trace = self.channel.handshake, self.channel.trace
+        channel = self.channel
         results = plan.blank_results(out, None if call is None else call.results)
         is_alone = self._is_alone(plan)
         if not plan.packs or call is not None or is_alone:
-            yield from handshake.open(plan.id, plan.text, call_site)
+            yield from channel.open(plan.description)
         if call is not None:
             # The device works on while those in host memory are reduced.
             yield from self._reduce_on_device(plan, call, results)
         if is_alone:
             plan.deliver_alone(arrays, results, are_given=out is not None, pool=self._pool)
-            self.last_algorithm = "alone"
+            self._took("alone")
             return results
         for number, pack in enumerate(plan.packs):
             algorithm = self.choice.made(pack.nbytes, plan.options)
             if algorithm is None:
-                algorithm = yield from self._make_algorithm(pack.nbytes, plan, call_site)
-            if trace is not None:
-                trace.phase(PACK)
+                # Once all ranks have come.
+                yield from channel.open(plan.description)
+                algorithm = yield from self.choice.make(pack.nbytes, plan.options)
+            channel.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool)
-            job.trace, job.is_wanted = trace, is_wanted
+            job.tell_chunk, job.is_wanted = channel.tell_chunk, is_wanted
             algorithm.prepare(job, may_share)
             if number == 0 and call is None:
-                if not handshake.begin(plan.id):
-                    yield from handshake.finish(plan.text, call_site)
+                yield from channel.open(plan.description)
             else:
-                if trace is not None:
-                    trace.phase(OTHERS)
-                yield from self.channel.node.board.meet()
-            if trace is not None:
-                trace.phase(REDUCE)
+                channel.phase(OTHERS)
+                yield from channel.node.board.meet()
+            channel.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
-            self.last_algorithm = algorithm.name
-            if trace is not None:
-                trace.took(algorithm.name)
-                trace.phase(UNPACK)
+            self._took(algorithm.name)
+            channel.phase(UNPACK)
             if is_wanted:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results
 
     def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
-        choice, trace = self._on_device, self.channel.trace
+        choice = self._on_device
         assert choice is not None
         yield from queue_of(call.streams.device).turn(call)
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
-            if trace is not None:
-                trace.phase(REDUCE)
+            self.channel.phase(REDUCE)
             algorithm = choice.made(pack, plan.options)
             if algorithm is None:
                 algorithm = yield from choice.make(pack, plan.options)
             job = DeviceReduction(pack, number, call, plan.op, plan.divisor, plan.options)
             pieces = yield from algorithm.all_reduce(job)
-            self.last_algorithm = algorithm.name
-            if trace is not None:
-                trace.took(algorithm.name)
+            self._took(algorithm.name)
             pack.deliver(pieces, results)
         call.leave()
+
+    def _took(self, algorithm: str) -> None:
+        self.last_algorithm = algorithm
+        self.channel.current.took(algorithm)
 
     def close(self) -> None:
         """Free what the algorithms hold (collective)."""
@@ -270,23 +263,18 @@ class Engine:
                 self._end_turn(self._on_device.streams)
         self.choice.close()
 
-    def reduce_to(
-        self, plan: ReductionPlan, arrays: Sequence[Array], root: int, call_site: str | None
-    ) -> Steps[list[Array]]:
+    def reduce_to(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:
         """Reduce to rank ``root``; what the others return is of no account.
 
         Between nodes by MPI's own call, unless the options ask for what that does not offer.
         """
         channel, is_root = self.channel, self.channel.rank == root
         if (channel.node.is_alone and channel.size > 1) or _asks_for_more(plan):
-            return (
-                yield from self._reduce_packs(plan, arrays, None, call_site, None, may_share=False, is_wanted=is_root)
-            )
-        yield from channel.handshake.open(plan.id, plan.text, call_site)
+            return (yield from self._reduce_packs(plan, arrays, None, None, may_share=False, is_wanted=is_root))
+        yield from channel.open(plan.description)
         results = plan.blank_results(None)
-        if channel.trace is not None:
-            channel.trace.phase(REDUCE)
-            channel.trace.took("mpi")
+        channel.phase(REDUCE)
+        channel.current.took("mpi")
         for pack in plan.packs:
             job = plan.reduction(pack, arrays, None, self._pool)
             flat = job.flat_result() if is_root else None
@@ -299,14 +287,12 @@ class Engine:
         """Whether NCCL can do a ``reduce_scatter`` of an array on a GPU as it was asked for."""
         return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
 
-    def reduce_scatter(self, plan: ReductionPlan, array: Array, call_site: str | None) -> Steps[list[Array]]:
+    def reduce_scatter(self, plan: ReductionPlan, array: Array) -> Steps[list[Array]]:
         """Return the flat elements of this rank's rows of the reduction, one array."""
         channel, movement = self.channel, self._movement
         borders = slices(len(array), channel.size)
         if _asks_for_more(plan):
-            (whole,) = yield from self._reduce_packs(
-                plan, [array], None, call_site, None, may_share=False, is_wanted=True
-            )
+            (whole,) = yield from self._reduce_packs(plan, [array], None, None, may_share=False, is_wanted=True)
             first, last = borders[channel.rank]
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
@@ -318,9 +304,8 @@ class Engine:
         in_node = movement.can_tell(1)
         if in_node:
             channel.node.board.tell(movement.show([send]))
-        yield from channel.handshake.open(plan.id, plan.text, call_site)
-        if channel.trace is not None:
-            channel.trace.phase(REDUCE)
+        yield from channel.open(plan.description)
+        channel.phase(REDUCE)
         places = [place for (place,) in channel.node.board.told(1)] if in_node else []
         flat = self._pool.take(stop - start, wire)
         can_copy = in_node and (yield from movement.met())
@@ -333,12 +318,7 @@ class Engine:
             yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
         return [divided(flat, plan.divisor).astype(result_dtype, copy=False)]
 
-    def _make_algorithm(self, nbytes: int, plan: ReductionPlan, call_site: str | None) -> Steps[algorithms.Algorithm]:
-        """Return a new algorithm for a message, once all ranks have come."""
-        yield from self.channel.handshake.open(plan.id, plan.text, call_site)
-        return (yield from self.choice.make(nbytes, plan.options))
-
-    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], call_site: str | None) -> Steps[list[Array]]:
+    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks."""
         channel, movement, k = self.channel, self._movement, len(arrays)
         moved = [np.ascontiguousarray(array) for array in plan.moved(arrays)]
@@ -346,9 +326,8 @@ class Engine:
         told = movement.can_tell(2 * k)
         if told:
             channel.node.board.tell(lengths + movement.show(moved))
-        yield from channel.handshake.open(plan.id, plan.text, call_site)
-        if channel.trace is not None:
-            channel.trace.moves(plan.nbytes)
+        yield from channel.open(plan.description)
+        channel.phase(MOVE)
         if told:
             rows = channel.node.board.told(2 * k)
         else:
@@ -370,7 +349,7 @@ class Engine:
             yield from movement.finish([place for row in rows for place in row[k:]])
         return results
 
-    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array], call_site: str | None) -> Steps[list[Array]]:
+    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
         """Return the arrays of the root; those of others tell shapes and dtypes."""
         channel, movement, k = self.channel, self._movement, len(arrays)
         told = movement.can_tell(k)
@@ -378,9 +357,8 @@ class Engine:
         sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays] if is_root else []
         if told and is_root:
             channel.node.board.tell(movement.show(sources))
-        yield from channel.handshake.open(plan.id, plan.text, call_site)
-        if channel.trace is not None:
-            channel.trace.moves(plan.nbytes)
+        yield from channel.open(plan.description)
+        channel.phase(MOVE)
         places = channel.node.board.told(k)[plan.root] if told else []
         in_node = told and (yield from movement.met())
         results = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mpidist.checkpoint.pending import give_up_all
-from mpidist.collectives.channel.shutdown import abandon_all
+from mpidist.collectives.channel.channel import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology

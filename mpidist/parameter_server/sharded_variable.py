@@ -252,9 +252,7 @@ class ShardedVariable(CompositeVariable):
         return ShardedVariable, (self._variables, self.name)
 
     def __repr__(self) -> str:
-        return (
-            f"<ShardedVariable {self.name!r} shape={self.shape} dtype={self.dtype} in {len(self._variables)} shards>"
-        )
+        return f"<ShardedVariable {self.name!r} shape={self.shape} dtype={self.dtype} in {len(self._variables)} shards>"
 
 
 def _check_shards(variables: Any) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError
+from mpidist.collectives.channel.description import which_on_device
 from mpidist.collectives.gpu import host_copies
 from mpidist.collectives.gpu.device_movement import MovementCall
-from mpidist.collectives.reduce.plan import which_on_device
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology

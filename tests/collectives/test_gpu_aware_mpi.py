@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
+from mpidist.collectives.channel.description import describe
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.gpu import gpu_aware_mpi
 from mpidist.collectives.gpu.gpu_aware_mpi import answer_here, takes_device_memory
 from mpidist.topology import import_mpi
@@ -18,7 +20,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 
 def answer(comm: Communicator) -> bool:
-    return bool(comm._channel.run(takes_device_memory(comm._channel.comm), "asking"))
+    return comm._channel.run(Operation[bool](takes_device_memory(comm._channel.comm), describe("asking")))
 
 
 VARIABLES = (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
-from mpidist.collectives.channel.channel_lock import Turn
+from mpidist.collectives.channel.channel_lock import ChannelLock
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.nodes]
@@ -67,12 +67,12 @@ def test_a_handler_that_exits_in_a_collective_ends_the_job() -> None:
 
 
 FORKED = """
-import os, mpidist, mpidist.collectives.channel.shutdown
+import os, mpidist, mpidist.collectives.channel.channel
 comm = mpidist.Communicator()
 if comm.rank == 0:
     child = os.fork()
     if child == 0:
-        os._exit(len(mpidist.collectives.channel.shutdown.open_channels))
+        os._exit(len(mpidist.collectives.channel.channel.open_channels))
     assert os.waitpid(child, 0)[1] == 0
 print(comm.all_reduce("SUM", 1))
 """
@@ -346,7 +346,7 @@ def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> Non
 
 @pytest.mark.min_ranks(2)
 def test_a_handler_that_raises_while_a_step_is_taken_leaves_the_turn_free() -> None:
-    turn = Turn()
+    turn = ChannelLock()
     assert turn.take_if_free()
 
     def interrupt(*_: object) -> None:

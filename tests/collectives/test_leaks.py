@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.node import shared_memory
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.pool import run

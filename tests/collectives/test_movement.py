@@ -12,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.node import slots
 

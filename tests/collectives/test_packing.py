@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpidist.collectives.channel.description import signature_text
 from mpidist.collectives.mpi.mpi_types import chunks
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size, overlaps
-from mpidist.collectives.reduce.plan import signature_text
 
 pytestmark = pytest.mark.one_rank
 

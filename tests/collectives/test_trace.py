@@ -370,7 +370,8 @@ def test_nothing_is_watched_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) 
     for name in ("MPIDIST_TRACE", "MPIDIST_REPORT"):
         monkeypatch.delenv(name, raising=False)
     with Communicator() as comm:
-        assert comm._channel.trace is None
+        assert not comm._channel.observers.see_steps
+        assert comm._channel.tell_chunk is None
 
 
 # The report ------------------------------------------------------------------------------------------------------

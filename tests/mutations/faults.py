@@ -171,7 +171,7 @@ _COLLECTIVES = (
     Fault(
         "two calls of other structures are taken for the same",
         "mpidist/collectives/reduce/plan.py",
-        "{signature_text(signature, on_device)}{structure}{_options_text(options)}",
+        "{signature_text(signature, on_device)}{note_text('as', note)}{_options_text(options)}",
         "{signature_text(signature, on_device)}{_options_text(options)}",
         ("tests/acceptance/test_rank_mismatch.py",),
         ranks=2,

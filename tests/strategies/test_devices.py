@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.channel.channel import open_channels
 from mpidist.core.errors import DeviceError
 from mpidist.strategies.devices import agreed_devices
 from tests.support.ranks.jobs import ROOT, child_environment

@@ -1,47 +1,38 @@
 """Channel: one private MPI communicator, on which this rank carries out collectives one after the other.
 
-What is here is the same for every collective: order, deadlines, reports, and errors that other ranks must learn of.
-What a collective does is given as steps (see ``mpidist.collectives.mpi.waiting``).
+What is here is the same for every collective: order, deadlines, events for observers, and errors that other ranks must
+learn of. What a collective does is given as steps (see ``mpidist.collectives.mpi.waiting``).
 """
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from mpidist.collectives.channel.announcing import COMMON_ERRORS, announce
-from mpidist.collectives.channel.channel_lock import Turn
-from mpidist.collectives.channel.connections import Acquaintance, open_ways
-from mpidist.collectives.channel.handshake import LEFT, Handshake, plan_id
+from mpidist.collectives.channel import shutdown
+from mpidist.collectives.channel.channel_lock import ChannelLock
+from mpidist.collectives.channel.connections import open_ways
+from mpidist.collectives.channel.description import Description, describe
+from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake
+from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.shutdown import (
-    EXIT_SECONDS,
-    FORKED,
-    abandoned_channels,
-    abort_job,
-    carry_through,
-    check_not_forked,
-    open_channels,
-    see_to_the_end,
-)
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
 from mpidist.collectives.mpi.descriptors import check_descriptors
 from mpidist.collectives.mpi.waiting import Deadline, Steps, drive
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.watch.deadlock import Lookout, note_thread
-from mpidist.collectives.watch.guard import Guard, Standing
-from mpidist.collectives.watch.side_thread import side_thread
-from mpidist.collectives.watch.trace import WatchedHandshake, watch
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError
+from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, RankLostError
 from mpidist.topology.faults import revoke, revoking, says_rank_is_lost
 from mpidist.topology.patience import duplicate
 
@@ -50,9 +41,39 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+open_channels: list[Channel] = []
+"""The channels of this process that have not been closed."""
+# Given up with a rank that was lost.
+_abandoned_channels: list[Channel] = []
 # Works that were submitted and never waited for: beyond this many the oldest is finished first.
 _MOST_WORKS = 256
-_CROSSED = "its ranks waited for one another in different communicators"
+# All ranks raise these together, or the channel has been given up already.
+_COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
+# A rank that failed on its own tells the others, but does not keep its error back for longer than this.
+_FAILURE_SECONDS = 2.0
+# Set on an error that the other ranks have been told of.
+_ANNOUNCED = "_mpidist_announced"
+DEADLOCKED = "its ranks waited for one another in different communicators"
+
+
+class Status(NamedTuple):
+    """What one rank is doing on a channel.
+
+    Attributes:
+        issued: How many collectives it has issued.
+        number: Of the collective it is in, or was in last; they are counted as they are issued.
+        text: What that is.
+        waits: Whether it is in it.
+        seconds: How long it has been in it, or since it began with it.
+        ended: Whether its program has come to its end.
+    """
+
+    issued: int
+    number: int
+    text: str
+    waits: bool
+    seconds: float
+    ended: bool
 
 
 class Channel:
@@ -62,57 +83,53 @@ class Channel:
         comm: The communicator to duplicate.
         timeout: Seconds before a collective is given up; ``MPIDIST_TIMEOUT`` by default.
         owner: What it is part of, for messages; the same on every rank.
-        name: By which all its ranks know it, and no other; made of their numbers by default. One that is given here is
-            of a channel of mpidist's own, whose collectives are not traced.
+        name: By which all its ranks know it, and no other; made of their numbers by default.
 
     Attributes:
         comm: The duplicate.
         issued: How many collectives this rank has issued on it.
         node: Its node of this rank.
         handshake: With which every collective on it begins.
-        guard: What ranks tell one another of it; None for one rank, or where there can be no thread for that.
-        trace: What watches its collectives; None where nothing is to be seen.
+        observers: What looks on at its collectives.
+        current: The operation that is being carried out.
         at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
+        tally: What this rank has changed by itself since the last collective, if anything.
+        unusable: Why no more collectives can be carried out on it, if so.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, timeout: float | None, owner: str = "Communicator", name: str | None = None
     ) -> None:
-        check_not_forked()
+        shutdown.check_not_forked()
         self.owner = owner
         self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
         self.node = self._make_node()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.trace = watch(self.comm, self.name) if name is None else None
-        self.handshake = (
-            Handshake(self.comm, self.node.board)
-            if self.trace is None
-            else WatchedHandshake(self.comm, self.node.board, self.trace)
-        )
+        self.handshake = Handshake(self.comm, self.node.board)
+        self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self._warn_after: float = settings.WARN_AFTER.read()
         self._queue: deque[Work] = deque()
-        self._turn = Turn()
-        # Collectives are counted as they are issued; the one that is carried out, or was last, and since when.
+        self._lock = ChannelLock()
         self.issued = 0
-        self._last = (0, "", 0.0)
+        # In place of an operation where there is none: one that was carried out is not kept, nor what it holds.
+        self._nothing: Operation[Any] = Operation(_no_steps(), describe("nothing"))
+        self.current = self._nothing
+        # Number and text of the last operation that the program has waited for.
+        self._last = (0, "")
+        # Since when the program has waited for the last operation that it waited for, and whether it still does.
+        self._since = 0.0
         self._waits = False
         self._has_ended = False
         self.at_exit: list[Callable[[], None]] = []
         self.tally: Tally | None = None
-        """What this rank has done by itself since the last collective, if anything."""
         self.unusable: str | None = None
         self._given_up: Steps[Any] | None = None
         self._interrupted: BaseException | None = None
-        self.guard: Guard | None = None
-        if self.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
-            acquaintance = Acquaintance(self.rank, self.node.ranks)
-            self.guard = Guard(self.comm, self.name, acquaintance, self._standing, self._on_crossing)
-            side_thread.watch(self.guard)
         open_channels.append(self)
-        see_to_the_end()
+        shutdown.see_to_the_end()
 
     def _make_node(self) -> Node:
         with revoking(self.comm):
@@ -133,39 +150,41 @@ class Channel:
         """Whether collectives on it can still take place."""
         return self.unusable is None and not self.handshake.left
 
-    def run(self, steps: Steps[T], text: str, timeout: float | None = None) -> T:
+    def run(self, operation: Operation[T]) -> T:
         """Carry out a collective, after those that were submitted, and return its result.
 
-        Args:
-            steps: What to do.
-            text: What it is, for reports.
-            timeout: Seconds before it is given up; that of the channel by default.
-
         Raises:
-            CollectiveTimeoutError: It took longer; the channel can no longer be used.
+            CollectiveTimeoutError: It took longer than its deadline; the channel can no longer be used.
             RuntimeError: The channel was closed or has given up before, or is in use by another thread.
             PeerError: Another rank has failed or left.
         """
-        if self.trace is not None:
-            steps = self.trace.blocking(steps, text)
-        if self.tally is not None:
-            steps = self._with_tally(steps)
-        with self._turn:
+        operation.tally, self.tally = self.tally, None
+        for tell in self.observers.issued:
+            tell(operation)
+        with self._lock:
             self._check_usable()
-            self.issued = number = self.issued + 1
+            self.issued = operation.number = self.issued + 1
             while self._queue:
                 self._finish_oldest()
-            return self._drive(steps, text, number, timeout or self.timeout, None)
+            steps = operation.steps
+            if operation.tally is not None or self.observers.see_steps:
+                steps = self._opened(operation)
+            result = self._drive(steps, operation, operation.timeout or self.timeout)
+        return operation.finished(result)
 
-    def submit(self, steps: Steps[Any], text: str, call_site: str, timeout: float | None = None) -> Work:
+    def submit(self, operation: Operation[Any]) -> Work:
         """Start a collective, to be carried out in the order of submission, and return its handle."""
-        if self.tally is not None:
-            steps = self._with_tally(steps)
-        make = Work if self.trace is None else self.trace.work
-        work = make(self, steps, text, call_site, timeout or self.timeout)
-        with self._turn:
+        operation.is_work = True
+        if operation.call_site is None:
+            operation.call_site = user_call_site()
+        operation.tally, self.tally = self.tally, None
+        for tell in self.observers.issued:
+            tell(operation)
+        steps, timeout = self._opened(operation), operation.timeout or self.timeout
+        work = Work(operation, steps, timeout, self.advance, self.complete)
+        with self._lock:
             self._check_usable()
-            self.issued = work.number = self.issued + 1
+            self.issued = operation.number = self.issued + 1
             self._queue.append(work)
             while len(self._queue) > _MOST_WORKS:
                 self._finish_oldest()
@@ -174,19 +193,83 @@ class Channel:
             progress.watch(self)
         return work
 
-    def _with_tally(self, steps: Steps[T]) -> Steps[T]:
-        """Return ``steps`` that open with what there is to compare: now, whenever they are carried out."""
-        tally, self.tally = self.tally, None
+    def _opened(self, operation: Operation[Any]) -> Steps[Any]:
+        """Return the steps of an operation so that its tally travels with the first and observers see them."""
+        self.current = operation
+        if operation.tally is not None:
+            self.handshake.tally = operation.tally
+        for tell in self.observers.began:
+            tell(operation)
+        try:
+            result = yield from operation.steps
+        except GeneratorExit:  # the program ends while it is on its way: it has no end that observers could see
+            raise
+        except BaseException as error:
+            operation.error = error
+            self._tell_end(operation)
+            raise
+        else:
+            self._tell_end(operation)
+            return result
+        finally:
+            self.current = self._nothing
 
-        def opened() -> Steps[T]:
-            self.handshake.tally = tally
-            return (yield from steps)
+    def _tell_end(self, operation: Operation[Any]) -> None:
+        try:
+            for tell in self.observers.ended:
+                tell(operation)
+        finally:
+            operation.error = None
 
-        return opened()
+    # Inside the steps of a collective ---------------------------------------------------------------------------
+
+    def open(self, description: Description) -> Steps[None]:
+        """Meet the other ranks, of which all are to be about to do the same (collective).
+
+        Raises:
+            MismatchError: Another rank is about to do something else.
+            PeerError: Another rank failed on its way here.
+        """
+        if not self.begin(description):
+            yield from self.finish(description)
+
+    def begin(self, description: Description) -> bool:
+        """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
+        if self.observers.phase:
+            self.phase(OTHERS)
+        is_done = self.handshake.begin(description.id)
+        if is_done and self.observers.met:
+            self._tell_met()
+        return is_done
+
+    def finish(self, description: Description) -> Steps[None]:
+        """Do what is left of ``open``, with the same argument."""
+        yield from self.handshake.finish(description.text, self.current.call_site)
+        self._tell_met()
+
+    def _tell_met(self) -> None:
+        for tell in self.observers.met:
+            tell(self.current)
+
+    def phase(self, name: str) -> None:
+        """Tell observers that a phase of the collective begins."""
+        for tell in self.observers.phase:
+            tell(self.current, name)
+
+    @property
+    def tell_chunk(self) -> Callable[[str, int, int, int], None] | None:
+        """What is to be told of each chunk (see ``Chunk``), None where nobody looks at chunks."""
+        return self._tell_chunk if self.observers.chunk else None
+
+    def _tell_chunk(self, *fields: Any) -> None:
+        for tell in self.observers.chunk:
+            tell(self.current, Chunk(*fields))
+
+    # Works ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""
-        with self._turn:
+        with self._lock:
             self._check_usable()
             self._step_oldest()
 
@@ -199,32 +282,42 @@ class Channel:
 
     def move(self) -> None:
         """Move the oldest work one step on, unless another thread is doing so; an error settles all works."""
-        if self._turn.take_if_free():
+        if self._lock.take_if_free():
             try:
                 self._step_oldest()
             finally:
-                self._turn.give_back()
+                self._lock.give_back()
 
     def complete(self, work: Work, timeout: float | None) -> None:
         """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
         if work.is_done:
             return
-        with self._turn:
-            if timeout is None or timeout >= work.timeout - work.waited:
-                while self._queue and not work.is_done:
-                    self._finish_oldest()
-            elif not work.is_done:
-                work.waited += timeout
-                drive(
-                    self._polling(work),
-                    lambda: Deadline(
-                        timeout,
-                        self._warn_after,
-                        lambda waited: self._warn(work.text, work.number, waited, work.call_site),
-                        lambda _: _raise_still_running(work, timeout),
-                        self._move_others,
-                    ),
-                )
+        start = time.perf_counter_ns()
+        try:
+            with self._lock:
+                self._complete(work, timeout)
+        finally:
+            for tell in self.observers.waited:
+                tell(work.operation, start)
+
+    def _complete(self, work: Work, timeout: float | None) -> None:
+        if timeout is None or timeout >= work.timeout - work.waited:
+            while self._queue and not work.is_done:
+                self._finish_oldest()
+        elif not work.is_done:
+            work.waited += timeout
+            drive(
+                self._polling(work),
+                lambda: Deadline(
+                    timeout,
+                    self._warn_after,
+                    lambda waited: self._warn(work.operation, waited),
+                    lambda _: _raise_still_running(work, timeout),
+                    self._move_others,
+                ),
+            )
+
+    # Errors of one rank -----------------------------------------------------------------------------------------
 
     @contextmanager
     def shared_errors(self, doing: str) -> Iterator[None]:
@@ -250,7 +343,22 @@ class Channel:
             error: The error.
             doing: What was being done, for the report.
         """
-        announce(self, error, doing)
+        nobody_listens = self.size == 1 or not self.is_usable
+        if nobody_listens or isinstance(error, _COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
+            return
+        setattr(error, _ANNOUNCED, True)
+        call_site = user_call_site()
+        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
+        text = f"telling the other ranks of {type(error).__name__} in {doing}"
+        work = self.submit(Operation(news, describe(text)))
+        try:
+            with self._lock:
+                self._complete(work, _FAILURE_SECONDS)
+        except TimeoutError:
+            # They are busy. The news waits in the queue for their next call, or for the end of this program.
+            return
+
+    # The end ----------------------------------------------------------------------------------------------------
 
     def close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> bool:
         """Finish what is on its way, and ``before``, call ``free_first`` and free the communicator (collective).
@@ -258,14 +366,12 @@ class Channel:
         Returns:
             Whether it did; not the second time, nor where it was unusable already.
         """
-        if self not in open_channels or self.unusable is not None or self.handshake.left:
+        if self not in open_channels or not self.is_usable:
             # What was given up is dealt with at the end of the program, where it is known whether the others came.
             return False
-        self.run(self._closing(before), "close")
-        open_channels.remove(self)
-        progress.forget(self)
-        if self.guard is not None:
-            side_thread.forget(self.guard)
+        closing = describe("close")
+        self.run(Operation(self._closing(closing, before), closing))
+        self._forget()
         free_first()
         self.handshake.free()
         self.node.close()
@@ -273,12 +379,81 @@ class Channel:
         self.unusable = "it has been closed"
         return True
 
-    def _closing(self, before: Steps[None] | None) -> Steps[None]:
-        yield from self.handshake.open(plan_id("close"), "close", None)
+    def _closing(self, closing: Description, before: Steps[None] | None) -> Steps[None]:
+        yield from self.open(closing)
         if before is not None:
             yield from before
 
-    # Inside, while it is this thread's turn ---------------------------------------------------------------------
+    def _forget(self) -> None:
+        open_channels.remove(self)
+        progress.forget(self)
+        for tell in self.observers.closed:
+            tell()
+
+    def abandon(self) -> None:
+        """Give it up for good, without a word to the other ranks but that (local)."""
+        self._revoke()
+        self.unusable = self.unusable or "a rank was lost"
+        self._settle_all(RankLostError(self.unusable))
+        self._forget()
+        # Windows, requests and buffers stay: none of them can be freed without the rank that is lost.
+        _abandoned_channels.append(self)
+
+    def disown(self) -> None:
+        """Take no part from now on, in a forked child, which lacks the thread that may hold the lock."""
+        self._lock = ChannelLock()
+        self.unusable = shutdown.FORKED
+
+    def leave(self) -> Steps[None]:
+        """Finish what is on its way and tell the others that this rank's program has ended."""
+        self._has_ended = True
+        if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
+            shutdown.abort_job(self.rank, "a thread was still in one of its collectives when the program ended")
+        if self._interrupted is not None:
+            shutdown.abort_job(self.rank, self.unusable)
+        if self._given_up is not None:
+            yield from shutdown.carry_through(self._given_up, lambda: shutdown.abort_job(self.rank, self.unusable))
+        yield from self._finish_queue()
+        # Only now: a work may have found that the others have left, who will not hear anything more.
+        if not self.handshake.left:
+            yield from self.handshake.signal(LEFT, "has left the program", "its end")
+
+    def _finish_queue(self) -> Steps[None]:
+        """Carry out what the program has started and not waited for, as far as the other ranks take part."""
+        while self._queue:
+            work = self._queue[0]
+            give_up = time.monotonic() + max(work.timeout - work.waited, 0.0)
+            while not self.handshake.left and not work.step():
+                if time.monotonic() > give_up:
+                    what = f"{work.operation.text}, started at {work.operation.call_site}"
+                    shutdown.abort_job(self.rank, f"the other ranks have not come to {what}")
+                yield
+            if not work.is_done:
+                work.settle(PeerError(f"ranks {self.handshake.left} left the program before they came to it"))
+            self._queue.popleft()
+
+    # What others may ask, from any thread -----------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Return what this rank is doing on it."""
+        (number, text), waits = self._last, self._waits
+        seconds = time.monotonic() - self._since
+        work = self.oldest_work()
+        if not waits and work is not None:
+            number, text, waits = work.operation.number, work.operation.text, progress.moves(self)
+            seconds = time.monotonic() - work.began
+        return Status(self.issued, number, text, waits, seconds, self._has_ended)
+
+    def waiting(self) -> list[tuple[int, str]]:
+        """Return number and text of the operation that the program waits in, if it does."""
+        return [self._last] if self._waits else []
+
+    def refuse(self, reason: str) -> None:
+        """Carry out no more collectives; a program that waits in one is let find out there."""
+        if not self._waits:
+            self.unusable = reason
+
+    # Inside, while the lock is held -----------------------------------------------------------------------------
 
     def _step_oldest(self) -> None:
         if not self._queue:
@@ -288,16 +463,13 @@ class Channel:
             if work.step():
                 self._queue.popleft()
         except BaseException as error:
-            if says_rank_is_lost(error):
-                self._lose(error, work.text)
-            self._interrupt(error, work.text)
+            self._lose_or_interrupt(error, work.operation.text)
             raise
 
     def _finish_oldest(self) -> None:
         self._check_usable()
         work = self._queue[0]
-        timeout = max(work.timeout - work.waited, 0.0)
-        self._drive(self._stepping(work), work.text, work.number, timeout, work.call_site)
+        self._drive(self._stepping(work), work.operation, max(work.timeout - work.waited, 0.0))
         self._queue.popleft()
 
     def _stepping(self, work: Work) -> Steps[None]:
@@ -310,66 +482,44 @@ class Channel:
             self._step_oldest()
             yield
 
-    def disown(self) -> None:
-        """Take no part from now on, in a forked child, which lacks the thread that may hold the lock."""
-        self._turn = Turn()
-        self.unusable = FORKED
-
-    def _finish_queue(self) -> Steps[None]:
-        """Carry out what the program has started and not waited for, as far as the other ranks take part."""
-        while self._queue:
-            work = self._queue[0]
-            give_up = time.monotonic() + max(work.timeout - work.waited, 0.0)
-            while not self.handshake.left and not work.step():
-                if time.monotonic() > give_up:
-                    abort_job(self.rank, f"the other ranks have not come to {work.text}, started at {work.call_site}")
-                yield
-            if not work.is_done:
-                work.settle(PeerError(f"ranks {self.handshake.left} left the program before they came to it"))
-            self._queue.popleft()
-
-    def _drive(self, steps: Steps[T], text: str, number: int, timeout: float, call_site: str | None) -> T:
-        self._last = (number, text, time.monotonic())
+    def _drive(self, steps: Steps[Any], operation: Operation[Any], timeout: float) -> Any:
+        self.current = operation
+        self._last, self._since = (operation.number, operation.description.text), time.monotonic()
         self._waits = True
         try:
             # What small collectives need no more than.
             next(steps)
-            return drive(steps, partial(self._deadline, steps, text, number, timeout, call_site))
+            return drive(steps, partial(self._deadline, steps, operation, timeout))
         except StopIteration as stop:
-            value: T = stop.value
-            return value
-        except COMMON_ERRORS:
+            return stop.value
+        except _COMMON_ERRORS:
             # All ranks raise these together, or the channel has been given up already.
             raise
         except ProcessLookupError as error:
-            self._interrupt(error, text)
+            self._interrupt(error, operation.text)
             raise PeerError(f"{self.unusable}: {error}") from error
         except BaseException as error:
-            if says_rank_is_lost(error):
-                self._lose(error, text)
-            self._interrupt(error, text)
+            self._lose_or_interrupt(error, operation.text)
             raise
         finally:
             self._waits = False
+            self.current = self._nothing
 
-    def _deadline(self, steps: Steps[Any], text: str, number: int, timeout: float, call_site: str | None) -> Deadline:
-        note_thread()
-        lookout = None if self.guard is None else Lookout(self.guard, number, self.name)
-
+    def _deadline(self, steps: Steps[Any], operation: Operation[Any], timeout: float) -> Deadline:
         def meanwhile() -> None:
             self._move_others()
-            crossing = None if lookout is None else lookout.check()
-            if crossing is not None:
-                self._give_up(steps, _CROSSED)
-                error = MismatchError(crossing)
-                self._settle_all(error)
-                raise error
+            for ask in self.observers.waits:
+                error = ask(operation)
+                if error is not None:
+                    self._give_up(steps, DEADLOCKED)
+                    self._settle_all(error)
+                    raise error
 
         return Deadline(
             timeout,
             self._warn_after,
-            lambda waited: self._warn(text, number, waited, call_site),
-            lambda waited: self._expire(steps, text, number, waited),
+            lambda waited: self._warn(operation, waited),
+            lambda waited: self._expire(steps, operation, waited),
             meanwhile,
         )
 
@@ -378,6 +528,12 @@ class Channel:
         for channel in open_channels:
             if channel is not self and channel.oldest_work() is not None:
                 channel.move()
+
+    def _lose_or_interrupt(self, error: BaseException, text: str) -> None:
+        """Give the channel up for an error that the other ranks do not have."""
+        if says_rank_is_lost(error):
+            self._lose(error, text)
+        self._interrupt(error, text)
 
     def _lose(self, error: BaseException, text: str) -> NoReturn:
         """Give the communicator up, on all its ranks: one of them is lost."""
@@ -393,18 +549,6 @@ class Channel:
         for comm in (self.comm, self.node.comm):
             revoke(comm)
 
-    def abandon(self) -> None:
-        """Give it up for good, without a word to the other ranks but that (local)."""
-        self._revoke()
-        self.unusable = self.unusable or "a rank was lost"
-        self._settle_all(RankLostError(self.unusable))
-        progress.forget(self)
-        if self.guard is not None:
-            side_thread.forget(self.guard)
-        open_channels.remove(self)
-        # Windows, requests and buffers stay: none of them can be freed without the rank that is lost.
-        abandoned_channels.append(self)
-
     def _interrupt(self, error: BaseException, text: str) -> None:
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
         # traceback holds own buffers that MPI may still write to, so it is kept.
@@ -419,14 +563,13 @@ class Channel:
             work.settle(error)
         self._queue.clear()
 
-    def _warn(self, text: str, number: int, waited: float, call_site: str | None) -> None:
+    def _warn(self, operation: Operation[Any], waited: float) -> None:
         """Say that a collective takes long: one rank for all, or, where nobody can ask the others, each for itself."""
-        if self.guard is not None:
-            self.guard.print_report(number)
+        if any([tells(operation) for tells in self.observers.tells]):
             return
         print(
-            f"mpidist: rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in {text}, "
-            f"its collective number {number}, at {call_site or user_call_site()}",
+            f"mpidist: rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in "
+            f"{operation.text}, its collective number {operation.number}, at {operation.call_site or user_call_site()}",
             file=sys.stderr,
             flush=True,
         )
@@ -437,33 +580,13 @@ class Channel:
         self._given_up = steps
         self.unusable = reason
 
-    def _expire(self, steps: Steps[Any], text: str, number: int, waited: float) -> None:
-        self._give_up(steps, f"an earlier collective, {text}, did not finish within its deadline")
-        report = None if self.guard is None else self.guard.report(number)
-        error = CollectiveTimeoutError(text, number, waited, self.rank, report)
+    def _expire(self, steps: Steps[Any], operation: Operation[Any], waited: float) -> None:
+        self._give_up(steps, f"an earlier collective, {operation.text}, did not finish within its deadline")
+        found = [explain(operation) for explain in self.observers.explanation]
+        report = next((text for text in found if text is not None), None)
+        error = CollectiveTimeoutError(operation.text, operation.number, waited, self.rank, report)
         self._settle_all(error)
         raise error
-
-    def _on_crossing(self) -> None:
-        # A rank that is about to wait in it finds out there.
-        if not self._waits:
-            self.unusable = _CROSSED
-
-    def waiting(self) -> list[tuple[int, str]]:
-        """Return number and text of the collective that the program waits in, if it does; called in another thread."""
-        number, text, _ = self._last
-        return [(number, text)] if self._waits else []
-
-    def _standing(self) -> Standing:
-        """Return what this rank is doing; called in another thread."""
-        number, text, began = self._last
-        seconds = time.monotonic() - began
-        waits = self._waits
-        work = self.oldest_work()
-        if not waits and work is not None:
-            number, text, waits = work.number, work.text, progress.moves(self)
-            seconds = time.monotonic() - work.began
-        return Standing(self.issued, number, text, waits, seconds, self._has_ended)
 
     def _check_usable(self) -> None:
         if self.unusable is not None:
@@ -471,20 +594,60 @@ class Channel:
         if self.handshake.left:
             raise PeerError(f"this {self.owner} can no longer be used: ranks {self.handshake.left} left the program")
 
-    def leave(self) -> Steps[None]:
-        """Finish what is on its way and tell the others that this rank's program has ended."""
-        self._has_ended = True
-        if not self._turn.take_for_good(EXIT_SECONDS):
-            abort_job(self.rank, "a thread was still in one of its collectives when the program ended")
-        if self._interrupted is not None:
-            abort_job(self.rank, self.unusable)
-        if self._given_up is not None:
-            yield from carry_through(self._given_up, lambda: abort_job(self.rank, self.unusable))
-        yield from self._finish_queue()
-        # Only now: a work may have found that the others have left, who will not hear anything more.
-        if not self.handshake.left:
-            yield from self.handshake.signal(LEFT, "has left the program", "its end")
+
+def _no_steps() -> Steps[None]:
+    """Yield nothing: the steps of an operation before the first."""
+    yield from ()
+
+
+def abandon_all() -> None:
+    """Give all channels up that have not been closed, as a rank was lost."""
+    for channel in list(open_channels):
+        channel.abandon()
+
+
+def _leave_all() -> None:
+    """Tell the other ranks of all open channels that this program has ended, once they have ended theirs.
+
+    How long the other programs still run is their own affair, so this wait has no deadline, only a report.
+    """
+    progress.stop()
+    several = [channel for channel in open_channels if channel.size > 1]
+    try:
+        if several and shutdown.mpi_runs():
+            rank = several[0].rank
+
+            def say_that_it_waits(_: float) -> None:
+                text = f"mpidist: rank {rank} has ended its program, and waits for the other ranks to end theirs"
+                print(text, file=sys.stderr, flush=True)
+
+            drive(
+                _together([channel.leave() for channel in several]),
+                lambda: Deadline(math.inf, settings.WARN_AFTER.read(), say_that_it_waits, lambda _: None),
+            )
+    finally:
+        for channel in open_channels:
+            for act in channel.at_exit:
+                act()
+        open_channels.clear()
+
+
+def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
+    going = list(all_steps)
+    while going:
+        going = [steps for steps in going if next(steps, going) is not going]
+        yield
+
+
+def _disown_all() -> None:
+    for channel in open_channels:
+        channel.disown()
+    open_channels.clear()
+
+
+shutdown.farewell(_leave_all)
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _raise_still_running(work: Work, timeout: float) -> None:
-    raise TimeoutError(f"{work.text} is not done after {timeout} s; it goes on, and may be waited for again")
+    raise TimeoutError(f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for again")

@@ -1,11 +1,11 @@
-"""Turn: whose turn it is to carry out the works of a channel."""
+"""ChannelLock: who may carry out the works of a channel."""
 
 from __future__ import annotations
 
 import threading
 
 
-class Turn:
+class ChannelLock:
     """Whose turn it is to carry out works: one thread of the program, or the thread that moves them on."""
 
     def __init__(self) -> None:

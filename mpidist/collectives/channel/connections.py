@@ -1,4 +1,4 @@
-"""Acquaintance: whom a rank turns to beside its collectives, and the ways there, opened while all hosts answer.
+"""Connections: whom a rank turns to beside its collectives, and the ways there, opened while all hosts answer.
 
 Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
 is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
@@ -20,7 +20,7 @@ _TAG = 32765
 _MOST_RANKS = 256
 
 
-class Acquaintance:
+class Connections:
     """Whom this rank turns to.
 
     Args:
@@ -32,10 +32,10 @@ class Acquaintance:
         known: The ranks that this one may talk to.
         order: Those to turn to with a question, one after the other until one answers; this rank is among them.
 
-    >>> third = Acquaintance(4, [[0, 1], [2, 3], [4, 5]])
+    >>> third = Connections(4, [[0, 1], [2, 3], [4, 5]])
     >>> third.order, sorted(third.known)
     ([0, 2, 4, 5], [0, 2, 4, 5])
-    >>> sorted(Acquaintance(2, [[0, 1], [2, 3], [4, 5]]).known)
+    >>> sorted(Connections(2, [[0, 1], [2, 3], [4, 5]]).known)
     [0, 1, 2, 3, 4, 5]
     """
 
@@ -52,7 +52,7 @@ def open_ways(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
     rank = comm.Get_rank()
     if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
         return
-    spokesmen = Acquaintance(rank, nodes).spokesmen
+    spokesmen = Connections(rank, nodes).spokesmen
     far = [other for node in nodes if rank not in node for other in node]
     nothing = bytearray(0)
     requests = [comm.Isend(nothing, other, _TAG) for other in far if other in spokesmen]

@@ -14,7 +14,6 @@ Small sums of floating point travel in the same exchange and need no second one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
+from mpidist.collectives.channel.description import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
@@ -47,11 +47,6 @@ _EVERY_RANK_CALLS = (
     "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
     "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
 )
-
-
-def plan_id(text: str) -> int:
-    """Return the id of the plan that ``text`` describes: the same on every rank and in every run."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class _Exchange(Protocol):
@@ -181,23 +176,12 @@ class Handshake:
         """Return where to put ``count`` numbers that are summed over all ranks by the next opening, see ``totals``."""
         return self._exchange.numbers(count)
 
-    def open(self, identity: int, text: str, call_site: str | None) -> Steps[None]:
-        """Meet the other ranks (collective).
+    def begin(self, identity: int) -> bool:
+        """Begin to meet the other ranks; whether that is done already. If not, ``finish`` has to follow (collective).
 
         Args:
-            identity: ``plan_id(text)``.
-            text: What this rank is about to do.
-            call_site: Line of the user's program; None finds it on the stack when it is needed.
-
-        Raises:
-            MismatchError: Another rank is about to do something else.
-            PeerError: Another rank failed on its way here.
+            identity: The id of what this rank is about to do.
         """
-        if not self.begin(identity):
-            yield from self.finish(text, call_site)
-
-    def begin(self, identity: int) -> bool:
-        """Begin what ``open`` does; whether it is done already. If not, ``finish`` has to follow."""
         if self.tally is not None:
             identity ^= self.tally.identity
         self._identity = identity
@@ -208,7 +192,16 @@ class Handshake:
         return False
 
     def finish(self, text: str, call_site: str | None) -> Steps[None]:
-        """Do what is left of ``open``, with the same arguments."""
+        """Meet the other ranks, after ``begin``.
+
+        Args:
+            text: What this rank is about to do.
+            call_site: Line of the user's program; None finds it on the stack when it is needed.
+
+        Raises:
+            MismatchError: Another rank is about to do something else.
+            PeerError: Another rank failed on its way here.
+        """
         if not self._is_over:
             yield from self._exchange.rest()
         tally, self.tally = self.tally, None

@@ -1,25 +1,17 @@
-"""Leaving: the open channels of this process, and how it takes leave of the other ranks when its program ends."""
+"""Shutdown: how this process takes leave of the other ranks when its program ends, and what a forked child may do."""
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.mpi.waiting import Deadline, Steps, drive
-from mpidist.collectives.watch.recorder import finish_recording
-from mpidist.collectives.watch.side_thread import side_thread
-from mpidist.core import settings
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.topology import end_job, import_mpi
-
-if TYPE_CHECKING:
-    from mpidist.collectives.channel.channel import Channel
 
 # How long a rank that leaves waits for others to catch up with what was given up, so that MPI can end in order.
 EXIT_SECONDS = 5.0
@@ -27,38 +19,30 @@ FORKED = (
     "this process was forked from a rank, which takes part in collectives itself; expected that the rank makes them, "
     "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
 )
-open_channels: list[Channel] = []
-# Given up with a rank that was lost.
-abandoned_channels: list[Channel] = []
 _keyvals: list[int] = []
+# What a process does when its program ends: first acts, the farewell to the other ranks, last acts.
 _first_acts: list[Callable[[], None]] = []
+_farewells: list[Callable[[], None]] = []
+_last_acts: list[Callable[[], None]] = []
 # Where this process was forked from one that had started MPI.
 _forked: list[bool] = []
 
 
-def _disown_all() -> None:
+def _disown() -> None:
     """Let a forked child take no part: it has not left, and what it wrote into shared memory would be its parent's."""
-    if "mpi4py.MPI" in sys.modules and _mpi_runs():
+    if "mpi4py.MPI" in sys.modules and mpi_runs():
         _forked.append(True)
-    for channel in open_channels:
-        channel.disown()
-    open_channels.clear()
     _first_acts.clear()
+    _last_acts.clear()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+os.register_at_fork(after_in_child=_disown)
 
 
 def check_not_forked() -> None:
     """Raise RuntimeError in a forked child of a rank, whose MPI is its parent's."""
     if _forked:
         raise RuntimeError(FORKED)
-
-
-def abandon_all() -> None:
-    """Give all channels up that have not been closed, as a rank was lost."""
-    for channel in list(open_channels):
-        channel.abandon()
 
 
 def carry_through(steps: Steps[Any], otherwise: Callable[[], None]) -> Steps[None]:
@@ -81,9 +65,20 @@ def abort_job(rank: int, reason: str | None) -> None:
 
 
 def before_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` called where this process takes leave, before anything else is closed."""
+    """Have ``act`` called where this process takes leave, before anything else is closed; the last one first."""
     _first_acts.append(act)
     see_to_the_end()
+
+
+def farewell(act: Callable[[], None]) -> None:
+    """Have ``act`` tell the other ranks that this program has ended, in this process and forked ones."""
+    _farewells.append(act)
+
+
+def after_the_end(act: Callable[[], None]) -> None:
+    """Have ``act`` called once, after the last exchange with the other ranks; the last one first."""
+    if act not in _last_acts:
+        _last_acts.append(act)
 
 
 def see_to_the_end() -> None:
@@ -100,40 +95,18 @@ def leave_all() -> None:
     """Tell the other ranks that this program has ended, before MPI_Finalize waits for theirs in silence.
 
     A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
-    How long the other programs still run is their own affair, so this wait has no deadline, only a report.
     """
-    while _first_acts and _mpi_runs():
+    while _first_acts and mpi_runs():
         _first_acts.pop()()
-    progress.stop()
-    several = [channel for channel in open_channels if channel.size > 1]
     try:
-        if several and _mpi_runs():
-            rank = several[0].rank
-
-            def say_that_it_waits(_: float) -> None:
-                text = f"mpidist: rank {rank} has ended its program, and waits for the other ranks to end theirs"
-                print(text, file=sys.stderr, flush=True)
-
-            drive(
-                _together([channel.leave() for channel in several]),
-                lambda: Deadline(math.inf, settings.WARN_AFTER.read(), say_that_it_waits, lambda _: None),
-            )
+        for act in _farewells:
+            act()
     finally:
-        side_thread.stop()
-        for channel in open_channels:
-            for act in channel.at_exit:
-                act()
-        open_channels.clear()
-        finish_recording()
+        while _last_acts:
+            _last_acts.pop()()
 
 
-def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
-    going = list(all_steps)
-    while going:
-        going = [steps for steps in going if next(steps, going) is not going]
-        yield
-
-
-def _mpi_runs() -> bool:
+def mpi_runs() -> bool:
+    """Whether MPI has been started and not been ended."""
     mpi = sys.modules["mpi4py.MPI"]
     return bool(mpi.Is_initialized() and not mpi.Is_finalized())

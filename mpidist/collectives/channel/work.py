@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import AlgorithmError, MismatchError, PeerError
-
-if TYPE_CHECKING:
-    from mpidist.collectives.channel.channel import Channel
 
 
 class Work:
@@ -20,35 +18,32 @@ class Work:
     Works of one Communicator are carried out in the order in which they were started, on every rank.
     """
 
-    def __init__(self, channel: Channel, steps: Steps[Any], text: str, call_site: str, timeout: float) -> None:
-        self._channel = channel
-        self._steps = steps
-        self._finish: list[Callable[[Any], Any]] = []
-        self._before_return: Callable[[], None] | None = None
+    def __init__(
+        self,
+        operation: Operation[Any],
+        steps: Steps[Any],
+        timeout: float,
+        advance: Callable[[], None],
+        complete: Callable[[Work, float | None], None],
+    ) -> None:
+        self.operation = operation
         self.is_done = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.text = text
-        self.call_site = call_site
         self.timeout = timeout
-        # Among the collectives of the channel, in the order in which they are issued.
-        self.number = 0
         self.began = time.monotonic()
         # Seconds that callers have waited with a limit of their own.
         self.waited = 0.0
+        self._steps = steps
+        self._advance, self._complete = advance, complete
+        self._result: Any = None
+        self._error: BaseException | None = None
         self._was_told = False
 
     def __repr__(self) -> str:
-        return f"<Work {self.text}, {'done' if self.is_done else 'on its way'}>"
+        return f"<Work {self.operation.text}, {'done' if self.is_done else 'on its way'}>"
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
         """Have ``finish`` turn the result into what ``wait`` returns; returns the handle itself."""
-        self._finish.append(finish)
-        return self
-
-    def before_return(self, act: Callable[[], None]) -> Work:
-        """Have ``act`` called in each thread that waits, each time, when the result is there; returns the handle."""
-        self._before_return = act
+        self.operation.then(finish)
         return self
 
     def done(self) -> bool:
@@ -57,7 +52,7 @@ class Work:
         Arrays on a GPU are there in the order of streams: the stream that is current where ``wait`` returns waits.
         """
         if not self.is_done:
-            self._channel.advance()
+            self._advance()
         return self.is_done
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -71,14 +66,13 @@ class Work:
             CollectiveTimeoutError: Not done within the deadline of the collective itself.
             MismatchError: The ranks started different collectives.
         """
-        self._channel.complete(self, timeout)
+        self._complete(self, timeout)
         if self._error is not None:
             self._was_told = True
             raise self._error
-        while self._finish:
-            self._result = self._finish.pop(0)(self._result)
-        if self._before_return is not None:
-            self._before_return()
+        self._result = self.operation.finished(self._result)
+        if self.operation.before_return is not None:
+            self.operation.before_return()
         return self._result
 
     def step(self) -> bool:
@@ -98,8 +92,8 @@ class Work:
     def __del__(self) -> None:
         if self._error is not None and not self._was_told:
             print(
-                f"mpidist: {self.text}, started at {self.call_site} and never waited for, ended with "
-                f"{type(self._error).__name__}: {self._error}",
+                f"mpidist: {self.operation.text}, started at {self.operation.call_site} and never waited for, ended "
+                f"with {type(self._error).__name__}: {self._error}",
                 file=sys.stderr,
             )
 

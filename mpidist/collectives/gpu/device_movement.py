@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Stream
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.description import Signature
+from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.gpu.device_choice import DeviceChoice
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, queue_of
-from mpidist.collectives.gpu.host_copies import BringBack
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.reduce.plan import ReductionPlan, Signature
+from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import PeerError
 
@@ -60,21 +60,6 @@ class MovementCall(DeviceCall):
             self.follow_caller()
 
 
-class Moving(NamedTuple):
-    """A collective that moves arrays.
-
-    Attributes:
-        steps, text: What it does, and what it is.
-        finish: Makes the results of what the steps return.
-        call: Its part on a GPU; None where it goes through host memory.
-    """
-
-    steps: Steps[list[Array]]
-    text: str
-    finish: BringBack
-    call: MovementCall | None = None
-
-
 class DeviceMovement:
     """The collectives of one communicator that move arrays on a device.
 
@@ -87,12 +72,12 @@ class DeviceMovement:
         self._channel = channel
         self._choice = choice
 
-    def all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+    def all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
         """Concatenate arrays, which travel with the axis first, over the ranks."""
-        return self._carried_out(call, self._all_gather(plan, call, call_site))
+        return self._carried_out(call, self._all_gather(plan, call))
 
-    def _all_gather(self, plan: GatherPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call, call_site)
+    def _all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call)
         arrays, stream = list(call.inputs.values()), call.streams.stream
         rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
         lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
@@ -106,24 +91,24 @@ class DeviceMovement:
             results = [plan.result(index, whole, lengths[index]) for index, whole in call.results.items()]
         return results
 
-    def broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+    def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
         """Return the arrays of the root, for which ``call`` has the memory."""
-        return self._carried_out(call, self._broadcast(plan, call, call_site))
+        return self._carried_out(call, self._broadcast(plan, call))
 
-    def _broadcast(self, plan: BroadcastPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call, call_site)
+    def _broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call)
         with call.streams.on(), nccl.group():
             for index, array in call.inputs.items():
                 target = call.results[index].reshape(-1)
                 nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
         return list(call.results.values())
 
-    def reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
+    def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
         """Return the elements of this rank's rows of the reduction, for which ``call`` has the memory."""
-        return self._carried_out(call, self._reduce_scatter(plan, call, call_site))
+        return self._carried_out(call, self._reduce_scatter(plan, call))
 
-    def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall, call_site: str | None) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call, call_site)
+    def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
+        nccl = yield from self._begin(plan, call)
         (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
         op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
         with streams.on():
@@ -150,14 +135,10 @@ class DeviceMovement:
         finally:
             call.leave()
 
-    def _begin(
-        self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall, call_site: str | None
-    ) -> Steps[NcclComm]:
+    def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
         """Return NCCL once the ranks have met and it is the turn of ``call``."""
-        channel = self._channel
-        yield from channel.handshake.open(plan.id, plan.text, call_site)
-        if channel.trace is not None:
-            channel.trace.moves(sum(array.nbytes for array in call.inputs.values()))
+        yield from self._channel.open(plan.description)
+        self._channel.phase(MOVE)
         yield from queue_of(call.streams.device).turn(call)
         return self._choice.nccl
 
@@ -178,7 +159,7 @@ class DeviceMovement:
         texts = yield from gather_objects(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
         for rank, text in enumerate(texts):
             if text is not None:
-                raise PeerError(f"rank {rank} cannot make the result of {plan.text}: {text}") from failure
+                raise PeerError(f"rank {rank} cannot make the result of {plan.description.text}: {text}") from failure
 
 
 def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives.reduce.plan import which_on_device
+from mpidist.collectives.channel.description import which_on_device
 
 BringBack = Callable[[list[Array]], list[Array]]
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import check_transportable
-from mpidist.collectives.channel.handshake import plan_id
-from mpidist.collectives.reduce.plan import Signature, note_text, signature_text
+from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
 
 
 class GatherPlan:
@@ -26,8 +25,8 @@ class GatherPlan:
         on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
+        description: What all ranks have to agree on.
         row_sizes: Elements of each array per index of the axis.
-        nbytes: Of all arrays.
 
     Raises:
         TypeError: A dtype that cannot be sent.
@@ -46,10 +45,10 @@ class GatherPlan:
             self._positions.append(position)
             self._other_axes.append(shape[:position] + shape[position + 1 :])
         place = " on GPUs" if on_device else ""
-        self.text = f"all_gather along axis {axis} of {', '.join(parts)}{place}{note_text('as', note)}"
-        self.id = plan_id(self.text)
+        of = f"{', '.join(parts)}{place}{note_text('as', note)}"
+        nbytes = _bytes_of(signature)
+        self.description = describe(f"all_gather along axis {axis}", of, operation="all_gather", nbytes=nbytes)
         self.row_sizes = [math.prod(axes) for axes in self._other_axes]
-        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
 
     def moved(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays with the axis first."""
@@ -75,7 +74,7 @@ class BroadcastPlan:
         on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
-        nbytes: Of all arrays.
+        description: What all ranks have to agree on.
 
     Raises:
         TypeError: A dtype that cannot be sent.
@@ -85,11 +84,13 @@ class BroadcastPlan:
         for _, dtype in signature:
             check_transportable(dtype, "broadcast")
         self.root = root
-        of_what = note_text("for", note)
-        place = " on GPUs" if on_device else ""
-        self.text = f"broadcast from rank {root} of {signature_text(signature)}{place}{of_what}"
-        self.id = plan_id(self.text)
-        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+        of = f"{signature_text(signature)}{' on GPUs' if on_device else ''}{note_text('for', note)}"
+        nbytes = _bytes_of(signature)
+        self.description = describe(f"broadcast from rank {root}", of, operation="broadcast", nbytes=nbytes)
+
+
+def _bytes_of(signature: Signature) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
 
 
 def check_has_axis(rank: int, axis: int, method: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from mpidist.arrays.dtypes import DType
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpidist.collectives.watch.trace import ChannelTrace
 
 # A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
 _SMALL_RESULT_BYTES = 4 << 10
@@ -262,7 +258,7 @@ class PackedReduction:
         counts, count, nbytes, dtype: Of the pack.
         has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
-        trace: What watches it, if anything does.
+        tell_chunk: What is to be told of each chunk, if anything.
     """
 
     def __init__(
@@ -285,7 +281,7 @@ class PackedReduction:
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
         self.has_buffer = pack.has_buffer
         self.is_wanted = True
-        self.trace: ChannelTrace | None = None
+        self.tell_chunk: Callable[[str, int, int, int], None] | None = None
 
     def flat_input(self) -> Array:
         """Return the input in one piece."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ from mpidist.collectives.node.chunks import pieces, slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.node.stage import Inputs, Results, in_one_piece
-from mpidist.collectives.watch.trace import clock
 from mpidist.core.enums import ReduceOp
 
 
@@ -217,11 +217,30 @@ class WatchedPipeline(Pipeline):
         return self._watch("copy chunk", self._taken, super()._take)
 
     def _watch(self, what: str, chunk: int, step: Callable[[], bool]) -> bool:
-        start = clock()
+        start = time.perf_counter_ns()
         moved = step()
-        if moved and self._job.trace is not None:
-            self._job.trace.chunk(what, chunk, start)
+        if moved and self._job.tell_chunk is not None:
+            self._job.tell_chunk(what, chunk, start, 0)
         return moved
+
+
+class WatchedWire:
+    """A wire of which every chunk is seen.
+
+    Args:
+        wire: The wire.
+        tell_chunk: What is told.
+    """
+
+    def __init__(self, wire: Wire, tell_chunk: Callable[[str, int, int, int], None]) -> None:
+        self._wire = wire
+        self._tell_chunk = tell_chunk
+
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+        """See ``Wire``."""
+        start = time.perf_counter_ns()
+        yield from self._wire.all_reduce(source, flat, op, chunk, residual)
+        self._tell_chunk("chunk", chunk, start, flat.nbytes)
 
 
 class _Crossing:

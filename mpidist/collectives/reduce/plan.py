@@ -6,62 +6,21 @@ same on all ranks that passed the same. It is never negotiated: the handshake co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import DType, reduction_dtypes
-from mpidist.collectives.channel.handshake import plan_id
+from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.core.enums import ReduceOp
-from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
-_HOST_ARRAYS = {np.ndarray}
-Signature = tuple[tuple[tuple[int, ...], DType], ...]
-
-
-def note_text(word: str, note: str) -> str:
-    """Return a note as the end of a text, with ``word`` before it; nothing for none, or for a single array.
-
-    >>> note_text("as", "[*, *]"), note_text("as", "*")
-    (' as [*, *]', '')
-    """
-    return "" if note in ("", LEAF) else f" {word} {note}"
-
-
-def signature_of(arrays: Sequence[Array]) -> Signature:
-    """Return shape and dtype of each array."""
-    return tuple([(array.shape, array.dtype) for array in arrays])
-
-
-def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
-    """Return for each array whether it lies on a GPU; nothing at all where none does."""
-    if {*map(type, arrays)} <= _HOST_ARRAYS:
-        return ()
-    found = tuple(map(is_device_array, arrays))
-    return found if any(found) else ()
-
-
-def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
-    """Return shapes and dtypes as text, runs of equal ones once.
-
-    >>> signature_text((((2, 3), np.dtype("f4")), ((2, 3), np.dtype("f4"))))
-    '2 x float32(2, 3)'
-    """
-    parts: list[tuple[str, int]] = []
-    for (shape, dtype), is_on_device in zip(signature, on_device or [False] * len(signature), strict=True):
-        text = f"{dtype.name}{shape}{' on a GPU' if is_on_device else ''}"
-        if parts and parts[-1][0] == text:
-            parts[-1] = (text, parts[-1][1] + 1)
-        else:
-            parts.append((text, 1))
-    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in parts) or "nothing"
 
 
 def _options_text(options: CommunicationOptions) -> str:
@@ -77,7 +36,7 @@ class ReductionPlan:
     """How a list of arrays is reduced.
 
     Args:
-        kind: ``"all_reduce"``, ``"reduce to rank 0"`` or the like.
+        operation: ``"all_reduce"``, ``"reduce"`` or ``"reduce_scatter"``.
         op: The operation.
         signature: Shape and dtype of each array.
         options: Packing and algorithm.
@@ -85,8 +44,10 @@ class ReductionPlan:
         most_inline: How many numbers may travel in the handshake.
         on_device: See :func:`which_on_device`.
         note: What else all ranks must agree on, such as the structure that the arrays came from.
+        root: The rank that gets the result; None for all.
 
     Attributes:
+        description: What all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
@@ -96,7 +57,7 @@ class ReductionPlan:
 
     def __init__(
         self,
-        kind: str,
+        operation: str,
         op: ReduceOp,
         signature: Signature,
         options: CommunicationOptions,
@@ -104,17 +65,17 @@ class ReductionPlan:
         most_inline: int,
         on_device: tuple[bool, ...] = (),
         note: str = "",
+        root: int | None = None,
     ) -> None:
         self.op = op
         self.on_device = on_device
         self.divisor = divisor if op is ReduceOp.MEAN and divisor > 1 else None
         self.options = options
         over = f" over {divisor}" if op is ReduceOp.MEAN else ""
-        structure = note_text("as", note)
-        self.text = (
-            f"{kind} {op.name}{over} of {signature_text(signature, on_device)}{structure}{_options_text(options)}"
-        )
-        self.id = plan_id(self.text)
+        to = "" if root is None else f" to rank {root}"
+        of = f"{signature_text(signature, on_device)}{note_text('as', note)}{_options_text(options)}"
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+        self.description = describe(f"{operation}{to} {op.name}{over}", of, operation=operation, nbytes=nbytes)
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         self.result_dtypes = [result for _, result in formed]

@@ -1,4 +1,4 @@
-"""Crossings: ranks that wait for one another in different communicators, of which none can ever go on.
+"""Deadlocks: ranks that wait for one another in different communicators, of which none can ever go on.
 
 One rank waits in a collective of one communicator, and another, which has not come to it, waits in one of another
 communicator for the first. Waits only end when all ranks come, so what is found true of ranks at different moments is
@@ -7,21 +7,16 @@ true of them together. A process counts as waiting only while all its collective
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from mpidist.collectives.channel.shutdown import open_channels
-from mpidist.collectives.mpi.communicator_names import first_name
+from mpidist.collectives.channel.channel import open_channels
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
 
 _LONGEST_TEXT = 200
-# How long a rank waits before it has others asked, and between two questions. Every rank sees its error within 2 s.
-_ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
 # Threads of this process that have waited for other ranks.
 _threads: set[int] = set()
 
@@ -57,42 +52,6 @@ class Whereabouts:
     issued: dict[str, int]
 
 
-class Asking(Protocol):
-    """What finds out."""
-
-    def look_for_crossing(self, number: int) -> None:
-        """Have it found out whether a collective can ever go on; returns at once."""
-
-    def crossing(self, number: int) -> str | None:
-        """Return why a collective can never go on; None where that is not known."""
-
-
-class Lookout:
-    """Has somebody ask now and then whether a wait can end.
-
-    A crossing takes two communicators, so one is left out: the first of all ranks, the only one of most programs. Its
-    waits cost no messages.
-
-    Args:
-        guard: Of the communicator.
-        number: Of the collective that is waited in, from now on.
-        name: Of the communicator.
-    """
-
-    def __init__(self, guard: Asking, number: int, name: str) -> None:
-        self._guard = guard
-        self._number = number
-        self._next = math.inf if name == first_name() else time.monotonic() + _ASK_AFTER_SECONDS
-
-    def check(self) -> str | None:
-        """Return why the wait cannot end, None where that is not known; called while waiting."""
-        now = time.monotonic()
-        if now > self._next:
-            self._next = now + _ASK_EVERY_SECONDS
-            self._guard.look_for_crossing(self._number)
-        return self._guard.crossing(self._number)
-
-
 def note_thread() -> None:
     """Note that the current thread waits for other ranks."""
     _threads.add(threading.get_ident())
@@ -115,7 +74,7 @@ def whereabouts(where: str) -> Whereabouts:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Deadlock:
     """Ranks that can never go on.
 
     Args:
@@ -127,7 +86,7 @@ class Crossing:
     waits: frozenset[tuple[str, int]]
 
 
-def find_crossing(channel: str, number: int, found: Sequence[Whereabouts]) -> Crossing | None:
+def find_deadlock(channel: str, number: int, found: Sequence[Whereabouts]) -> Deadlock | None:
     """Return what keeps ranks of a communicator waiting for ever; None where nothing is known to.
 
     Args:
@@ -154,7 +113,7 @@ def find_crossing(channel: str, number: int, found: Sequence[Whereabouts]) -> Cr
         "ranks wait for one another in different communicators, and none can go on; expected the same collectives in "
         "the same order on every rank:\n" + "\n".join(lines)
     )
-    return Crossing(text, frozenset((wait.channel, wait.number) for wait in groups))
+    return Deadlock(text, frozenset((wait.channel, wait.number) for wait in groups))
 
 
 def _waits_for(one: Whereabouts, other: Whereabouts) -> bool:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpidist.collectives.channel.observers import Observer
+from mpidist.collectives.channel.operation import Operation
+from mpidist.core.callsite import user_call_site
 from mpidist.core.files import folder_to_write, replacing
 from mpidist.core.settings import FLIGHT_RECORD
 
@@ -112,6 +115,34 @@ class FlightFile:
 
     def _at(self, serial: int) -> int:
         return _HEAD_BYTES + (serial - 1) % ENTRIES * _ENTRY_BYTES
+
+
+class FlightObserver(Observer):
+    """Writes down the collectives of one channel.
+
+    Args:
+        file: Of this process.
+        name: Of the communicator, the same on all its ranks and no other's.
+    """
+
+    def __init__(self, file: FlightFile, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._number = self._serial = 0
+
+    def issued(self, operation: Operation[Any]) -> None:
+        """See ``Observer``."""
+        if operation.call_site is None:
+            operation.call_site = user_call_site()
+
+    def began(self, operation: Operation[Any]) -> None:
+        """See ``Observer``."""
+        self._number += 1
+        self._serial = self._file.begin(self._name, self._number, operation.text, operation.call_site or "")
+
+    def ended(self, operation: Operation[Any]) -> None:
+        """See ``Observer``."""
+        self._file.end(self._serial, failed=operation.error is not None)
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:

@@ -7,63 +7,59 @@ collective. Ranks answer in their side thread, so a rank that computes for long 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from mpidist.collectives.channel.connections import Acquaintance
-from mpidist.collectives.channel.shutdown import open_channels
-from mpidist.collectives.watch.deadlock import Crossing, Whereabouts, find_crossing, whereabouts
+from mpidist.collectives.channel.channel import DEADLOCKED, Channel, Status
+from mpidist.collectives.channel.connections import Connections
+from mpidist.collectives.channel.observers import Observer
+from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.mpi.communicator_names import first_name
+from mpidist.collectives.watch.deadlock import Deadlock, Whereabouts, find_deadlock, note_thread, whereabouts
 from mpidist.collectives.watch.side_thread import side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
+from mpidist.core.errors import MismatchError
 from mpidist.core.wording import ranks_text
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # How long a rank may take to answer, and the one that is to ask all others to say that it will.
 _ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
 # A message must be one that MPI sends without waiting for the other side.
 _LONGEST_TEXT, _LONGEST_REPORT = 300, 2500
 _MOST_LINES = 40
+# How long a rank waits before it has others asked, and between two questions. Every rank sees its error within 2 s.
+_ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
+# Those of this process that are there.
+_guards: list[Guard] = []
 _NOT_ASKED = "could not be asked from here, as the first ranks of the first two nodes gave no answer"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank is doing on one communicator.
+    """What one rank is doing on one communicator, and around it.
 
     Args:
-        issued: How many collectives it has issued.
-        number: Of the collective it is in, or was in last; they are counted as they are issued.
-        text: What that is.
-        waits: Whether it is in it.
-        seconds: How long it has been in it, or since it began with it.
-        ended: Whether its program has come to its end.
+        status: On the communicator.
         whereabouts: What it does on all its communicators; None where nobody wants to know.
         where: Line of the program, now.
         process: Number of the process, and its host.
     """
 
-    issued: int
-    number: int
-    text: str
-    waits: bool
-    seconds: float
-    ended: bool
+    status: Status
     whereabouts: Whereabouts | None = None
     where: str = ""
     process: str = ""
 
 
-# What is to be found out: a report to be printed, one for the error of a deadline, or a crossing.
-_PRINT, _REPORT, _CROSSING = "print", "report", "crossing"
+# What is to be found out: a report to be printed, one for the error of a deadline, or a deadlock.
+_PRINT, _REPORT, _DEADLOCK = "print", "report", "deadlock"
 
 
 @dataclass(frozen=True)
@@ -84,77 +80,86 @@ class _Inquiry:
         self.is_over = False
 
 
-class Guard:
-    """What ranks tell one another about one communicator.
+class Guard(Observer):
+    """Finds out for whom ranks wait on one communicator, and whether they can ever go on.
+
+    A deadlock takes two communicators, so one is not looked at: the first of all ranks, the only one of most programs.
+    Its waits cost no messages.
 
     Args:
-        comm: The private communicator.
-        name: Of the communicator, the same on all ranks and no other's.
-        acquaintance: Whom this rank turns to.
-        standing: Returns what this rank is doing on it, but for lines and ``process``; called in the side thread.
-        on_crossing: Called in the side thread when it is known that a collective can never go on.
+        channel: The channel, of several ranks.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        name: str,
-        acquaintance: Acquaintance,
-        standing: Callable[[], Standing],
-        on_crossing: Callable[[], None],
-    ) -> None:
-        self.comm = comm
-        self._name = name
-        self._acquaintance = acquaintance
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        self._standing_here = standing
-        self._on_crossing_here = on_crossing
+    def __init__(self, channel: Channel) -> None:
+        self.comm = channel.comm
+        self._channel = channel
+        self._connections = Connections(channel.rank, channel.node.ranks)
+        self._rank, self._size = channel.rank, channel.size
         self._inquiries: dict[_Question, _Inquiry] = {}
         self._heard: set[tuple[_Question, int]] = set()
         self._reports: dict[_Question, str] = {}
-        self._crossings: dict[int, str] = {}
+        self._deadlocks: dict[int, str] = {}
+        # The collective that the program waits in, and when to ask whether it can ever go on.
+        self._waits_in, self._ask_at = 0, math.inf
         self._handlers: dict[str, Callable[..., None]] = {
             "stuck": self._on_stuck,
             "heard": self._on_heard,
             "ask": self._on_ask,
             "answer": self._on_answer,
             "report": self._on_report,
-            "crossing": self._on_crossing,
+            "deadlock": self._on_deadlock,
         }
+        _guards.append(self)
+        side_thread.watch(self)
 
-    def hear(self, source: int, kind: str, content: Any) -> None:
-        """See ``Line``."""
-        self._handlers[kind](source, *content)
+    # In the thread that waits -----------------------------------------------------------------------------------
 
-    def print_report(self, number: int) -> None:
-        """Have one rank find out and print what keeps collective ``number`` from going on; returns at once."""
-        side_thread.call(lambda: self._turn_to(_Question(number, _PRINT)))
+    def waits(self, operation: Operation[Any]) -> Exception | None:
+        """Return the error of a wait that can never end, once that is known."""
+        note_thread()
+        now, number = time.monotonic(), operation.number
+        if number != self._waits_in:
+            is_first = self._channel.name == first_name()
+            self._waits_in, self._ask_at = number, math.inf if is_first else now + _ASK_AFTER_SECONDS
+        if now > self._ask_at:
+            self._ask_at = now + _ASK_EVERY_SECONDS
+            side_thread.call(lambda: self._turn_to(_Question(number, _DEADLOCK)))
+        text = self._deadlocks.get(number)
+        return None if text is None else MismatchError(text)
 
-    def report(self, number: int) -> str | None:
-        """Return what keeps collective ``number`` from going on; None if nobody has told in time."""
-        question = _Question(number, _REPORT)
+    def tells(self, operation: Operation[Any]) -> bool:
+        """Have one rank find out and print what keeps the collective from going on; returns at once."""
+        question = _Question(operation.number, _PRINT)
+        side_thread.call(lambda: self._turn_to(question))
+        return True
+
+    def explanation(self, operation: Operation[Any]) -> str | None:
+        """Return what keeps the collective from going on; None if nobody has told in time."""
+        question = _Question(operation.number, _REPORT)
         side_thread.call(lambda: self._turn_to(question))
         give_up = time.monotonic() + _ANSWER_SECONDS + 2 * _HEARD_SECONDS
         while question not in self._reports and time.monotonic() < give_up:
             time.sleep(0.01)
         return self._reports.get(question)
 
-    def look_for_crossing(self, number: int) -> None:
-        """Have one rank find out whether collective ``number`` can ever go on; returns at once."""
-        side_thread.call(lambda: self._turn_to(_Question(number, _CROSSING)))
-
-    def crossing(self, number: int) -> str | None:
-        """Return why collective ``number`` can never go on; None where that is not known."""
-        return self._crossings.get(number)
+    def closed(self) -> None:
+        """Ask and answer no more."""
+        side_thread.forget(self)
+        if self in _guards:
+            _guards.remove(self)
 
     # In the side thread -----------------------------------------------------------------------------------------
+
+    def hear(self, source: int, kind: str, content: Any) -> None:
+        """See ``Line``."""
+        self._handlers[kind](source, *content)
 
     def _send(self, rank: int, kind: str, *content: Any) -> None:
         side_thread.send(self, rank, kind, content)
 
     def _turn_to(self, question: _Question, turn: int = 0) -> None:
         """Have the rank whose turn it is, or the next one that answers, ask all others."""
-        rank = self._acquaintance.order[turn]
+        rank = self._connections.order[turn]
         if rank == self._rank:
             self._inquire(question, rank)
             return
@@ -178,7 +183,7 @@ class Guard:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
             inquiry = self._inquiries[question] = _Inquiry(self._rank, self._standing(question))
-            for rank in self._acquaintance.known - {self._rank}:
+            for rank in self._connections.known - {self._rank}:
                 self._send(rank, "ask", question)
             found = inquiry
             side_thread.later(_ANSWER_SECONDS, lambda: self._finish(question, found))
@@ -191,25 +196,25 @@ class Guard:
 
     def _on_answer(self, source: int, question: _Question, standing: Standing) -> None:
         inquiry = self._inquiries.get(question)
-        if inquiry is not None:  # it is not kept where it found no crossing
+        if inquiry is not None:  # it is not kept where it found no deadlock
             inquiry.standings[source] = standing
-            if len(inquiry.standings) == len(self._acquaintance.known):
+            if len(inquiry.standings) == len(self._connections.known):
                 self._finish(question, inquiry)
 
     def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
         if inquiry.is_over:
             return
         inquiry.is_over = True
-        if question.purpose == _CROSSING:
+        if question.purpose == _DEADLOCK:
             # The next that asks wants to know anew.
             del self._inquiries[question]
             found = [each.whereabouts for each in inquiry.standings.values() if each.whereabouts is not None]
-            crossing = find_crossing(self._name, question.number, found)
-            if crossing is not None:
-                text = crossing.text[:_LONGEST_REPORT]
-                self.spread(Crossing(text, crossing.waits))
+            deadlock = find_deadlock(self._channel.name, question.number, found)
+            if deadlock is not None:
+                text = deadlock.text[:_LONGEST_REPORT]
+                self.spread(Deadlock(text, deadlock.waits))
             return
-        report = inquiry.report = report_text(question.number, inquiry.standings, self._size, self._acquaintance.known)
+        report = inquiry.report = report_text(question.number, inquiry.standings, self._size, self._connections.known)
         if question.purpose == _PRINT:
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
@@ -217,23 +222,23 @@ class Guard:
         for asker in inquiry.askers:
             self._tell(asker, question, report)
 
-    def spread(self, crossing: Crossing) -> None:
-        """Have the ranks that a crossing keeps waiting here give up, and tell those of the other communicators."""
-        numbers = [number for name, number in crossing.waits if name == self._name and number not in self._crossings]
+    def spread(self, deadlock: Deadlock) -> None:
+        """Have the ranks that a deadlock keeps waiting here give up, and tell those of the other communicators."""
+        here = self._channel.name
+        numbers = [number for name, number in deadlock.waits if name == here and number not in self._deadlocks]
         if not numbers:
             return
         for number in numbers:
-            self._crossings[number] = crossing.text
-        self._on_crossing_here()
-        for rank in self._acquaintance.known - {self._rank}:
-            self._send(rank, "crossing", crossing)
-        for channel in open_channels:
-            if channel.guard is not None:
-                channel.guard.spread(crossing)
+            self._deadlocks[number] = deadlock.text
+        self._channel.refuse(DEADLOCKED)
+        for rank in self._connections.known - {self._rank}:
+            self._send(rank, "deadlock", deadlock)
+        for guard in list(_guards):
+            guard.spread(deadlock)
 
-    def _on_crossing(self, source: int, crossing: Crossing) -> None:
+    def _on_deadlock(self, source: int, deadlock: Deadlock) -> None:
         del source
-        self.spread(crossing)
+        self.spread(deadlock)
 
     def _tell(self, asker: int, question: _Question, report: str) -> None:
         if asker == self._rank:
@@ -246,15 +251,14 @@ class Guard:
         self._reports[question] = report
 
     def _standing(self, question: _Question) -> Standing:
-        here = self._standing_here()
+        status = self._channel.status()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
-        return replace(
-            here,
-            text=_shortened(here.text),
-            where=where,
-            whereabouts=whereabouts(where) if question.purpose == _CROSSING else None,
-            process=f"process {os.getpid()} on {socket.gethostname()}",
+        return Standing(
+            status._replace(text=_shortened(status.text)),
+            whereabouts(where) if question.purpose == _DEADLOCK else None,
+            where,
+            f"process {os.getpid()} on {socket.gethostname()}",
         )
 
 
@@ -271,7 +275,8 @@ def report_text(number: int, standings: dict[int, Standing], size: int, asked: C
         size: Number of ranks.
         asked: The ranks that could be asked, the one that asked among them.
     """
-    waiting = {rank: found for rank, found in standings.items() if found.waits and found.number == number}
+    statuses = {rank: found.status for rank, found in standings.items()}
+    waiting = {rank: found for rank, found in statuses.items() if found.waits and found.number == number}
     text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
     seconds = max((found.seconds for found in waiting.values()), default=0.0)
     lines = [
@@ -297,18 +302,18 @@ def _what(found: Standing | None, number: int) -> str:
             f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
             "stopped, or runs code that keeps Python's lock"
         )
-    here = f"at {found.where} ({found.process})"
-    if found.waits:
+    here, status = f"at {found.where} ({found.process})", found.status
+    if status.waits:
         return (
             f"waiting for them at {found.where}"
-            if found.number == number
-            else f"waiting in number {found.number}, {found.text}, {here}"
+            if status.number == number
+            else f"waiting in number {status.number}, {status.text}, {here}"
         )
-    last = f"its last one was number {found.number}, {found.text}, {found.seconds:.0f} s ago"
-    if not found.number:
+    last = f"its last one was number {status.number}, {status.text}, {status.seconds:.0f} s ago"
+    if not status.number:
         last = "it has made none yet"
-    if found.ended:
+    if status.ended:
         return f"has ended its program ({found.process}); {last}"
-    if found.issued >= number:
+    if status.issued >= number:
         return f"has issued it, and does not move it on: its program is {here}"
     return f"has not come to it: {last}; its program is {here}"

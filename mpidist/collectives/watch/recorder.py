@@ -7,11 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
+from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.watch import trace_merge
 from mpidist.collectives.watch.flight_file import FlightFile
 from mpidist.collectives.watch.report import Tallies, Tally, report_text
@@ -33,13 +34,6 @@ _TAG = 0x7ACE
 _recorders: list[Recorder] = []
 
 
-class Watched(Protocol):
-    """What may have something on its way."""
-
-    def tell_unfinished(self) -> None:
-        """Record what is on its way."""
-
-
 def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
     """Return the recorder of this process, None where nothing is to be recorded (collective)."""
     folder, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
@@ -48,13 +42,14 @@ def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
     if not _recorders:
         _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
+        after_the_end(_finish_recording)
         sys.excepthook = _Hook(sys.excepthook)
     _recorders[0].see(comm)
     return _recorders[0]
 
 
 class Recorder:
-    """Spans of this process on their way to its file, and what watches its channels.
+    """Spans of this process on their way to its file, and what its operations came to.
 
     Args:
         folder: Where trace files go; None for no trace.
@@ -64,7 +59,6 @@ class Recorder:
     Attributes:
         lock: To be held while a tally is changed.
         tallies: By operation.
-        watched: What watches channels that are still there.
         flight: The flight record, None where there is none.
     """
 
@@ -74,7 +68,7 @@ class Recorder:
         self.reports = reports
         self.lock = threading.Lock()
         self.tallies: Tallies = {}
-        self.watched: WeakSet[Watched] = WeakSet()
+        self._tell_unfinished: list[WeakMethod[Callable[[], None]]] = []
         self.file = None if folder is None else TraceFile(folder, self.rank, self.ranks)
         self.flight = None if flights is None else FlightFile(flights, self.rank, self.ranks)
         self._world: MPI.Intracomm | None = None
@@ -87,6 +81,16 @@ class Recorder:
         if self._world is None and comm.Get_size() == self.ranks:
             # All ranks are here. What is told at the end takes a communicator of mpidist's own.
             self._world = world_topology().world
+
+    @property
+    def makes_spans(self) -> bool:
+        """Whether more is asked for than the flight record."""
+        return self.reports or self.file is not None
+
+    def add_unfinished(self, tell: Callable[[], None]) -> None:
+        """Have a method called that adds the span of what is on its way, before spans are written for the last time."""
+        alive = [reference for reference in self._tell_unfinished if reference() is not None]
+        self._tell_unfinished = [*alive, WeakMethod(tell)]
 
     def track_of_thread(self) -> int:
         """Return the track of the current thread."""
@@ -135,8 +139,10 @@ class Recorder:
 
     def save(self) -> None:
         """Write out all there is, with the collectives that are on their way."""
-        for watched in list(self.watched):
-            watched.tell_unfinished()
+        for reference in self._tell_unfinished:
+            tell = reference()
+            if tell is not None:
+                tell()
         self.write()
 
     def finish(self) -> None:
@@ -213,7 +219,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def finish_recording() -> None:
+def _finish_recording() -> None:
     """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
     for recorder in _recorders:
         recorder.finish()

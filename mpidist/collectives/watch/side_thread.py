@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -68,6 +69,7 @@ class SideThread:
         with self._lock:
             self._lines.append(line)
             if self._thread is None:
+                after_the_end(self.stop)
                 self._thread = threading.Thread(target=self._run, name="mpidist-side", daemon=True)
                 self._thread.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.channel.channel import open_channels
 
 # A thread that was told to stop may need a moment to do so.
 _STOPPING_SECONDS = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.collectives.channel.shutdown import open_channels
+from mpidist.collectives.channel.channel import open_channels
 
 
 @dataclass(frozen=True)

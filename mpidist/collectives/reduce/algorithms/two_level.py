@@ -17,7 +17,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.neighbours_memory import address_of
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.node.pipeline import Pipeline, WatchedPipeline, Wire
+from mpidist.collectives.node.pipeline import Pipeline, WatchedPipeline, WatchedWire, Wire
 from mpidist.collectives.node.shared_memory import room_for_segments
 from mpidist.collectives.node.stage import (
     ChunkBuffers,
@@ -32,7 +32,6 @@ from mpidist.collectives.node.stage import (
     Scratch,
 )
 from mpidist.collectives.reduce.algorithms.wires import Wires
-from mpidist.collectives.watch.trace import WatchedWire
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -179,9 +178,9 @@ class TwoLevel:
         if not self._node.is_alone:
             self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes), job.options)
         make = Pipeline
-        if job.trace is not None:
+        if job.tell_chunk is not None:
             make = WatchedPipeline
-            wire = None if wire is None else WatchedWire(wire, job.trace)
+            wire = None if wire is None else WatchedWire(wire, job.tell_chunk)
         run = make(
             self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, lanes is not None
         )

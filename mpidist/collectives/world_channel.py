@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.handshake import plan_id
-from mpidist.collectives.channel.shutdown import check_not_forked, open_channels
+from mpidist.collectives.channel.channel import Channel, open_channels
+from mpidist.collectives.channel.description import describe
+from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.shutdown import check_not_forked
+from mpidist.collectives.watch.attach import guard_channel
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
@@ -50,12 +52,13 @@ class WorldChannel:
         if self._channel is not None and self._channel not in open_channels:
             # Given up with a rank that was lost, as all that needed it.
             self._channel, self._users = None, 0
-        text = f"making a {what}" if comm is None else f"making a {what} of a communicator of all ranks"
+        making = describe(f"making a {what}", "" if comm is None else "a communicator of all ranks")
         if self._channel is None:
             self._channel = Channel(world_topology().world, None, "channel of all ranks", _NAME)
+            guard_channel(self._channel)
         self._users += 1
         try:
-            self._channel.run(self._channel.handshake.open(plan_id(text), text, None), text)
+            self._channel.run(Operation(self._channel.open(making), making))
         except BaseException:
             self.release()
             raise

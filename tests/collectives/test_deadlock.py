@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.watch.deadlock import Wait, Whereabouts, find_crossing
+from mpidist.collectives.watch.deadlock import Wait, Whereabouts, find_deadlock
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
@@ -16,7 +16,7 @@ def at(rank: int, wait: tuple[str, int] | None, **issued: int) -> Whereabouts:
 
 
 def test_two_ranks_in_each_others_way() -> None:
-    found = find_crossing("a", 5, [at(0, ("a", 5), a=5, b=2), at(1, ("b", 3), a=4, b=3), at(2, None, a=4, b=2)])
+    found = find_deadlock("a", 5, [at(0, ("a", 5), a=5, b=2), at(1, ("b", 3), a=4, b=3), at(2, None, a=4, b=2)])
     assert found is not None
     assert found.waits == {("a", 5), ("b", 3)}
     assert "rank 0 of the job: a barrier, collective number 5 of a\n      at train.py:0" in found.text
@@ -26,17 +26,17 @@ def test_two_ranks_in_each_others_way() -> None:
 
 def test_ranks_that_are_only_late() -> None:
     waits = at(0, ("a", 5), a=5, b=2)
-    assert find_crossing("a", 5, [waits, at(1, None, a=4, b=2)]) is None
+    assert find_deadlock("a", 5, [waits, at(1, None, a=4, b=2)]) is None
     # The other waits for a third, or for works that this one has issued and moves on.
-    assert find_crossing("a", 5, [waits, at(1, ("b", 2), a=4, b=2)]) is None
+    assert find_deadlock("a", 5, [waits, at(1, ("b", 2), a=4, b=2)]) is None
     # It has come meanwhile, and went on.
-    assert find_crossing("a", 5, [waits, at(1, ("b", 3), a=5, b=3)]) is None
+    assert find_deadlock("a", 5, [waits, at(1, ("b", 3), a=5, b=3)]) is None
     # It waits in a communicator that this one is no member of.
-    assert find_crossing("a", 5, [waits, at(1, ("c", 1), a=4, b=2, c=1)]) is None
+    assert find_deadlock("a", 5, [waits, at(1, ("c", 1), a=4, b=2, c=1)]) is None
 
 
 def test_a_rank_of_a_part() -> None:
-    found = find_crossing("a", 5, [at(0, ("a", 5), a=5), at(1, ("a", 5), a=5, b=2), at(2, ("b", 3), a=4, b=3)])
+    found = find_deadlock("a", 5, [at(0, ("a", 5), a=5), at(1, ("a", 5), a=5, b=2), at(2, ("b", 3), a=4, b=3)])
     assert found is not None
     assert "rank 1 of the job" in found.text
     assert "rank 2 of the job" in found.text
