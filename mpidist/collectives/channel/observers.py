@@ -40,6 +40,9 @@ class Observer:
     ...         self.ended_so_far += 1
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, an observer>"
+
     def issued(self, operation: Operation[Any]) -> None:
         """Take note of a call by the program, before it waits for its turn; in the thread that calls."""
 

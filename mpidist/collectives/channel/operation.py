@@ -49,6 +49,9 @@ class Operation(Generic[T]):
         self.before_return: Callable[[], None] | None = None
         self._finish: tuple[Callable[[Any], Any], ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Operation {self.text}>"
+
     @property
     def text(self) -> str:
         """All that the ranks have to agree on."""
