@@ -259,7 +259,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the host reduces before the GPU has copied to it",
-        "mpidist/collectives/gpu/staged.py",
+        "mpidist/collectives/gpu/algorithms/staged.py",
         "        yield from until_event(copied)\n",
         "        del copied\n",
         ("tests/collectives/test_device_order.py",),

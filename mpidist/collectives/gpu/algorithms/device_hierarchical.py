@@ -21,7 +21,9 @@ from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
 from mpidist.collectives.gpu.device_call import DeviceReduction
 from mpidist.collectives.gpu.device_ring import DeviceRing, received_bytes
+from mpidist.collectives.gpu.device_site import DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.staging import PinnedBuffer, StagingRing, agreed_staging_bytes
 from mpidist.collectives.mpi.objects import gather_objects
@@ -29,11 +31,12 @@ from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, u
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.pipeline import Wire
-from mpidist.collectives.reduce.algorithms.wires import Wires
+from mpidist.collectives.reduce.registry import Entry, gpu_algorithms
+from mpidist.collectives.reduce.wires import Wires
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 
 class DeviceHierarchical:
@@ -48,8 +51,6 @@ class DeviceHierarchical:
         staging: What slices pass through.
     """
 
-    name = "hierarchical"
-
     def __init__(
         self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing, streams: DeviceStreams, staging: StagingRing
     ) -> None:
@@ -61,21 +62,15 @@ class DeviceHierarchical:
         self._staging = staging
 
     @classmethod
-    def made(
-        cls, comm: MPI.Intracomm, node: Node, wires: Wires, streams: DeviceStreams, takes_device_memory: bool
-    ) -> Steps[DeviceHierarchical]:
+    def made(cls, site: DeviceSite) -> Steps[DeviceHierarchical]:
         """Return a new one (collective).
-
-        Args:
-            comm: The communicator.
-            node: Its node of this rank.
-            wires: What happens between nodes on host memory.
-            streams: Where it works.
-            takes_device_memory: Whether MPI does, on all ranks.
 
         Raises:
             AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
         """
+        comm, node, streams = site.comm, site.node, site.streams
+        wires = Wires(comm, node, site.between_nodes)
+        aware = yield from takes_device_memory(comm)
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
         if node.size > 1:
@@ -95,7 +90,7 @@ class DeviceHierarchical:
             streams.watch(nccl)
         level = _InNode(nccl, node.rank, min(len(ranks) for ranks in node.ranks), streams)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
-        ring = DeviceRing(comm, rail, node.topology.node_index, streams, takes_device_memory)
+        ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
         # MPI does not wait for what a stream has still to do with memory that it gave out before.
         yield from until_event(staging.is_made)
         return cls(node, level, wires, ring, streams, staging)
@@ -320,3 +315,17 @@ class _Crossing:
             except StopIteration as stop:
                 self.arrived = stop.value
                 self._steps = None
+
+
+gpu_algorithms.register(
+    Entry(
+        "hierarchical",
+        DeviceHierarchical.made,
+        ("several_nodes_gpu",),
+        ("several_nodes_gpu",),
+        rounds=True,
+        is_general=False,
+        instead=("staged",),
+        stands_for=lambda node: "nccl" if node.is_alone else "hierarchical",
+    )
+)

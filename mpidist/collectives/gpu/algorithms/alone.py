@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.gpu.device_call import DeviceReduction
-from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.device_site import DeviceSite
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.reduce.registry import Entry, at_once, gpu_algorithms
 
 
 class Alone:
     """Casts, divides and copies, as other algorithms do.
 
     Args:
-        streams: Where it works.
+        site: Where it works.
     """
 
-    name = "alone"
-
-    def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
+    def __init__(self, site: DeviceSite) -> None:
+        self._streams = site.streams
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
@@ -29,3 +28,6 @@ class Alone:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+gpu_algorithms.register(Entry("alone", at_once(Alone), ()))

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
 from mpidist.collectives.gpu.device_call import DeviceReduction
-from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.device_site import DeviceSite
+from mpidist.collectives.gpu.staging import agreed_staging_bytes
 from mpidist.collectives.mpi.waiting import Steps, until_event
-from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import Pack, PackedReduction
-from mpidist.collectives.reduce.algorithms import DEVICE_NAMES
-
-if TYPE_CHECKING:
-    from mpidist.collectives.reduce.choice import Choice
-
+from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, gpu_algorithms, gpu_names
 
 # Chunks that are in host memory at a time: one is copied there while the one before is reduced.
 _ROOMS = 2
@@ -30,22 +24,23 @@ class Staged:
     """The pack passes in chunks through page-locked memory, where an algorithm for the host reduces them.
 
     Args:
-        node: The node of this rank.
-        streams: Where the arrays are.
-        choice: Of algorithms for the host.
-        pool: Memory for them.
+        site: Where it works.
         chunk_bytes: Of a chunk, at most; the same on all ranks.
     """
 
-    name = "staged"
-
-    def __init__(self, node: Node, streams: DeviceStreams, choice: Choice, pool: Pool, chunk_bytes: int) -> None:
-        self._node = node
-        self._streams = streams
-        self._choice = choice
-        self._pool = pool
+    def __init__(self, site: DeviceSite, chunk_bytes: int) -> None:
+        self._node = site.node
+        self._streams = site.streams
+        self._choice = site.on_host
+        self._pool = site.pool
         self._chunk_bytes = chunk_bytes
         self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+
+    @classmethod
+    def made(cls, site: DeviceSite) -> Steps[Staged]:
+        """Return a new one (collective)."""
+        chunk_bytes = yield from agreed_staging_bytes(site.comm)
+        return cls(site, chunk_bytes)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
@@ -84,12 +79,11 @@ class Staged:
 
     def _reduce(self, job: DeviceReduction, chunk: Pack, given: Array, reduced: Array) -> Steps[None]:
         options = job.options
-        if options.algorithm in DEVICE_NAMES:
+        if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
         host_job = PackedReduction(chunk, [given], [reduced], job.op, None, options, self._pool)
-        algorithm = self._choice.made(chunk.nbytes, options)
-        if algorithm is None:
-            algorithm = yield from self._choice.make(chunk.nbytes, options)
+        names = self._choice.names_for(chunk.nbytes, options)
+        algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         algorithm.prepare(host_job, may_share=False)
         yield from self._node.board.meet()
         yield from algorithm.all_reduce(host_job)
@@ -97,3 +91,6 @@ class Staged:
     def close(self) -> None:
         """Let go of the memory."""
         self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+
+
+gpu_algorithms.register(Entry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=()))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpidist.arrays.convert import Array
 from mpidist.collectives.gpu.device_call import DeviceReduction
+from mpidist.collectives.gpu.device_site import DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class Nccl:
@@ -26,20 +23,19 @@ class Nccl:
         comm: See above.
     """
 
-    name = "nccl"
-
     def __init__(self, comm: NcclComm, streams: DeviceStreams) -> None:
         self.comm = comm
         self._streams = streams
 
     @classmethod
-    def made(cls, comm: MPI.Intracomm, streams: DeviceStreams) -> Steps[Nccl]:
+    def made(cls, site: DeviceSite) -> Steps[Nccl]:
         """Return a new one (collective).
 
         Raises:
             AlgorithmError: NCCL does not work on some rank; on all ranks.
         """
-        made = yield from NcclComm.made(comm, streams.device, has_given_up=streams.has_given_up)
+        streams = site.streams
+        made = yield from NcclComm.made(site.comm, streams.device, has_given_up=streams.has_given_up)
         if isinstance(made, str):
             raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
         streams.watch(made)
@@ -55,3 +51,8 @@ class Nccl:
     def close(self) -> None:
         """Destroy the NCCL communicator (collective)."""
         self.comm.close()
+
+
+gpu_algorithms.register(
+    Entry("nccl", Nccl.made, GPU_PLACES, GPU_PLACES, is_general=False, instead=("hierarchical", "staged"))
+)
