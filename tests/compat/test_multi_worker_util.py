@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.cluster_resolver import ClusterSpec
-from mpidist.cluster_resolver import multi_worker_util as util
+from mpidist.compat import multi_worker_util as util
 
 pytestmark = pytest.mark.one_rank
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver
+from mpidist.compat.v1_strategies import StrategyV1
 from mpidist.core import context, settings
 from mpidist.core.errors import MismatchError
 from mpidist.input import Dataset, InputContext, InputWorkers, distribute_dataset, distribute_from_function
@@ -16,7 +17,6 @@ from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, 
 from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.strategy import Strategy
-from mpidist.strategies.v1 import StrategyV1
 from mpidist.topology import world_topology
 from mpidist.values.placement import HOST
 

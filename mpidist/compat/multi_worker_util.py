@@ -1,12 +1,12 @@
-"""The rules of a cluster's roles: which task is the chief, which tasks count as workers."""
+"""TensorFlow's ``multi_worker_util``: which task of a cluster is the chief, which tasks count as workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec, Tasks
+from mpidist.cluster_resolver.roles import TASK_TYPES
 
-TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 Cluster = ClusterSpec | Mapping[str, Tasks]
 
 
