@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.cases import overlap
 from benchmarks.measuring.inputs import Array, count_wrong, input_of, spoil, sum_of_inputs
-from benchmarks.measuring.rows import MPI, OURS, Figure, make_row
+from benchmarks.measuring.rows import MPI, OURS, Figure
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.sizes import MIB, size_text
-from benchmarks.measuring.timing import Case, seconds_per_call
+from benchmarks.measuring.timing import Case, Measured, seconds_per_call
 from benchmarks.measuring.wire import Sent, is_counted, sent_name
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import Topology
@@ -31,20 +31,10 @@ _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 @dataclass
-class Measured:
-    """What came out for a case.
+class Counted(Measured):
+    """What came out for a case, with the bytes of data in each repetition, those of the node that sent most."""
 
-    Attributes:
-        times: Seconds of each repetition, those of the slowest rank.
-        sent: Bytes of data in each repetition, those of the node that sent most.
-        wrong: Wrong elements over all ranks; None if nothing was to check.
-        algorithm: Which of mpidist's ran.
-    """
-
-    times: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
-    wrong: int | None = 0
-    algorithm: str = "-"
 
 
 class WireCounter:
@@ -122,12 +112,12 @@ def _is_offered(session: Session, case: Case) -> bool:
 
 def run(session: Session, counter: WireCounter, cases: Sequence[Case], placement: str, size: int) -> None:
     """Time ``cases`` in turn and count bytes; adds rows and figures to the session (collective)."""
-    for case, measured in zip(cases, measure_cases(session, counter, cases), strict=True):
-        variant = ", ".join(filter(None, (placement, case.variant)))
-        _add_row(session, "all_reduce", variant, case, measured, size)
+    for measured in measure_cases(session, counter, cases):
+        variant = ", ".join(filter(None, (placement, measured.case.variant)))
+        session.add_row("all_reduce", variant, measured, size=size, count=max(1, size // 4), op="sum")
         if counter.counts and size >= MIB:
             sent = statistics.median(measured.sent) / MIB
-            name = sent_name(case.by, variant, size)
+            name = sent_name(measured.case.by, variant, size)
             session.figures.append(Figure("sent", name, sent, "MiB", measured.algorithm))
 
 
@@ -136,9 +126,10 @@ def run_overlap(session: Session, placement: str) -> None:
     multiply = overlap.product()
     cases = overlap.cases_of(session, OVERLAP_SIZE // 4, multiply, lambda case: _products_for(session, case, multiply))
     medians = []
-    for case, measured in zip(cases, measure_cases(session, None, cases), strict=True):
+    for measured in measure_cases(session, None, cases):
         medians.append(statistics.median(measured.times))
-        _add_row(session, "overlap", f"{placement}, {case.variant}", case, measured, OVERLAP_SIZE)
+        variant = f"{placement}, {measured.case.variant}"
+        session.add_row("overlap", variant, measured, size=OVERLAP_SIZE, count=OVERLAP_SIZE // 4, op="sum")
     t_comm, t_comp, _ = medians
     if t_comp < t_comm:
         session.skipped.append(f"bar of overlap: the products took {t_comp:.2f} s, the all-reduce alone {t_comm:.2f} s")
@@ -160,23 +151,7 @@ def _products_for(session: Session, communication: Case, multiply: Callable[[], 
     return math.ceil(overlap.LONGER * seconds / one)
 
 
-def _add_row(session: Session, operation: str, variant: str, case: Case, measured: Measured, size: int) -> None:
-    row = make_row(
-        operation,
-        variant,
-        case.by,
-        measured.times,
-        ranks=session.ranks,
-        size=size,
-        count=max(1, size // 4),
-        op="sum",
-        wrong=measured.wrong,
-        algorithm=measured.algorithm,
-    )
-    session.rows.append(row)
-
-
-def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence[Case]) -> list[Measured]:
+def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence[Case]) -> list[Counted]:
     """Time ``cases`` in turn, at least 5 times each; their results are checked before and at the end (collective).
 
     The order is drawn anew in each repetition, alike on all ranks.
@@ -185,25 +160,31 @@ def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence
 
     if not cases:
         return []
-    noted = [Measured() for _ in cases]
-    for case, of_case in zip(cases, noted, strict=True):
-        _once(session, counter, case, of_case, checked=True)
-    longest = session.bare.allreduce(max(of_case.times[0] for of_case in noted), op=MPI.MAX)
-    for of_case in noted:
+    noted = [Counted(case) for case in cases]
+    for one in noted:
+        _once(session, counter, one, checked=True)
+    longest = session.bare.allreduce(max(one.times[0] for one in noted), op=MPI.MAX)
+    for one in noted:
         # The first call makes plans and touches memory.
-        of_case.times.clear()
-        of_case.sent.clear()
+        one.times.clear()
+        one.sent.clear()
     repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(session.seconds / longest)))
     draw, order = random.Random(0), list(range(len(cases)))
     for repetition in range(repetitions):
         draw.shuffle(order)
         for index in order:
-            _once(session, counter, cases[index], noted[index], checked=repetition == repetitions - 1)
-    return [_over_ranks(session, case, of_case) for case, of_case in zip(cases, noted, strict=True)]
+            _once(session, counter, noted[index], checked=repetition == repetitions - 1)
+    for one in noted:
+        times, sent, wrong = zip(*session.bare.allgather((one.times, one.sent, one.wrong or 0)), strict=True)
+        one.times = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+        one.sent = [max(of_ranks) for of_ranks in zip(*sent, strict=True)]
+        one.wrong = None if one.case.check is None else sum(wrong)
+    return noted
 
 
-def _once(session: Session, counter: WireCounter | None, case: Case, noted: Measured, checked: bool) -> None:
+def _once(session: Session, counter: WireCounter | None, noted: Counted, checked: bool) -> None:
     """Call a case once; the messages of the barriers, some hundred bytes, are counted with its own."""
+    case = noted.case
     if checked:
         case.prepare()
     session.bare.Barrier()
@@ -218,13 +199,3 @@ def _once(session: Session, counter: WireCounter | None, case: Case, noted: Meas
         noted.sent.append(counter.read().data_since(before))
     if checked and case.check is not None:
         noted.wrong = (noted.wrong or 0) + case.check(result)
-
-
-def _over_ranks(session: Session, case: Case, noted: Measured) -> Measured:
-    of_ranks = session.bare.allgather(noted)
-    return Measured(
-        [max(times) for times in zip(*(rank.times for rank in of_ranks), strict=True)],
-        [max(sent) for sent in zip(*(rank.sent for rank in of_ranks), strict=True)],
-        None if case.check is None else sum(rank.wrong or 0 for rank in of_ranks),
-        noted.algorithm,
-    )

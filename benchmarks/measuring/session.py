@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mpidist
 from benchmarks.measuring.gloo import Gloo
 from benchmarks.measuring.rows import GLOO, Figure, Row, make_row
-from benchmarks.measuring.timing import Case, measure
+from benchmarks.measuring.timing import Case, Measured, measure
 from mpidist.core.options import CommunicationOptions
 
 if TYPE_CHECKING:
@@ -86,19 +86,12 @@ class Session:
             with self.gloo.connected():
                 measured += measure(self.bare, of_gloo, self.seconds)
         for one in measured:
-            self.rows.append(
-                make_row(
-                    operation,
-                    one.case.variant,
-                    one.case.by,
-                    one.times,
-                    ranks=self.ranks,
-                    calls=one.calls,
-                    wrong=one.wrong,
-                    algorithm=one.algorithm,
-                    **described,
-                )
-            )
+            self.add_row(operation, one.case.variant, one, **described)
+
+    def add_row(self, operation: str, variant: str, one: Measured, **described: Any) -> None:
+        """Keep the row of what was measured; see :meth:`measure`."""
+        found: dict[str, Any] = {"calls": one.calls, "wrong": one.wrong, "algorithm": one.algorithm}
+        self.rows.append(make_row(operation, variant, one.case.by, one.times, ranks=self.ranks, **found, **described))
 
     def has_memory_for(self, nbytes: int, what: str) -> bool:
         """Whether every rank may take ``nbytes`` at once; where not, notes that ``what`` was skipped (collective)."""

@@ -45,10 +45,10 @@ class Measured:
     """What came out for one case: seconds per call of each repetition, over all ranks, and the rest of a row."""
 
     case: Case
-    times: list[float]
-    calls: int
-    wrong: int | None
-    algorithm: str
+    times: list[float] = field(default_factory=list)
+    calls: int = 1
+    wrong: int | None = 0
+    algorithm: str = "-"
 
 
 def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[Measured]:
