@@ -6,7 +6,6 @@ from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.distributed_iterator import DistributedIterator
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, PerReplicaSpec
 from mpidist.input.input_context import InputContext, ValueContext
-from mpidist.input.input_iterator import InputIterator
 from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.iteration import DatasetIterator
@@ -24,7 +23,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
-    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "InputWorkers",

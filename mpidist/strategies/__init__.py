@@ -8,7 +8,6 @@ from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
-from mpidist.strategies.tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -18,6 +17,5 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
-    "TPUStrategy",
     "default_strategy",
 ]

@@ -112,11 +112,11 @@ _TOPOLOGY = (
 
 _CLUSTER_RESOLVER = (
     Fault(
-        "workers are numbered as if there were no chief",
-        "mpidist/cluster_resolver/multi_worker_util.py",
-        'return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)',
-        "return task_id",
-        ("tests/cluster_resolver/test_multi_worker_util.py",),
+        "tasks are dealt out in the order of their names",
+        "mpidist/cluster_resolver/roles.py",
+        "for job, count in jobs.items() for index in range(count)]",
+        "for job, count in sorted(jobs.items()) for index in range(count)]",
+        ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
     ),
     Fault(
         "every Slurm task of a node takes the GPUs of the first",
@@ -430,6 +430,23 @@ _ESTIMATOR = (
     ),
 )
 
+_COMPAT = (
+    Fault(
+        "workers are numbered as if there were no chief",
+        "mpidist/compat/multi_worker_util.py",
+        'return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)',
+        "return task_id",
+        ("tests/compat/test_multi_worker_util.py",),
+    ),
+    Fault(
+        "an iterator that is initialized again goes on where it was",
+        "mpidist/compat/input_iterator.py",
+        "        self._iterator = iter(self._dataset)\n",
+        "        self._iterator = self._iterator or iter(self._dataset)\n",
+        ("tests/compat/test_v1_iterators.py",),
+    ),
+)
+
 _CLI = (
     Fault(
         "launch replaces what the user has set",
@@ -451,7 +468,7 @@ _FACADES_FAULTS = (
     Fault(
         "the v1 name of a strategy is that of v2",
         "mpidist/v1/experimental.py",
-        "from mpidist.strategies.v1 import CentralStorageStrategyV1 as CentralStorageStrategy",
+        "from mpidist.compat.v1_strategies import CentralStorageStrategyV1 as CentralStorageStrategy",
         "from mpidist.strategies import CentralStorageStrategy",
         ("tests/strategies/test_central_storage.py",),
     ),
@@ -479,6 +496,7 @@ FAULTS: tuple[Fault, ...] = (
     *_CHECKPOINT,
     *_ELASTIC,
     *_ESTIMATOR,
+    *_COMPAT,
     *_CLI,
     *_FACADES_FAULTS,
 )
