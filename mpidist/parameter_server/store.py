@@ -63,14 +63,16 @@ class ServedComponent(ArrayComponent):
         self._make_writable()
         how(self._array, array)
 
-    def _assign(self, how: Assignment, value: Any) -> ServedComponent:
+    def assign_by(self, how: Assignment, value: Any) -> ServedComponent:
+        """See ``Assignable``."""
         self._make_writable()
-        super()._assign(how, value)
+        super().assign_by(how, value)
         return self
 
-    def _scatter(self, how: ScatterOp, slices: Any) -> ServedComponent:
+    def scatter_by(self, how: ScatterOp, slices: Any) -> ServedComponent:
+        """See ``Assignable``."""
         self._make_writable()
-        super()._scatter(how, slices)
+        super().scatter_by(how, slices)
         return self
 
     def _make_writable(self) -> None:
@@ -138,9 +140,9 @@ class Store:
         elif code in _ADDING:
             component.change(_ADDING[code], arrays[0])
         elif code in _SCATTERING:
-            component._scatter(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
+            component.scatter_by(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
         elif operation is messages.COUNT:
-            component._assign(ASSIGN_ADD, 1)
+            component.assign_by(ASSIGN_ADD, 1)
             return component.value()
         else:
             target = self._variables[variable]

@@ -41,15 +41,17 @@ def reduce_over_axis(
     """Reduce ``leaves``, from a ``structure``, along ``axis`` and over the replicas, in one batch (collective)."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     along = f"{structure} along axis {axis}"
-    with extended._shared_errors(f"reducing{along}"):
-        leaves = [extended._distributed(leaf) for leaf in leaves]
+    with extended.shared_errors(f"reducing{along}"):
+        leaves = [extended.distributed(leaf) for leaf in leaves]
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
     if op is ReduceOp.MEAN:
-        totals = extended._reduce(ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}")
+        totals = extended.reduce_leaves(
+            ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}"
+        )
     else:
-        totals = extended._reduce(op, _as_contributions(extended, parts), along)
+        totals = extended.reduce_leaves(op, _as_contributions(extended, parts), along)
     results = []
     for index, sample in enumerate(samples):
         total, dtype = to_array(totals[index]), reduction_dtypes(to_array(sample).dtype, op)[1]
@@ -68,7 +70,7 @@ def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[
     for part in parts:
         if isinstance(part, Mirrored):
             part = PerReplica(part.values, part.replica_ids)
-        elif extended._num_replicas_in_sync > 1 and not isinstance(part, ReplicaValues):
+        elif extended.num_replicas_in_sync > 1 and not isinstance(part, ReplicaValues):
             part = PerReplica((part,) * len(extended.local_replica_ids), extended.local_replica_ids)
         contributions.append(part)
     return contributions

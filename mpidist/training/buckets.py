@@ -48,7 +48,7 @@ class Buckets:
 
     def add(self, gradient: Any, variable: Variable) -> None:
         """Add a gradient; it must not be changed before the sums are there."""
-        self._gradients[f"{self._added:06d} {variable._label}"] = gradient
+        self._gradients[f"{self._added:06d} {variable.label}"] = gradient
         self._variables.append(variable)
         self._added += 1
         # Rows of sparse gradients are gathered, which is done at once.

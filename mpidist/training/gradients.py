@@ -105,7 +105,7 @@ def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -
         )
     if context.num_replicas_in_sync == 1 or not has_strategy():
         return list(gradients)
-    named = {f"{i:06d} {v._label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
+    named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
     reduced: dict[str, Any] = context.all_reduce("SUM", named)
     return list(reduced.values())
 
@@ -169,7 +169,7 @@ def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
     if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
         gradient = array_of(gradient).astype(variable.dtype)
     # Where the variable is, so that the replicas' gradients meet there whatever each of them computed with.
-    array = variable._local_place().brings(to_array(gradient, f"gradient of variable {variable.name!r}"))
+    array = variable.local_place().brings(to_array(gradient, f"gradient of variable {variable.name!r}"))
     if array.dtype == variable.dtype:
         return array
     # A wider gradient would be rounded without anybody noticing; most often it is float64 by accident.

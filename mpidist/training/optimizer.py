@@ -253,7 +253,7 @@ class Optimizer:
         with _entered(strategy):
             self.build(variables)
             # A checksum takes as long as copying them, and is worth it where copies could drift apart.
-            strategy.extended._agree_on(
+            strategy.extended.agree_on(
                 lambda: (
                     f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, outside of "
                     "strategy.run(), where gradients must be the same on all ranks: their checksum is "
@@ -282,7 +282,9 @@ class Optimizer:
     def _update_in_replica(self, context: ReplicaContext, summed: Iterable[Summed], variables: list[Variable]) -> None:
         self._build_in_replica(variables)
         # One update context for all: inside it every variable, slots included, means this replica's copy.
-        context._update(self.iterations, partial(self._update_all, summed=summed))
+        context.strategy.extended.update_in_replica(
+            context, self.iterations, partial(self._update_all, summed=summed), (), {}, False
+        )
 
     def _build_in_replica(self, variables: list[Variable]) -> None:
         if all(variable in self._slots for variable in variables):
@@ -317,16 +319,16 @@ class Optimizer:
             # Travels with the gradients.
             rate = self.learning_rate
             what = f"the learning rate {rate!r} of step {self._step()} by the schedule"
-            context.strategy.extended._done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
+            context.strategy.extended.done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
 
     def _agree_on(self, strategy: Strategy, settings: str) -> None:
-        strategy.extended._agree_on(lambda: f"apply_gradients() of {settings}")
+        strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}")
         self._agreed = settings
 
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
         """Have the strategy update what the update context is about."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
-        strategy.extended._apply_gradients(self, map(self._that_change, summed))
+        strategy.extended.apply_gradients(self, map(self._that_change, summed))
 
     def _that_change(self, summed: Summed) -> Summed:
         """Leave out sparse gradients without rows where they change nothing, as most shards of a variable get."""
@@ -351,7 +353,7 @@ class Optimizer:
 
     def update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
         """Update one variable, in update context, and keep it to its constraint; see :meth:`update_variable`."""
-        place = variable._local_place()
+        place = variable.local_place()
         if isinstance(gradient, IndexedSlices):
             values = place.brings(gradient.values)
             self.update_sparse(variable, IndexedSlices(values, gradient.indices, gradient.dense_shape), rate, step)

@@ -13,7 +13,7 @@ from mpidist.values.composite import AnyVariable
 
 def current(variable: Variable) -> Array:
     """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
-    return variable._read()
+    return variable.as_array()
 
 
 def compute_dtype(variable: AnyVariable) -> np.dtype[Any]:

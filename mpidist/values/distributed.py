@@ -58,7 +58,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
     PerReplica:{0: 10, 1: 11}
     """
 
-    def _here(self) -> Any:
+    def here(self) -> Any:
         """Return the component of the replica that the context addresses."""
         frame = current_frame()
         index = frame.update_replica_id
@@ -66,7 +66,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
             index = frame.replica_context.local_replica_id
         extended = frame.strategy.extended
         # An update of a copy that all replicas share is of none of them.
-        is_of_all = frame.update_replica_id is not None and extended._is_central and len(self.values) > 1
+        is_of_all = frame.update_replica_id is not None and extended.is_central and len(self.values) > 1
         if index is None or len(self.values) != len(extended.local_replica_ids) or is_of_all:
             raise ValueError(
                 f"a PerReplica value of {len(self.values)} replicas was used as one array; "
@@ -75,8 +75,9 @@ class PerReplica(ReplicaValues, ReadsAsArray):
             )
         return self.values[index]
 
-    def _read(self) -> Array:
-        return array_of(self._here())
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
+        return array_of(self.here())
 
     def _is_on_device(self) -> bool:
         return any(map(is_device_array, self.values))
@@ -86,7 +87,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         if name.startswith("_") or "values" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            component = self._here()
+            component = self.here()
         except ValueError as error:
             raise AttributeError(str(error)) from None  # so that hasattr() says no
         return getattr(component, name)
@@ -97,18 +98,18 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         return func(*nest.map_structure(here, tuple(args)), **nest.map_structure(here, kwargs or {}))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._here()[here(key)]
+        return self.here()[here(key)]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._here())
+        return iter(self.here())
 
     def __len__(self) -> int:
-        return len(self._here())
+        return len(self.here())
 
 
 def here(value: Any) -> Any:
     """Return ``value``, or this replica's component of a PerReplica."""
-    return value._here() if isinstance(value, PerReplica) else value
+    return value.here() if isinstance(value, PerReplica) else value
 
 
 def _forward(name: str, reflected: bool) -> Callable[..., Any]:
@@ -116,7 +117,7 @@ def _forward(name: str, reflected: bool) -> Callable[..., Any]:
     function = getattr(operator, name)
 
     def forward(self: PerReplica, *other: Any) -> Any:
-        operands = [self._here(), *map(here, other)]
+        operands = [self.here(), *map(here, other)]
         return function(*(reversed(operands) if reflected else operands))
 
     return forward
@@ -137,7 +138,8 @@ class Mirrored(ReplicaValues, ReadsAsArray):
     array([2., 3.])
     """
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
         return array_of(self.values[0])
 
     def _is_on_device(self) -> bool:
@@ -146,9 +148,9 @@ class Mirrored(ReplicaValues, ReadsAsArray):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one copy."""
-        return self._read().shape
+        return self.as_array().shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of one copy."""
-        return self._read().dtype
+        return self.as_array().dtype

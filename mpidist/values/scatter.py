@@ -87,7 +87,7 @@ def check_slices(slices: Any, variable: Any) -> IndexedSlices:
             f"{variable.shape}; expected rows of shape {variable.shape[1:]}"
         )
     check_indices(slices.indices, variable.shape[0])
-    place = variable._local_place()
+    place = variable.local_place()
     values = place.brings(slices.values)
     if slices.dtype == variable.dtype:
         return slices if values is slices.values else IndexedSlices(values, slices.indices, slices.dense_shape)

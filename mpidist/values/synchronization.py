@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
-    is_central = variable._policy is _CENTRAL
+    is_central = variable.distribute_strategy.extended.is_central
     if isinstance(value, PerReplica) and (is_central or len(value.values) != len(variable.values)):
         raise ValueError(
             f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r}, which has "
@@ -73,7 +73,7 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
             part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
         else:
             part = value
-        component._assign(how, part)
+        component.assign_by(how, part)
 
 
 @contextmanager
@@ -86,30 +86,28 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         how: What is done to it.
         rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
     """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable._is_copy or variable._differs:
+    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
         yield
         return
-    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable._label!r}"
-    with extended._changing(variable._label, what, lambda: checksum(variable.values[0]._local_array(), on_host)):
+    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
+    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
         yield
     if rows is not None:
         parts = (rows.values, rows.indices)
-        extended._done(
-            f"rows of {variable._label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts))
-        )
+        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
 
 
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, ReplicaValues) else value
-    return strategy.extended._broadcast_from_first(mine, doing)
+    return strategy.extended.broadcast_nest(mine, note=doing)
 
 
 class _OnWrite:
     """Copies are equal at all times."""
 
     def read(self, variable: Variable) -> Array:
-        return variable.values[0]._read()
+        return variable.values[0].as_array()
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         self._require_aggregation(variable)
@@ -119,30 +117,30 @@ class _OnWrite:
                 combined = _first_replica(strategy, values, doing)
             else:
                 op = ReduceOp.from_variable_aggregation(variable.aggregation)
-                combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
+                combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
             if how is ASSIGN:
-                variable._differs = False
+                variable.differs = False
 
-        doing = f"{how.__name__.lower()} of variable {variable._label!r}"
-        context._meet((doing,), merged, (value,), {})
+        doing = f"{how.__name__.lower()} of variable {variable.label!r}"
+        context.meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         doing = f"{how.__name__.lower()} outside of strategy.run()"
         differs = isinstance(value, PerReplica)
-        if not differs and not (variable._differs and how is ASSIGN):
+        if not differs and not (variable.differs and how is ASSIGN):
             with changing(variable, doing):
                 _write_all(variable, how, value)
             return
         # There is no state to be compared before or after: the copies differ. But all ranks have to do it.
         _write_all(variable, how, value)
-        variable._differs = differs
-        if not variable._is_copy:
-            what = f"{doing} {'of a PerReplica ' if differs else ''}to variable {variable._label!r}"
-            variable.distribute_strategy.extended._done(
-                f"copies of {variable._label}",
+        variable.differs = differs
+        if not variable.is_copy:
+            what = f"{doing} {'of a PerReplica ' if differs else ''}to variable {variable.label!r}"
+            variable.distribute_strategy.extended.done(
+                f"copies of {variable.label}",
                 what,
-                lambda: 1 if differs else checksum(variable.values[0]._local_array(), on_host),
+                lambda: 1 if differs else checksum(variable.values[0].local_array(), on_host),
             )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
@@ -168,13 +166,13 @@ class _OnWrite:
         self, op: ReduceOp, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
     ) -> None:
         def merged(strategy: StrategyLike, values: Any) -> None:
-            combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
+            combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
                 part = combined.values[i] if isinstance(combined, ReplicaValues) else combined
-                component._scatter(how, part)
+                component.scatter_by(how, part)
 
-        doing = f"{how.name} of variable {variable._label!r}"
-        context._meet((doing,), merged, (slices,), {})
+        doing = f"{how.name} of variable {variable.label!r}"
+        context.meet((doing,), merged, (slices,), {})
 
     def _require_aggregation(self, variable: Variable) -> None:
         if variable.aggregation == VariableAggregation.NONE:
@@ -208,16 +206,16 @@ class _OnRead:
                 "ONLY_FIRST_REPLICA, or read it inside strategy.run()"
             )
         strategy = variable.distribute_strategy
-        copies = PerReplica([c._local_array() for c in variable.values], strategy.extended.local_replica_ids)
+        copies = PerReplica([c.local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return array_of(_first_replica(strategy, copies, f"reading variable {variable._label!r}"))
+                return array_of(_first_replica(strategy, copies, f"reading variable {variable.label!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
-            doing = f"reading variable {variable._label!r}"
-            return array_of(strategy.extended._batch_reduce_to(op, [(copies, variable.devices[0])], None, doing)[0])
+            doing = f"reading variable {variable.label!r}"
+            return array_of(strategy.extended.reduce_pairs(op, [(copies, variable.devices[0])], None, doing)[0])
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
-        variable.values[context.local_replica_id]._assign(how, value)
+        variable.values[context.local_replica_id].assign_by(how, value)
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         if variable.aggregation == VariableAggregation.SUM:
