@@ -39,6 +39,9 @@ class ReplicaContextLike(Protocol):
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduce over all replicas."""
 
+    def all_reduce_async(self, reduce_op: Any, value: Any) -> Any:
+        """Start reducing over all replicas, and return a handle whose ``wait()`` gives the result."""
+
 
 class ExtendedLike(Protocol):
     """What values, inputs and training need of a StrategyExtended."""

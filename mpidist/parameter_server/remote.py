@@ -14,14 +14,14 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.messages import Kind, Operation, Part, Request
 from mpidist.values import IndexedSlices, Variable, scatter
-from mpidist.values.component import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Assignment, Component, as_value_of
+from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
 _ASSIGNING: dict[Assignment, Operation] = {
-    ASSIGN: messages.ASSIGN,
-    ASSIGN_ADD: messages.ASSIGN_ADD,
-    ASSIGN_SUB: messages.ASSIGN_SUB,
+    assign: messages.ASSIGN,
+    assign_add: messages.ASSIGN_ADD,
+    assign_sub: messages.ASSIGN_SUB,
 }
 # What has been read in a block of cache_variable_reads(); None outside.
 _cached: ContextVar[dict[RemoteComponent, Array] | None] = ContextVar("mpidist_cached_reads", default=None)

@@ -16,11 +16,11 @@ from mpidist.parameter_server.clocks import NOT_YET, Clocks
 from mpidist.parameter_server.messages import Kind, Operation
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
-from mpidist.values.component import ASSIGN_ADD, ASSIGN_SUB, ArrayComponent, Assignment
+from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
 from mpidist.values.scatter import ScatterOp
 from mpidist.values.variable import variable_of
 
-_ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: ASSIGN_ADD, messages.ASSIGN_SUB.code: ASSIGN_SUB}
+_ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: assign_add, messages.ASSIGN_SUB.code: assign_sub}
 _SCATTERING: dict[int, ScatterOp] = {
     messages.SCATTER[op.name].code: op
     for op in (scatter.ADD, scatter.SUB, scatter.MUL, scatter.DIV, scatter.MIN, scatter.MAX, scatter.UPDATE)
@@ -142,7 +142,7 @@ class Store:
         elif code in _SCATTERING:
             component.scatter_by(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
         elif operation is messages.COUNT:
-            component.assign_by(ASSIGN_ADD, 1)
+            component.assign_by(assign_add, 1)
             return component.value()
         else:
             target = self._variables[variable]

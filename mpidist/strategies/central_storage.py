@@ -24,7 +24,7 @@ from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import ReplicaValues, Variable, first_use, scatter
-from mpidist.values.component import ASSIGN, ArrayComponent, Assignment, Component, as_value_of
+from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.placement import HOST, on_host, place_at, placed
 from mpidist.values.variable import variable_of
 
@@ -198,7 +198,7 @@ class SharedComponent(ArrayComponent):
 
     def assign_by(self, how: Assignment, value: Any) -> SharedComponent:
         """See ``Assignable``."""
-        doing = f"{how.__name__.lower()} of {self._label}"
+        doing = f"{how.__name__} of {self._label}"
         with self._writer.shared_errors(doing):
             array = as_value_of(self, value)
         with self._writer.turn(doing) as writes:
@@ -219,7 +219,7 @@ class SharedComponent(ArrayComponent):
     def start_from(self, value: Array) -> None:
         """See ``Component``."""
         # Each rank writes the same bytes before it reads any, and before the next turn, in which they may change.
-        super().assign_by(ASSIGN, value)
+        super().assign_by(assign, value)
 
     def copied(self) -> SharedComponent:
         """See ``Component``."""

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives import FinishedWork, PartOfWork
-from mpidist.core import nest
+from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops.destinations import device_of
+from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.leaves import check_can_reduce, check_out, copy_into
+from mpidist.strategies.leaves import copy_into
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import PerReplica, Variable
@@ -113,17 +112,16 @@ class DefaultExtended(StrategyExtended):
 class DefaultContext(ReplicaContext):
     """The replica of the default strategy, whose values are their own sums."""
 
-    def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any) -> Any:
-        check_can_reduce(nest.flatten(value), op)
-        if out is None:
-            return value
-        check_out(value, out, op, 1)
-        return copy_into(out, value)
+    def _all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        self._check_values(value, leaves, op, out)
+        return value if out is None else copy_into(out, value)
 
     def _start_all_reduce(
-        self, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
-    ) -> FinishedWork | PartOfWork:
-        self._check_values(value, op, out)
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> FinishedWork:
+        self._check_values(value, leaves, op, out)
         return FinishedWork(value)
 
 

@@ -16,21 +16,22 @@ from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives.reading import restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.cross_device_ops.destinations import destination_devices, device_of, place
+from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.leaves import apart_from, check_can_gather, check_can_reduce, concatenated, restored
+from mpidist.strategies.leaves import apart_from, check_can_gather, check_can_reduce, concatenated
 from mpidist.strategies.shared_inputs import check_gradients_apart
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
+from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, place_at, place_of
 from mpidist.values.synchronization import changing
 from mpidist.values.variable import update_components
-from mpidist.values.variable_names import VariableNames
 
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
@@ -386,7 +387,7 @@ class StrategyExtended(ABC):
                 with first.current():
                     local.append(concatenated([first.brings(to_array(part)) for part in parts], axis))
                 samples.append(parts[0])
-        return list(map(restored, samples, self.gather(local, axis, options, note)))
+        return list(map(restore, samples, self.gather(local, axis, options, note)))
 
     def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
         """Return, on every rank, the nest of arrays that rank ``root`` passed (collective). Extension."""
@@ -399,7 +400,7 @@ class StrategyExtended(ABC):
         with self.shared_errors("broadcasting its values"):
             arrays = [to_array(leaf) for leaf in leaves]
         sent = self.broadcast(arrays, root, note or nest.describe(value))
-        return nest.pack_like(value, list(map(restored, leaves, sent)))
+        return nest.pack_like(value, list(map(restore, leaves, sent)))
 
     def copy_to(self, value: Any, destinations: Any) -> Any:
         """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
@@ -512,8 +513,10 @@ class StrategyExtended(ABC):
         """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
         local_id = replica.local_replica_id
         component = self.own_variable(var, "update").values[local_id]
+        if args or kwargs:
+            args, kwargs = select_replica(local_id, args), select_replica(local_id, kwargs)
         with context.entered(Frame(self.strategy, None, local_id)):
-            result = fn(component, *select_replica(local_id, args), **select_replica(local_id, kwargs))
+            result = fn(component, *args, **kwargs)
         return result if group else (result,)
 
     def _update(
@@ -546,14 +549,14 @@ class StrategyExtended(ABC):
 
     def own_variable(self, var: Any, method: str) -> Variable:
         """Return the variable that ``var``, or a component of it, is, after checking that it is this strategy's."""
-        var = self.value_container(var)
-        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
-            of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
-            raise ValueError(
-                f"{method} was given {var!r}{of_whom}; expected a variable created in "
-                f"`with strategy.scope():` of this {type(self.strategy).__name__}"
-            )
-        return var
+        var = var.container if isinstance(var, Component) else var
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            return var
+        of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
+        raise ValueError(
+            f"{method} was given {var!r}{of_whom}; expected a variable created in "
+            f"`with strategy.scope():` of this {type(self.strategy).__name__}"
+        )
 
     # Calls ----------------------------------------------------------------------------------------------------
 

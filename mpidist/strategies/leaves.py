@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
+from mpidist.arrays.convert import NUMBERS, Array, to_array
 from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives.packing import overlaps
-from mpidist.collectives.reading import check_can_be_written
+from mpidist.collectives.reading import check_can_be_written, restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, ReplicaValues, Variable
@@ -77,17 +77,11 @@ def check_can_gather(value: Any, axis: int, method: str) -> None:
         )
 
 
-def restored(sample: Any, array: Array) -> Any:
-    """Return ``array`` as an array of the kind of ``sample``."""
-    restore = restorer(sample)
-    return array if restore is None else restore(array)
-
-
 def copied(value: Any) -> Any:
     """Return a copy of ``value``; IndexedSlices as they are."""
     if isinstance(value, IndexedSlices):
         return value
-    return restored(value, copy_of(to_array(value)))
+    return restore(value, copy_of(to_array(value)))
 
 
 def check_returned(leaves: Sequence[Any]) -> None:
@@ -124,7 +118,7 @@ def apart_from(result: Any, given: Any) -> Any:
     if isinstance(result, NUMBERS):
         return result
     array = to_array(result)
-    return restored(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
+    return restore(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
 
 
 def _arrays_in(value: Any) -> Iterator[Array]:

@@ -10,8 +10,8 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.cross_device_ops.destinations import destination_devices
-from mpidist.cross_device_ops.destinations import place as place_values
+from mpidist.cross_device_ops.local_values import destination_devices
+from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.strategies.leaves import check_can_gather, check_can_reduce, check_out, copied, copy_into
 from mpidist.strategies.replica_threads import run_of_this_thread
 from mpidist.strategies.replica_work import finished_work, replica_works
@@ -159,11 +159,13 @@ class ReplicaContext:
         require_replica(self, "all_reduce()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        return self._all_reduce(op, _read_here(value), options, out)
+        return self._all_reduce(op, *_read_here(value), options, out)
 
-    def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any) -> Any:
-        """Do what ``all_reduce`` does, after the checks of context and options."""
-        self._check_values(value, op, out)
+    def _all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        """Do what ``all_reduce`` does, with a value of these leaves, after the checks of context and options."""
+        self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
             return nest.map_structure(copied, value) if out is None else copy_into(out, value)
 
@@ -175,9 +177,9 @@ class ReplicaContext:
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else copy_into(out, reduced)
 
-    def _check_values(self, value: Any, op: ReduceOp, out: Any) -> None:
+    def _check_values(self, value: Any, leaves: list[Any], op: ReduceOp, out: Any) -> None:
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
-            check_can_reduce(nest.flatten(value), op)
+            check_can_reduce(leaves, op)
             if out is not None:
                 check_out(value, out, op, self.num_replicas_in_sync)
 
@@ -210,13 +212,13 @@ class ReplicaContext:
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        work = self._start_all_reduce(op, _read_here(value), options, out)
+        work = self._start_all_reduce(op, *_read_here(value), options, out)
         return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
 
     def _start_all_reduce(
-        self, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
     ) -> Work | PartOfWork | FinishedWork:
-        self._check_values(value, op, out)
+        self._check_values(value, leaves, op, out)
         extended = self._strategy.extended
         if self.num_replicas_in_sync == 1:
             return finished_work(nest.map_structure(copied, value), extended.first_gpu)
@@ -248,9 +250,9 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather()")
         check_communication_options(options)
-        value = _read_here(value)
+        value, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
-            for leaf in nest.flatten(value):
+            for leaf in leaves:
                 check_can_gather(leaf, axis, "all_gather()")
 
         def merged(strategy: Strategy, values: Any) -> Any:
@@ -283,17 +285,14 @@ class ReplicaContext:
         return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
 
 
-def _read_here(value: Any) -> Any:
-    """Return ``value`` with its variables and PerReplica values replaced by what they are in this replica."""
-    if not nest.is_nest(value):
-        return _read_leaf(value)
-    if not any(isinstance(leaf, (Assignable, PerReplica)) for leaf in nest.flatten(value)):
-        return value
-    return nest.map_structure(_read_leaf, value)
-
-
-def _read_leaf(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Assignable) else here(leaf)
+def _read_here(value: Any) -> tuple[Any, list[Any]]:
+    """Return ``value`` with variables and PerReplica values as they are in this replica; and its leaves."""
+    leaves = nest.flatten(value)
+    if any([isinstance(leaf, (Assignable, PerReplica)) for leaf in leaves]):
+        leaves = [leaf.value() if isinstance(leaf, Assignable) else here(leaf) for leaf in leaves]
+        value = nest.pack_like(value, leaves)
+        leaves = nest.flatten(value)
+    return value, leaves
 
 
 def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from mpidist.arrays.convert import Array, to_array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives.reading import restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
@@ -19,7 +20,7 @@ from mpidist.cross_device_ops import CrossDeviceOps, select_cross_device_ops
 from mpidist.input import InputOptions, InputWorkers, distribute_from_function
 from mpidist.strategies.devices import agreed_devices
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.leaves import outputs_for, restored
+from mpidist.strategies.leaves import outputs_for
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replica_threads import ReplicaThreads
 from mpidist.strategies.strategy import Strategy
@@ -181,12 +182,13 @@ class LoneReplicaContext(ReplicaContext):
 
     def __init__(self, strategy: Strategy, comm: Communicator, ops: CrossDeviceOps) -> None:
         super().__init__(strategy, comm.rank)
-        self._comm, self._ops = comm, ops
+        self._comm, self._ops, self._options = comm, ops, ops.with_algorithm(None)
 
-    def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any) -> Any:
-        leaves = nest.flatten(value)
+    def _all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
         if any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
-            return super()._all_reduce(op, value, options, out)
+            return super()._all_reduce(op, value, leaves, options, out)
         try:
             arrays = [to_array(leaf) for leaf in leaves]
             outs = None if out is None else outputs_for(value, out)
@@ -198,10 +200,10 @@ class LoneReplicaContext(ReplicaContext):
             op,
             arrays,
             self._comm.size,
-            options=self._ops.with_algorithm(options),
+            options=self._options if options is None else self._ops.with_algorithm(options),
             out=outs,
             note="" if is_leaf else nest.describe(value),
         )
         if out is not None:
             return out
-        return restored(value, results[0]) if is_leaf else nest.pack_like(value, map(restored, leaves, results))
+        return restore(value, results[0]) if is_leaf else nest.pack_like(value, map(restore, leaves, results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +16,7 @@ from mpidist.arrays.convert import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
-from mpidist.training.buckets import Buckets
-from mpidist.training.checks import check_is_float, check_schedule, strategy_of
-from mpidist.training.gradients import GradientsAndVariables
-from mpidist.training.update_tools import compute_dtype, current
+from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of, wholes_of
 from mpidist.values.placement import variables_on_host
@@ -83,7 +81,7 @@ class Optimizer:
         if not callable(value) and not isinstance(value, (int, float, np.number)):
             raise TypeError(f"learning_rate is {value!r}; expected a number or a function of the step")
         if callable(value):
-            check_schedule(value)
+            _check_schedule(value)
             self._schedule = value
             self._numbers.clear()
         else:
@@ -413,7 +411,7 @@ class Optimizer:
 
     def _step(self) -> int:
         if self._iterations is not None:
-            return int(np.asarray(self._iterations))
+            return int(self._iterations.as_array())
         return int(self._deferred.get("iterations", 0))
 
     def rate_at(self, step: int) -> float:
@@ -447,6 +445,31 @@ class Optimizer:
         for key, value in self._deferred.items():
             values.setdefault(key, value)
         self._deferred = values
+
+
+def current(variable: Variable) -> Array:
+    """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
+    return variable.as_array()
+
+
+def compute_dtype(variable: AnyVariable) -> np.dtype[Any]:
+    """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
+    return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
+
+
+def _check_schedule(schedule: Callable[..., float]) -> None:
+    """Raise TypeError unless a learning rate that is a function can be called with the step."""
+    try:
+        signature = inspect.signature(schedule)
+    except (TypeError, ValueError):
+        return  # some callables of C libraries do not tell
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        raise TypeError(
+            f"learning_rate is the function {schedule!r}{signature}, which cannot be called with the step alone "
+            f"({error}); expected a number, or a function of the step: lambda step: 0.1 * 0.99**step"
+        ) from None
 
 
 def _name_of(schedule: Callable[[int], float]) -> str:

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Assignment = Callable[[Array, Array], None]
 
 
-def ASSIGN(array: Array, value: Array) -> None:  # noqa: N802 - a constant that happens to be a function
+def assign(array: Array, value: Array) -> None:
     """Set ``array`` to ``value``."""
     np.copyto(array, value)
 
 
-def ASSIGN_ADD(array: Array, value: Array) -> None:  # noqa: N802
+def assign_add(array: Array, value: Array) -> None:
     """Add ``value`` to ``array``."""
     np.add(array, value, out=array)
 
 
-def ASSIGN_SUB(array: Array, value: Array) -> None:  # noqa: N802
+def assign_sub(array: Array, value: Array) -> None:
     """Subtract ``value`` from ``array``."""
     np.subtract(array, value, out=array)
 
@@ -74,21 +74,21 @@ class Assignable(ReadsAsArray):
             TypeError: Another dtype.
         """
         del use_locking, name, read_value
-        return self.assign_by(ASSIGN, value)
+        return self.assign_by(assign, value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
-        return self.assign_by(ASSIGN_ADD, delta)
+        return self.assign_by(assign_add, delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
-        return self.assign_by(ASSIGN_SUB, delta)
+        return self.assign_by(assign_sub, delta)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Add rows at positions; repeated positions accumulate.
@@ -225,7 +225,7 @@ class Component(Assignable):
 
     def start_from(self, value: Array) -> None:
         """Set the value that another one was to have before anybody used it; local, and the same on every rank."""
-        self.assign_by(ASSIGN, value)
+        self.assign_by(assign, value)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.values.indexed_slices import IndexedSlices, check_indices
-from mpidist.values.repeated_rows import Combine, combined, last_of_each
+from mpidist.values.indexed_slices import Combine, IndexedSlices, check_indices, combined, last_of_each
 
 
 class ScatterOp(NamedTuple):

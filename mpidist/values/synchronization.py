@@ -29,7 +29,7 @@ from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.values.component import ASSIGN, Assignment, as_value_of
+from mpidist.values.component import Assignment, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.placement import array_of, on_host, place_of
@@ -119,16 +119,16 @@ class _OnWrite:
                 op = ReduceOp.from_variable_aggregation(variable.aggregation)
                 combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
-            if how is ASSIGN:
+            if how is assign:
                 variable.differs = False
 
-        doing = f"{how.__name__.lower()} of variable {variable.label!r}"
+        doing = f"{how.__name__} of variable {variable.label!r}"
         context.meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        doing = f"{how.__name__.lower()} outside of strategy.run()"
+        doing = f"{how.__name__} outside of strategy.run()"
         differs = isinstance(value, PerReplica)
-        if not differs and not (variable.differs and how is ASSIGN):
+        if not differs and not (variable.differs and how is assign):
             with changing(variable, doing):
                 _write_all(variable, how, value)
             return
@@ -219,7 +219,7 @@ class _OnRead:
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         if variable.aggregation == VariableAggregation.SUM:
-            if how is not ASSIGN:
+            if how is not assign:
                 raise ValueError(
                     f"assign_add or assign_sub in cross-replica context on variable {variable.name!r}, whose value is "
                     "the sum of its copies: which copy should change? Call it inside strategy.run(), or use assign()"

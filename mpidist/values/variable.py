@@ -13,7 +13,6 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import as_dtype, check_transportable
 from mpidist.core.context import (
     Frame,
     current_frame,
@@ -27,9 +26,9 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import first_use, scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
+from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
-from mpidist.values.models_of_others import check_is_no_model
-from mpidist.values.placement import Place, array_of, place_at, place_of, placed
+from mpidist.values.placement import Place, place_at, placed
 from mpidist.values.synchronization import Policy, changing, policy_for
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class _CreatedByStrategy(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not Variable:
             return super().__call__(*args, **kwargs)
-        arguments = _variable_arguments(*args, **kwargs)
+        arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
         for creator in variable_creators():
             create = partial(creator, create)
@@ -66,74 +65,6 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
     if not is_named:
         extended.variable_names.took_default()
     return variable
-
-
-def _variable_arguments(
-    initial_value: Any = None,
-    trainable: bool | None = None,
-    dtype: Any = None,
-    name: str | None = None,
-    shape: Sequence[int] | None = None,
-    constraint: Callable[[Array], Any] | None = None,
-    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-    aggregation: VariableAggregation = VariableAggregation.NONE,
-) -> dict[str, Any]:
-    """Check what can be checked without knowing the strategy, and fill in the defaults."""
-    if initial_value is None:
-        raise ValueError("Variable was given no initial_value; expected a number, an array or a callable")
-    check_is_no_model(initial_value)
-    try:
-        synchronization = VariableSynchronization(synchronization)
-        aggregation = VariableAggregation(aggregation)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; expected members of mpidist.VariableSynchronization "
-            f"({', '.join(how.name for how in VariableSynchronization)}) and of mpidist.VariableAggregation "
-            f"({', '.join(how.name for how in VariableAggregation)}), such as mpidist.VariableAggregation.MEAN"
-        ) from None
-    if synchronization == VariableSynchronization.NONE:
-        raise ValueError(
-            "synchronization is VariableSynchronization.NONE, which no strategy offers; use AUTO, ON_WRITE or ON_READ"
-        )
-    if synchronization == VariableSynchronization.AUTO:
-        synchronization = VariableSynchronization.ON_WRITE
-    if synchronization == VariableSynchronization.ON_READ and trainable:
-        raise ValueError(
-            "trainable=True with synchronization ON_READ: an optimizer needs equal copies; "
-            "use synchronization=VariableSynchronization.ON_WRITE or trainable=False"
-        )
-    return {
-        "initial_value": initial_value,
-        "trainable": synchronization != VariableSynchronization.ON_READ if trainable is None else trainable,
-        "dtype": dtype,
-        "name": name,
-        "shape": shape,
-        "constraint": constraint,
-        "synchronization": synchronization,
-        "aggregation": aggregation,
-    }
-
-
-def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, aggregation: Any) -> Array:
-    """Evaluate and check an initial value.
-
-    Raises:
-        TypeError: It is no array of numbers or bools.
-        ValueError: It has another shape than ``shape``, or its mean cannot be formed in its dtype.
-    """
-    value = initial_value() if callable(initial_value) else initial_value
-    array = value.as_array() if isinstance(value, Assignable) else array_of(value, "initial_value")
-    if dtype is not None:
-        array = place_of(array).casts(array, as_dtype(dtype))
-    check_transportable(array.dtype, "Variable")
-    if shape is not None and tuple(shape) != array.shape:
-        raise ValueError(f"initial_value has shape {array.shape}; expected shape={tuple(shape)}, as given")
-    if aggregation == VariableAggregation.MEAN and array.dtype.kind in "iub":
-        raise ValueError(
-            f"aggregation MEAN with dtype {array.dtype}: a mean need not be an integer; "
-            "use a floating dtype, SUM or ONLY_FIRST_REPLICA"
-        )
-    return array
 
 
 class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
@@ -186,7 +117,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             aggregation: VariableAggregation = VariableAggregation.NONE,
         ) -> None: ...
 
-    __signature__ = inspect.signature(_variable_arguments).replace(return_annotation=None)
+    __signature__ = inspect.signature(variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
     whole: CompositeVariable | None = None
     # Whether it may still be given a restored value that waits for it, when it comes to its place.
@@ -208,6 +139,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         """Take the copies and the properties of a new variable."""
         self._strategy = strategy
         self._components = tuple(components)
+        # Whatever the context.
+        self._has_one_value = len(components) == 1 and strategy.num_replicas_in_sync == 1
         for component in self._components:
             component.container = self
         self._policy: Policy = policy_for(synchronization, strategy.extended.is_central)
@@ -286,9 +219,9 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def _local_id(self) -> int | None:
         """Return which local component the context addresses, None in cross-replica context."""
-        frame = current_frame()
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
+        if self._has_one_value:
             return 0
+        frame = current_frame()
         if frame.strategy is not self._strategy:
             return None
         if frame.update_replica_id is not None:
@@ -328,7 +261,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
+        if self._has_one_value:
             self._components[0].assign_by(how, _sole_value(value))
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._component(frame.update_replica_id).assign_by(how, value)
@@ -350,7 +283,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
+        if self._has_one_value:
             self._components[0].scatter_by(how, slices)
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
             self._component(frame.update_replica_id).scatter_by(how, slices)

@@ -288,7 +288,7 @@ _VALUES = (
 _CROSS_DEVICE_OPS = (
     Fault(
         "the results of several replicas share their memory",
-        "mpidist/cross_device_ops/destinations.py",
+        "mpidist/cross_device_ops/local_values.py",
         "put(value, device, copies=True) for device in devices[1:]",
         "put(value, device) for device in devices[1:]",
         ("tests/acceptance/test_replica_context.py",),
