@@ -1,6 +1,6 @@
 """The reduction classes of tf.distribute: from values of replicas to values on destinations."""
 
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
 from mpidist.cross_device_ops.kinds import (
     AllReduceCrossDeviceOps,
     CollectiveAllReduce,
@@ -16,6 +16,7 @@ __all__ = [
     "CrossDeviceOps",
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",
+    "Pairs",
     "ReductionToOneDevice",
     "select_cross_device_ops",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from mpidist.values.placement import place_at, place_of
 _ON_A_RANK = ("reduce_implementation", "batch_reduce_implementation")
 _BETWEEN_RANKS = "between_ranks_implementation"
 _ARGUMENTS = "reduce_op, arrays, divisor, options, structure"
+
+# Values of replicas, and where the result of each is to be.
+Pairs: TypeAlias = Sequence[tuple[ReplicaValues, Any]]
 
 _FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
 
@@ -244,12 +247,7 @@ class CrossDeviceOps:
         return self._comm is not None and self._comm.size > 1
 
     def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> list[Any]:
         """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
 
@@ -269,12 +267,7 @@ class CrossDeviceOps:
         return results
 
     def reduce_pairs_async(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. What the engine does not do alone is done at once."""
         if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
@@ -287,12 +280,7 @@ class CrossDeviceOps:
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
     def _dense(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
     ) -> list[Any]:
         found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
         if found is not None:
@@ -305,18 +293,14 @@ class CrossDeviceOps:
         return self._delivered(pairs, totals, dtypes)
 
     def _among_devices(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
     ) -> list[Any] | None:
         """Return the results on all devices of this process where a class has a way from all to all; None elsewhere."""
         del op, pairs, divisor, options
         return None
 
     def _of_this_rank(
-        self, op: ReduceOp, pairs: Sequence[tuple[ReplicaValues, Any]], options: CommunicationOptions | None
+        self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[DType]]:
         """Return this rank's contributions, in the dtype in which ``op`` is formed, and the dtypes of the results."""
         local: list[PerReplica] = []
@@ -331,7 +315,7 @@ class CrossDeviceOps:
             return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
 
     def _delivered(
-        self, pairs: Sequence[tuple[ReplicaValues, Any]], totals: Sequence[Array], dtypes: Sequence[DType]
+        self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]
     ) -> list[Any]:
         """Return the totals in their final dtype and kind, on their destinations."""
         results = []
@@ -402,7 +386,7 @@ class CrossDeviceOps:
         return self._comm.shared_errors(doing)
 
 
-def _has_sparse(pairs: Sequence[tuple[ReplicaValues, Any]]) -> bool:
+def _has_sparse(pairs: Pairs) -> bool:
     return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 

@@ -18,7 +18,7 @@ from mpidist.collectives.nccl_library import nccl_problem
 from mpidist.core.devices import canonical_device, parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
 from mpidist.cross_device_ops.local_nccl import LocalAllReduce
 from mpidist.cross_device_ops.local_values import AccumulationFn, check_alike, destination_devices, divided, put
 from mpidist.values import Mirrored, PerReplica, ReplicaValues
@@ -124,11 +124,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             self._local = None
 
     def _among_devices(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
     ) -> list[Any] | None:
         columns = [[to_array(part) for part in value.values] for value, _ in pairs]
         if not columns or len(columns[0]) < 2 or not all(is_device_array(a) for column in columns for a in column):
@@ -212,12 +208,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         self._options = options or CommunicationOptions()
 
     def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> list[Any]:
         """See ``CrossDeviceOps``."""
         if not self.crosses_ranks and self._num_replicas != len(self.devices):

@@ -124,7 +124,7 @@ class CentralStorageExtended(CentralExtended):
         super().__init__(strategy, devices, comm)
         self._writer = None if comm is None else VariableWriter(comm)
         self._parameter_device = parameter_device or (
-            self._devices[0] if self.num_replicas_in_sync == 1 else HOST.device
+            self.worker_devices[0] if self.num_replicas_in_sync == 1 else HOST.device
         )
 
     @property
@@ -163,7 +163,7 @@ class CentralStorageExtended(CentralExtended):
         """See ``StrategyExtended``."""
         if self.communicator is not None:
             return super().copy_for(strategy)
-        return CentralStorageExtended(strategy, self._devices, self._parameter_device, None)
+        return CentralStorageExtended(strategy, self.worker_devices, self._parameter_device, None)
 
 
 class VariableWriter(SingleWriter):

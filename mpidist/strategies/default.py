@@ -10,6 +10,7 @@ from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
+from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
@@ -17,7 +18,7 @@ from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.leaves import copy_into
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
-from mpidist.values import PerReplica, Variable
+from mpidist.values import Variable
 from mpidist.values.variable import make_variable
 
 _DEVICE = "cpu:0"
@@ -30,10 +31,7 @@ class DefaultExtended(StrategyExtended):
         super().__init__(strategy)
         self.replica = DefaultContext(strategy, 0)
 
-    @property
-    def local_replica_ids(self) -> tuple[int, ...]:
-        """See ``StrategyExtended``."""
-        return (0,)
+    local_replica_ids = (0,)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -63,12 +61,7 @@ class DefaultExtended(StrategyExtended):
         return [self.replica.call(fn, args, kwargs)]
 
     def reduce(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        note: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
     ) -> list[Any]:
         """See ``StrategyExtended``: the value of the one replica."""
         return [value.values[0] for value, _ in pairs]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
@@ -22,6 +22,7 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
 from mpidist.strategies.leaves import apart_from, check_can_gather, check_can_reduce, concatenated
@@ -36,6 +37,8 @@ from mpidist.values.variable import update_components
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
     from mpidist.strategies.strategy import Strategy
+
+Result = TypeVar("Result")
 
 
 class StrategyExtended(ABC):
@@ -54,6 +57,8 @@ class StrategyExtended(ABC):
     """
 
     is_central = False
+    # Shapes may change from step to step.
+    experimental_require_static_shapes = False
     first_gpu: Place | None = None
     cluster_resolver: ClusterResolver | None = None
 
@@ -102,12 +107,7 @@ class StrategyExtended(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        note: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
     ) -> list[Any]:
         """Reduce values over all replicas (collective). Extension.
 
@@ -123,12 +123,7 @@ class StrategyExtended(ABC):
         """
 
     def reduce_async(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        note: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
     ) -> Work | FinishedWork:
         """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
@@ -167,11 +162,6 @@ class StrategyExtended(ABC):
     def parameter_devices(self) -> tuple[str, ...]:
         """Devices that variables are put on."""
         return self.worker_devices
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """False: shapes may change from step to step."""
-        return False
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -231,15 +221,7 @@ class StrategyExtended(ABC):
             RuntimeError: Called in replica context.
             ValueError: ``destinations`` is a list or tuple, or unknown.
         """
-        instead = "use get_replica_context().all_reduce(op, value)"
-        with self.shared_errors("reduce_to()"):
-            context.require_cross_replica(self.strategy, "reduce_to()", instead)
-            op = ReduceOp.of(reduce_op)
-            check_communication_options(options)
-            destination_devices(destinations)
-        leaves = nest.flatten(value)
-        results = self.reduce_pairs(op, [(leaf, destinations) for leaf in leaves], options, _told(value, destinations))
-        return nest.pack_like(value, list(map(apart_from, results, leaves)))
+        return self._reduce_nests("reduce_to()", reduce_op, [(value, destinations)], options)[0]
 
     def batch_reduce_to(
         self,
@@ -252,21 +234,29 @@ class StrategyExtended(ABC):
         Raises:
             ValueError: Something else than (value, destinations) tuples.
         """
-        instead = "use get_replica_context().all_reduce(op, values)"
-        with self.shared_errors("batch_reduce_to()"):
-            context.require_cross_replica(self.strategy, "batch_reduce_to()", instead)
+        return self._reduce_nests("batch_reduce_to()", reduce_op, value_destination_pairs, options)
+
+    def _reduce_nests(
+        self,
+        method: str,
+        reduce_op: ReduceOp | str,
+        nests: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        with self.shared_errors(method):
+            context.require_cross_replica(self.strategy, method, "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
             check_communication_options(options)
-            pairs = list(value_destination_pairs)
-            if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
-                raise ValueError(f"value_destination_pairs is {pairs!r}; expected (value, destinations) tuples")
-            flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
-            for _, destinations in flat:
+            nests = list(nests)
+            if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in nests):
+                raise ValueError(f"value_destination_pairs is {nests!r}; expected (value, destinations) tuples")
+            flat = [(leaf, destinations) for value, destinations in nests for leaf in nest.flatten(value)]
+            for _, destinations in nests:
                 destination_devices(destinations)
-        structure = "; ".join(_told(value, destinations) for value, destinations in pairs)
-        reduced = self.reduce_pairs(op, flat, options, structure) if flat else []
+        note = "; ".join(_told(value, destinations) for value, destinations in nests)
+        reduced = self.reduce_pairs(op, flat, options, note) if flat else []
         results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
-        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
+        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
     def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
         """Give every rank the ``tensor`` of rank ``root``, with a copy on each of ``destinations`` (collective).
@@ -561,13 +551,13 @@ class StrategyExtended(ABC):
     # Calls ----------------------------------------------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, fn: Callable[..., Result], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Result:
         """Do what ``Strategy.run`` does."""
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
         """Call ``fn`` for each replica and group the results; errors of one rank reach the others. Extension."""
         try:
             results = self.run_replicas(fn, args, kwargs)
@@ -575,7 +565,8 @@ class StrategyExtended(ABC):
             # If the caller goes on, the other ranks must not pair this rank's next step with their present one.
             self.announce(error, "the function given to run()")
             raise
-        return self.per_replica(results)
+        grouped: Result = self.per_replica(results)
+        return grouped
 
     def per_replica(self, values: Sequence[Any]) -> Any:
         """Return a structure per local replica as one structure of distributed values. Extension."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
@@ -24,6 +24,8 @@ from mpidist.values.placement import place_at
 if TYPE_CHECKING:
     from mpidist.strategies.strategy import Strategy
     from mpidist.values import Variable
+
+Value = TypeVar("Value")
 
 
 class ReplicaContext:
@@ -130,11 +132,11 @@ class ReplicaContext:
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: Value,
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
-    ) -> Any:
+    ) -> Value:
         """Reduce over all replicas and give every replica the result.
 
         Collective: call it on every replica, in the same order, with the same structure, shapes and dtypes. A
@@ -159,7 +161,8 @@ class ReplicaContext:
         require_replica(self, "all_reduce()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        return self._all_reduce(op, *_read_here(value), options, out)
+        reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
+        return reduced
 
     def _all_reduce(
         self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
@@ -233,7 +236,7 @@ class ReplicaContext:
         work: PartOfWork = self.meet(("all_reduce_async", op, options), merged, (value, out), {})
         return work
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
 
         Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
@@ -250,7 +253,7 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather()")
         check_communication_options(options)
-        value, leaves = _read_here(value)
+        given, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
             for leaf in leaves:
                 check_can_gather(leaf, axis, "all_gather()")
@@ -260,7 +263,8 @@ class ReplicaContext:
             gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
             return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
 
-        return self.meet(("all_gather along axis", axis, options), merged, (value,), {})
+        gathered: Value = self.meet(("all_gather along axis", axis, options), merged, (given,), {})
+        return gathered
 
     def _update(
         self,
@@ -295,7 +299,7 @@ def _read_here(value: Any) -> tuple[Any, list[Any]]:
     return value, leaves
 
 
-def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:
+def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Value) -> Value:
     """Return the gradient of ``ctx.all_reduce(reduce_op, x)`` with respect to this replica's ``x``. Extension.
 
     For autodiff libraries; collective as ``all_reduce``.
@@ -313,4 +317,5 @@ def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:
     context = get_replica_context()
     if context is None:
         raise RuntimeError("all_reduce_grad() requires replica context; call it inside strategy.run()")
-    return context.all_reduce(op, upstream)
+    gradient: Value = context.all_reduce(op, upstream)
+    return gradient

@@ -5,7 +5,7 @@ MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mpidist.arrays.convert import Array, to_array
@@ -16,7 +16,7 @@ from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops import CrossDeviceOps, select_cross_device_ops
+from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputOptions, InputWorkers, distribute_from_function
 from mpidist.strategies.devices import agreed_devices
 from mpidist.strategies.extended import StrategyExtended
@@ -24,7 +24,7 @@ from mpidist.strategies.leaves import outputs_for
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.replica_threads import ReplicaThreads
 from mpidist.strategies.strategy import Strategy
-from mpidist.values import IndexedSlices, PerReplica, Variable, select_replica
+from mpidist.values import IndexedSlices, Variable, select_replica
 from mpidist.values.placement import place_at
 from mpidist.values.variable import make_variable
 
@@ -41,6 +41,9 @@ class ReplicatedExtended(StrategyExtended):
         cluster_resolver: What ``strategy.cluster_resolver`` returns.
         allows_per_replica_input: Whether input may be made per replica.
     """
+
+    local_replica_ids: tuple[int, ...] = ()
+    worker_devices: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -59,9 +62,9 @@ class ReplicatedExtended(StrategyExtended):
             if comm is not None:
                 comm.close()
             raise
-        self._devices = devices
+        self.worker_devices = devices
         self._workers = InputWorkers(len(counts), comm.rank if comm else 0, counts, comm, sum(counts) > 1, devices)
-        self._ids = self._workers.local_replica_ids
+        self.local_replica_ids = self._workers.local_replica_ids
         self._places = [place_at(device) for device in devices]
         self.first_gpu = next((place for place in self._places if not place.is_host), None)
         if self.first_gpu is not None:
@@ -78,20 +81,10 @@ class ReplicatedExtended(StrategyExtended):
         if comm is not None and all_have_gpus:
             # Before the model takes the memory of the GPUs.
             comm.prepare_device("gpu", self._places[0].number)
-        self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self._ids)]
+        self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self.local_replica_ids)]
         if comm is not None and max(counts) == 1 and self._ops.leaves_all_to_engine:
             self._contexts = [LoneReplicaContext(strategy, comm, self._ops)]
         self.threads = ReplicaThreads(self._contexts, self._places)
-
-    @property
-    def local_replica_ids(self) -> tuple[int, ...]:
-        """See ``StrategyExtended``."""
-        return self._ids
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """See ``StrategyExtended``."""
-        return self._devices
 
     def input_workers(self) -> InputWorkers:
         """See ``StrategyExtended``."""
@@ -101,7 +94,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         kind = f"{properties['synchronization'].name}/{properties['aggregation'].name}"
         (array,) = self.broadcast([array], 0, f"variable {properties['name']!r} {kind}")
-        return make_variable(self.strategy, self._devices, array, **properties)
+        return make_variable(self.strategy, self.worker_devices, array, **properties)
 
     def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """See ``StrategyExtended``."""
@@ -114,23 +107,13 @@ class ReplicatedExtended(StrategyExtended):
             return [self._contexts[0].call(fn, args, kwargs)]
 
     def reduce(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        note: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
     ) -> list[Any]:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
 
     def reduce_async(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        note: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
     ) -> Work | FinishedWork:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs_async(op, pairs, divisor, options, note)
@@ -161,7 +144,7 @@ class ReplicatedExtended(StrategyExtended):
                 "every rank"
             )
         return type(self)(
-            strategy, self._devices, None, self._ops, allows_per_replica_input=self._allows_per_replica_input
+            strategy, self.worker_devices, None, self._ops, allows_per_replica_input=self._allows_per_replica_input
         )
 
     def close(self) -> None:

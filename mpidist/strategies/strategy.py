@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core import context, nest
@@ -14,12 +14,15 @@ from mpidist.core.options import RunOptions
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
 from mpidist.strategies import logical_devices
-from mpidist.strategies.leaves import apart_from, as_result, check_returned
-from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
+from mpidist.strategies.leaves import apart_from, as_result, check_axis, check_returned, reduce_over_axis
 from mpidist.values.placement import Place
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
+
+# What a replica function returns, and what goes into a combination of replicas and comes out of it.
+Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class Strategy:
@@ -67,11 +70,11 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Result],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> Result:
         """Call ``fn`` once for each replica of this rank, in replica context, with the replica's device current.
 
         Args:
@@ -85,7 +88,8 @@ class Strategy:
         thread, such as ``torch.no_grad()``, are entered inside ``fn``.
 
         Returns:
-            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values.
+            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values. Its type is
+            that of the bare value, which it has again once ``reduce`` or ``experimental_local_results`` took it.
 
         Raises:
             RuntimeError: Called inside ``run``, or inside another strategy's scope.
@@ -112,7 +116,7 @@ class Strategy:
             whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
         return self._extended.run(fn, tuple(args), kwargs or {})
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
         """Combine the values of all replicas into one array, the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -151,9 +155,11 @@ class Strategy:
             results = self._extended.reduce_leaves(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        return nest.pack_like(value, [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)])
+        combined = [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)]
+        reduced: Value = nest.pack_like(value, combined)
+        return reduced
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Value, axis: int) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -171,9 +177,10 @@ class Strategy:
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
         results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
-        return nest.pack_like(value, list(map(apart_from, results, leaves)))
+        gathered: Value = nest.pack_like(value, map(apart_from, results, leaves))
+        return gathered
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
 
         A nest gives a nest for each local replica, also where all in it are plain values.
@@ -184,7 +191,7 @@ class Strategy:
         """
         return self._extended.local_results(value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: Value) -> tuple[Value, ...]:
         """Return the same as :meth:`experimental_local_results` (deprecated name)."""
         return self.experimental_local_results(value)
 

@@ -15,13 +15,13 @@ from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.strategy import Strategy, Value
 
 
 class StrategyV1(Strategy):
     """What the v1 forms add to a strategy."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None = None) -> Value:
         """Do what ``Strategy.reduce`` does; ``axis`` may be left out (collective)."""
         return super().reduce(reduce_op, value, axis)
 

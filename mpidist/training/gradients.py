@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -102,25 +102,17 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
     [0.5]
     """
     gradients, variables = checked_pairs(grads_and_vars)
-    return list(zip(sum_over_replicas(gradients, variables), variables, strict=True))
-
-
-def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Return the sums over all replicas (collective, one packed all-reduce).
-
-    The labels travel in the plan, so that replicas that list their variables in another order are told so.
-    """
     context = get_replica_context()
     if context is None:
         raise RuntimeError(
             "gradients of replicas cannot be summed in cross-replica context; call it inside strategy.run(), or "
             "sum them with strategy.reduce('SUM', gradients, axis=None)"
         )
-    if context.num_replicas_in_sync == 1 or not has_strategy():
-        return list(gradients)
-    named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
-    reduced: dict[str, Any] = context.all_reduce("SUM", named)
-    return list(reduced.values())
+    if context.num_replicas_in_sync > 1 and has_strategy():
+        # The labels travel in the plan, so that replicas that list their variables in another order are told so.
+        named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
+        gradients = list(context.all_reduce("SUM", named).values())
+    return list(zip(gradients, variables, strict=True))
 
 
 class Buckets:

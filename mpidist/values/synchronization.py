@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
@@ -37,27 +37,6 @@ from mpidist.values.placement import array_of, on_host, place_of
 if TYPE_CHECKING:
     from mpidist.values.scatter import ScatterOp
     from mpidist.values.variable import Variable
-
-
-class Policy(Protocol):
-    """One row of the table."""
-
-    def read(self, variable: Variable) -> Array:
-        """Read in cross-replica context."""
-
-    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
-        """Write in replica context."""
-
-    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        """Write in cross-replica context."""
-
-    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
-        """Raise NotImplementedError where ``how`` has no meaning."""
-
-    def scatter_in_replica(
-        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
-    ) -> None:
-        """Scatter in replica context."""
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
@@ -103,13 +82,15 @@ def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     return strategy.extended.broadcast_nest(mine, note=doing)
 
 
-class _OnWrite:
-    """Copies are equal at all times."""
+class Policy:
+    """The rules of ON_WRITE, where copies are equal at all times; of others in subclasses."""
 
     def read(self, variable: Variable) -> Array:
+        """Return the value in cross-replica context."""
         return variable.values[0].as_array()
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        """Assign in replica context."""
         self._require_aggregation(variable)
 
         def merged(strategy: StrategyLike, values: Any) -> None:
@@ -126,6 +107,7 @@ class _OnWrite:
         context.meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        """Assign in cross-replica context."""
         doing = f"{how.__name__} outside of strategy.run()"
         differs = isinstance(value, PerReplica)
         if not differs and not (variable.differs and how is assign):
@@ -144,6 +126,7 @@ class _OnWrite:
             )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        """Raise NotImplementedError where ``how`` has no meaning."""
         if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             raise NotImplementedError(
                 f"{how.name} on variable {variable.name!r} with aggregation {variable.aggregation.name}; "
@@ -153,6 +136,7 @@ class _OnWrite:
     def scatter_in_replica(
         self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
     ) -> None:
+        """Scatter in replica context, which ``check_scatter`` allows."""
         self._require_aggregation(variable)
         if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
             op = ReduceOp.SUM
@@ -183,7 +167,7 @@ class _OnWrite:
             )
 
 
-class _Central(_OnWrite):
+class _Central(Policy):
     """There is one copy, into which every replica scatters: in TensorFlow too, aggregation is for assignments alone."""
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
@@ -195,7 +179,7 @@ class _Central(_OnWrite):
         self._scatter_rows(ReduceOp.SUM, variable, context, how, slices)
 
 
-class _OnRead:
+class _OnRead(Policy):
     """Every replica writes its own copy; copies are combined when they are read together."""
 
     def read(self, variable: Variable) -> Array:
@@ -234,13 +218,8 @@ class _OnRead:
             f"{how.name} on variable {variable.name!r}, which is synchronized ON_READ; expected ON_WRITE"
         )
 
-    def scatter_in_replica(
-        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
-    ) -> None:
-        self.check_scatter(variable, how)
 
-
-_ON_WRITE = _OnWrite()
+_ON_WRITE = Policy()
 _ON_READ = _OnRead()
 _CENTRAL = _Central()
 
