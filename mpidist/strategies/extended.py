@@ -25,8 +25,13 @@ from mpidist.core.options import CommunicationOptions, check_communication_optio
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.leaves import apart_from, check_can_gather, check_can_reduce, concatenated
-from mpidist.strategies.shared_inputs import check_gradients_apart
+from mpidist.strategies.leaves import (
+    apart_from,
+    check_can_gather,
+    check_can_reduce,
+    check_gradients_apart,
+    concatenated,
+)
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
@@ -49,6 +54,7 @@ class StrategyExtended(ABC):
         communicator: Joins the ranks that take part; None for this process alone. Closed with the strategy.
 
     Attributes:
+        allows_per_replica_input: Whether input may be made per replica.
         cluster_resolver: What ``strategy.cluster_resolver`` returns.
         first_gpu: The GPU that is current in scopes and merge functions; None for the host alone.
         frame: What is on the stack of contexts while the strategy's cross-replica context is current.
@@ -56,6 +62,7 @@ class StrategyExtended(ABC):
         variable_names: What its variables are called.
     """
 
+    allows_per_replica_input = False
     is_central = False
     # Shapes may change from step to step.
     experimental_require_static_shapes = False
@@ -588,7 +595,8 @@ class StrategyExtended(ABC):
 
     def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
         """Do what ``Strategy.distribute_datasets_from_function`` does (collective). Extension."""
-        return distribute_from_function(dataset_fn, self.input_workers(), self.strategy, options)
+        workers, allowed = self.input_workers(), self.allows_per_replica_input
+        return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
 
     def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
         """Do what ``Strategy.experimental_distribute_values_from_function`` does. Extension."""

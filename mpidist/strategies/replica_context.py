@@ -12,10 +12,17 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
-from mpidist.strategies.leaves import check_can_gather, check_can_reduce, check_out, copied, copy_into
+from mpidist.strategies.leaves import (
+    check_can_gather,
+    check_can_reduce,
+    check_gradients_apart,
+    check_out,
+    check_results_apart,
+    copied,
+    copy_into,
+)
 from mpidist.strategies.replica_threads import run_of_this_thread
 from mpidist.strategies.replica_work import finished_work, replica_works
-from mpidist.strategies.shared_inputs import check_gradients_apart, check_results_apart
 from mpidist.values import PerReplica, regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import here

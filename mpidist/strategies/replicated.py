@@ -17,7 +17,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
-from mpidist.input import InputOptions, InputWorkers, distribute_from_function
+from mpidist.input import InputWorkers
 from mpidist.strategies.devices import agreed_devices
 from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.leaves import outputs_for
@@ -70,7 +70,7 @@ class ReplicatedExtended(StrategyExtended):
         if self.first_gpu is not None:
             self.first_gpu.settle()
         self.cluster_resolver = cluster_resolver
-        self._allows_per_replica_input = allows_per_replica_input
+        self.allows_per_replica_input = allows_per_replica_input
         self._ops = cross_device_ops or select_cross_device_ops(devices, self.num_replicas_in_sync, comm, options)
         try:
             self._ops.bind(comm, self.num_replicas_in_sync, devices)
@@ -131,11 +131,6 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return arrays if self.communicator is None else self.communicator.broadcast_arrays(arrays, root, note=note)
 
-    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``."""
-        workers, per_replica = self.input_workers(), self._allows_per_replica_input
-        return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=per_replica)
-
     def copy_for(self, strategy: Strategy) -> StrategyExtended:
         """See ``StrategyExtended``."""
         if self.communicator is not None or self.cluster_resolver is not None:
@@ -143,9 +138,8 @@ class ReplicatedExtended(StrategyExtended):
                 f"{type(self.strategy).__name__} cannot be copied, since it owns a communicator; build a new one on "
                 "every rank"
             )
-        return type(self)(
-            strategy, self.worker_devices, None, self._ops, allows_per_replica_input=self._allows_per_replica_input
-        )
+        allows = self.allows_per_replica_input
+        return type(self)(strategy, self.worker_devices, None, self._ops, allows_per_replica_input=allows)
 
     def close(self) -> None:
         """See ``StrategyExtended``."""

@@ -381,8 +381,7 @@ class Optimizer:
     def rule(self) -> Optimizer:
         """Return a twin without variables and without a schedule: what it takes to update elsewhere."""
         twin = copy.copy(self)
-        twin._schedule, twin._numbers, twin._deferred = None, {}, {}
-        twin._iterations, twin._slots = None, {}
+        vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _iterations=None, _slots={})
         return twin
 
     def take_settings(self, other: Optimizer) -> None:
