@@ -29,7 +29,7 @@ def extended_of(strategy: StrategyLike) -> StrategyExtended:
 
 def before_communication(strategy: StrategyLike, doing: str) -> AbstractContextManager[None]:
     """Return a block around what each rank does before the ranks meet: they learn of an error in it, too."""
-    return extended_of(strategy)._shared_errors(_without_path(doing))
+    return extended_of(strategy).shared_errors(_without_path(doing))
 
 
 def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> Any:
@@ -70,7 +70,7 @@ def every_rank_does(strategy: StrategyLike, doing: str, work: Callable[[], Any])
     """
     message, failure = _outcome(work)
     line = np.frombuffer(json.dumps(message).encode() + b"\n", np.uint8)
-    gathered = extended_of(strategy)._gather_to_implementation([line], 0, f"a checkpoint ({_without_path(doing)})")[0]
+    gathered = extended_of(strategy).gather_leaves([line], 0, f"a checkpoint ({_without_path(doing)})")[0]
     messages = [json.loads(text) for text in np.asarray(gathered).tobytes().splitlines()]
     if failure is not None:
         raise failure
@@ -122,10 +122,10 @@ def _broadcast(strategy: StrategyLike, message: dict[str, Any], doing: str) -> d
     # As arrays, which every strategy can broadcast; the others must know the length first.
     text = np.frombuffer(json.dumps(message).encode(), np.uint8)
     doing = f"a checkpoint ({_without_path(doing)})"
-    size = int(strategy.extended._broadcast_from_first(np.asarray(text.size), doing))
+    size = int(strategy.extended.broadcast_nest(np.asarray(text.size), note=doing))
     if not strategy.extended.should_checkpoint:
         text = np.zeros(size, np.uint8)
-    received: dict[str, Any] = json.loads(np.asarray(strategy.extended._broadcast_from_first(text, doing)).tobytes())
+    received: dict[str, Any] = json.loads(np.asarray(strategy.extended.broadcast_nest(text, note=doing)).tobytes())
     return received
 
 

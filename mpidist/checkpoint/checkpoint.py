@@ -213,7 +213,7 @@ class Checkpoint:
         except Exception as error:
             # Lists and dicts may have changed on this rank alone; the others are those of the last time.
             before: Leaves = self.__dict__["_last_leaves"]
-            extended_of(_strategy_of(before, f"{doing} a checkpoint"))._announce(error, doing)
+            extended_of(_strategy_of(before, f"{doing} a checkpoint")).announce(error, doing)
             raise
 
     def _next_sequence(self, directory: Path) -> int:
@@ -359,7 +359,7 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             "one: make a checkpoint for each"
         )
     strategy = strategies.pop() if strategies else default
-    extended_of(strategy)._require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
+    extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
 
 

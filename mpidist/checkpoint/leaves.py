@@ -166,9 +166,9 @@ def restore_variable(variable: AnyVariable, array: Array) -> None:
 def start_variable(variable: AnyVariable, array: Array) -> None:
     """Give ``variable``, which nobody has used yet, the value that a checkpoint holds; in any context, local."""
     for part, share in zip(parts_of(variable), cut_for(variable, array), strict=True):
-        part._is_unused = False
+        part.is_unused = False
         for copy, value in zip(part.values, _shares_of(part, share), strict=True):
-            copy._start_from(value)
+            copy.start_from(value)
 
 
 def _shares_of(variable: Variable, array: Array) -> list[Array]:

@@ -74,7 +74,7 @@ class PreemptionCheckpointHandler:
         _check_joins_ranks(strategy)
         self._is_chief = bool(strategy.extended.should_checkpoint)
         self._manager.restore_or_initialize()
-        self._agreement = strategy.extended._step_agreement()
+        self._agreement = strategy.extended.step_agreement()
         self._reason: str | None = None
         self._timer: threading.Timer | None = None
         self._began = time.monotonic()

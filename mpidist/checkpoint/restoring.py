@@ -214,7 +214,7 @@ def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[
         mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
         if last_use[source] == key:
             arrays.pop(source, None)
-        value = np.asarray(strategy.extended._broadcast_from_first(mine))
+        value = np.asarray(strategy.extended.broadcast_nest(mine))
         owner = _owner_of(key, leaves)
         if key in leaves.variables:
             restore_variable(leaves.variables[key], value)

@@ -197,7 +197,7 @@ class Save:
         arrays = {}
         for key, variable in self._leaves.variables.items():
             if key in wanted or is_on_read(variable):
-                array = variable._read()
+                array = variable.as_array()
                 if key in wanted:
                     arrays[key] = self._part_of(array, wanted[key])
         for key in self._leaves.arrays.keys() & wanted.keys():
@@ -226,7 +226,7 @@ class Save:
             containers=describe_containers(self._leaves),
             iterators=tuple(self._leaves.iterators),
             kept=self._options.kept,
-            is_shared=extended_of(self._strategy)._spans_ranks(),
+            is_shared=extended_of(self._strategy).spans_ranks,
             run_calls=self._run_calls,
             classes=self._leaves.classes(),
             links=self._leaves.links,

@@ -89,7 +89,7 @@ class Waiting:
         of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
         given, misfits = set(), {}
         for key, variable in leaves.variables.items():
-            if not any(part._is_unused for part in parts_of(variable)):
+            if not any(part.is_unused for part in parts_of(variable)):
                 continue
             source = of_program.get(key, follow(key, self._manifest.links))
             value = self._values.get(source)

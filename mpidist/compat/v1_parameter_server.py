@@ -10,7 +10,14 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.compat.v1_strategies import StrategyV1
 from mpidist.core import context, settings
 from mpidist.core.errors import MismatchError
-from mpidist.input import Dataset, InputContext, InputWorkers, distribute_dataset, distribute_from_function
+from mpidist.input import (
+    Dataset,
+    InputContext,
+    InputOptions,
+    InputWorkers,
+    distribute_dataset,
+    distribute_from_function,
+)
 from mpidist.input.policies import share_of
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
@@ -37,7 +44,7 @@ class WorkerExtended(ParameterServerExtended):
         super().__init__(strategy, link, devices, resolver, self._worker_id == 0, max_staleness)
         others = link.agree(("strategy", self._number), max_staleness, "making a strategy")
         if others != max_staleness:
-            self._close()
+            self.close()
             raise MismatchError(
                 f"this worker gave max_staleness={max_staleness}, and another worker {others}; expected the same on all"
             )
@@ -56,7 +63,9 @@ class WorkerExtended(ParameterServerExtended):
         """Whether this is the chief, or the first worker."""
         return self._worker_id == 0
 
-    def _spans_ranks(self) -> bool:
+    @property
+    def spans_ranks(self) -> bool:
+        """True: every worker runs the program."""
         return True
 
     @property
@@ -69,21 +78,24 @@ class WorkerExtended(ParameterServerExtended):
         self._inputs += 1
         key = ("seeds", self._number, self._inputs)
         return replace(
-            self._input_workers(), first_given=lambda seeds: self._link.agree(key, seeds, "distributing a dataset")
+            self.input_workers(), first_given=lambda seeds: self._link.agree(key, seeds, "distributing a dataset")
         )
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+        """See ``StrategyExtended``: this worker's share."""
         if isinstance(dataset, Dataset):
             dataset = share_of(dataset, len(self._link.workers), self._worker_id)
-        return distribute_dataset(dataset, self._sharing_input(), self._strategy, options)
+        return distribute_dataset(dataset, self._sharing_input(), self.strategy, options)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+        """See ``StrategyExtended``: the function is told which worker this is."""
+
         def for_this_worker(context: InputContext) -> Any:
             own = InputContext(len(self._link.workers), self._worker_id, context.num_replicas_in_sync)
             return dataset_fn(own)
 
         fn = for_this_worker if callable(dataset_fn) else dataset_fn
-        return distribute_from_function(fn, self._sharing_input(), self._strategy, options)
+        return distribute_from_function(fn, self._sharing_input(), self.strategy, options)
 
 
 class AloneExtended(CentralStorageExtended):
@@ -91,7 +103,7 @@ class AloneExtended(CentralStorageExtended):
 
     def __init__(self, strategy: Strategy, devices: tuple[str, ...] | None, resolver: ClusterResolver) -> None:
         super().__init__(strategy, devices, HOST.device, None)
-        self._cluster_resolver = resolver
+        self.cluster_resolver = resolver
 
     def barrier(self) -> None:
         """Return: there is nobody to wait for."""

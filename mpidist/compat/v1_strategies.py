@@ -13,16 +13,15 @@ from mpidist.input import Dataset, InputContext, InputReplicationMode
 from mpidist.input.even_batches import with_even_batches
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
-from mpidist.strategies.mirrored import MirroredStrategy
+from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.one_device import OneDeviceStrategy
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.strategy import Strategy, Value
 
 
 class StrategyV1(Strategy):
     """What the v1 forms add to a strategy."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None = None) -> Value:
         """Do what ``Strategy.reduce`` does; ``axis`` may be left out (collective)."""
         return super().reduce(reduce_op, value, axis)
 
@@ -46,7 +45,7 @@ class StrategyV1(Strategy):
         replicas = self.num_replicas_in_sync
         if isinstance(dataset, Dataset) and replicas > 1:
             dataset = with_even_batches(dataset, replicas)
-        return InputIterator(self._extended._experimental_distribute_dataset(dataset, None))
+        return InputIterator(self._extended.distribute_dataset(dataset, None))
 
     def make_input_fn_iterator(
         self,
@@ -66,7 +65,7 @@ class StrategyV1(Strategy):
         """
         self._require_cross_replica("make_input_fn_iterator()", "call it before run()")
         dataset_fn = dataset_fn_of(input_fn, replication_mode)
-        return InputIterator(self._extended._distribute_datasets_from_function(dataset_fn, None))
+        return InputIterator(self._extended.distribute_from_function(dataset_fn, None))
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: InputIterator | None = None) -> Any:
         """Do what ``run`` does, with the next element of an iterator as the argument of ``fn``.
@@ -95,7 +94,7 @@ class DefaultStrategyV1(StrategyV1):
     @contextmanager
     def scope(self) -> Iterator[Any]:
         """Do what ``Strategy.scope`` does."""
-        with context.scope(self._extended._strategy):
+        with context.scope(self._extended.strategy):
             yield self
 
 

@@ -114,7 +114,7 @@ class State:
                 raise ValueError(f"track() was given {name!r}, which is a value of the state; choose another name")
         tracked = Checkpoint(**objects)
         strategy: Any = tracked._strategy("track()")
-        if objects and not strategy.extended._spans_ranks() and _is_job_of_several():
+        if objects and not strategy.extended.spans_ranks and _is_job_of_several():
             raise RuntimeError(
                 f"track() was given {sorted(objects)}, which belong to this process alone; expected objects of a "
                 "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "
@@ -143,7 +143,7 @@ class State:
         described = f"commit() of the values {sorted(self._values)} and of {describe_objects(tracked)}"
         if described != self._agreed:
             strategy: Any = tracked._strategy("commit()")
-            strategy.extended._agree_on(lambda: described)
+            strategy.extended.agree_on(lambda: described)
             self.__dict__["_agreed"] = described
 
     def _names(self) -> list[str]:

@@ -3,9 +3,8 @@
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.mirrored import MirroredStrategy
+from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.one_device import OneDeviceStrategy
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
 

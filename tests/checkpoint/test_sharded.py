@@ -75,7 +75,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_written_together_and_read_in_any_layout(strategy: mpidist.Strategy, async_save: bool, tmp_path: Path) -> None:
-    together = strategy.extended._spans_ranks()
+    together = strategy.extended.spans_ranks
     with of_all_ranks(tmp_path) as shared:
         folder = tmp_path if not together else shared / f"ranks-from-{first_rank_of(strategy)}"
         mine = model(strategy, 5.0)
@@ -105,7 +105,7 @@ def first_rank_of(strategy: mpidist.Strategy) -> int:
     """Return which rank of the job is the strategy's first (collective)."""
     from mpi4py import MPI
 
-    return int(strategy.extended._broadcast_from_first(np.array(MPI.COMM_WORLD.rank)))
+    return int(strategy.extended.broadcast_nest(np.array(MPI.COMM_WORLD.rank)))
 
 
 def alone() -> Any:

@@ -21,6 +21,7 @@ from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import (
     GPU_PLACES,
     HOST_PLACES,
+    Row,
     algorithms_at,
     candidates_at,
     gpu_names,
@@ -28,7 +29,7 @@ from mpidist.collectives.reduce.registry import (
     host_names,
     wire_algorithms,
 )
-from mpidist.collectives.reduce.table import SHIPPED, Row, Table, check_table, look_up
+from mpidist.collectives.reduce.table import SHIPPED, Table, check_table, look_up
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.collectives.tuning import SIZES, Timing, best_row, decide
 from mpidist.core.errors import AlgorithmError, DeviceError

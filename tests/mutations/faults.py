@@ -278,7 +278,7 @@ _VALUES = (
     Fault(
         "each rank keeps its own value where that of the first replica counts",
         "mpidist/values/synchronization.py",
-        "return strategy.extended._broadcast_from_first(mine, doing)",
+        "return strategy.extended.broadcast_nest(mine, note=doing)",
         "return mine",
         ("tests/acceptance/test_variable_tables.py",),
         ranks=2,
@@ -288,7 +288,7 @@ _VALUES = (
 _CROSS_DEVICE_OPS = (
     Fault(
         "the results of several replicas share their memory",
-        "mpidist/cross_device_ops/destinations.py",
+        "mpidist/cross_device_ops/local_values.py",
         "put(value, device, copies=True) for device in devices[1:]",
         "put(value, device) for device in devices[1:]",
         ("tests/acceptance/test_replica_context.py",),
@@ -322,17 +322,17 @@ _INPUT = (
 _STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
-        "mpidist/strategies/replicated.py",
-        '            self._announce(error, "the function given to run()")\n',
+        "mpidist/strategies/extended.py",
+        '            self.announce(error, "the function given to run()")\n',
         "",
         ("tests/acceptance/test_going_on_after_errors.py",),
         ranks=2,
     ),
     Fault(
         "the mean of plain values is divided by the replicas instead of the ranks",
-        "mpidist/strategies/replicated.py",
-        "divisor = len(self._replica_counts) if is_plain else self._total",
-        "divisor = self._total",
+        "mpidist/strategies/extended.py",
+        "divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync",
+        "divisor = self.num_replicas_in_sync",
         ("tests/acceptance/test_examples_reductions.py",),
         ranks=2,
     ),

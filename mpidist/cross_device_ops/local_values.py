@@ -1,17 +1,33 @@
-"""Destinations of a reduction: which devices of this rank get a copy."""
+"""Values of one rank: on which of its devices they are, and combining those of its replicas.
+
+Replicas are combined in their order, in the dtype in which the sum is formed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.arrays.convert import is_array_like, restorer, to_array
+import numpy as np
+
+from mpidist.arrays.convert import Array, is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
+from mpidist.arrays.dtypes import reduction_dtypes
 from mpidist.core.devices import canonical_device
+from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.component import Component
-from mpidist.values.placement import place_at
+from mpidist.values.placement import HOST, place_at, place_of
 
-HOST = "cpu:0"
+AccumulationFn = Callable[[Sequence[Array]], Array]
+
+_BINARY = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
 # A number is nowhere; ``np.generic`` comes out of reductions, and goes into them as a destination again.
 _PYTHON = (bool, int, float, complex, str)
 
@@ -32,7 +48,7 @@ def destination_devices(destinations: Any) -> tuple[str, ...]:
     if isinstance(destinations, ReplicaValues):
         return tuple(device_of(value, f"cpu:{i}") for i, value in enumerate(destinations.values))
     if isinstance(destinations, str) and destinations:
-        return (HOST if destinations == "host" else canonical_device(destinations),)
+        return (HOST.device if destinations == "host" else canonical_device(destinations),)
     is_array = is_array_like(destinations) and not isinstance(destinations, _PYTHON)
     if is_array or isinstance(destinations, IndexedSlices):
         return (device_of(destinations),)
@@ -42,7 +58,7 @@ def destination_devices(destinations: Any) -> tuple[str, ...]:
     )
 
 
-def device_of(value: Any, on_host: str = HOST) -> str:
+def device_of(value: Any, on_host: str = HOST.device) -> str:
     """Return the device on which ``value`` lies, a number, an array or IndexedSlices; ``on_host`` for the CPU."""
     array = value.values if isinstance(value, IndexedSlices) else value
     if is_device_array(array):
@@ -70,3 +86,42 @@ def put(value: Any, device: str, copies: bool = False) -> Any:
         return value
     restore = restorer(value)
     return moved if restore is None else restore(moved)
+
+
+def check_alike(arrays: Sequence[Array]) -> None:
+    """Raise ValueError unless all arrays have one shape and one dtype."""
+    kinds = [(array.shape, array.dtype) for array in arrays]
+    if any(kind != kinds[0] for kind in kinds):
+        shown = ", ".join(f"{dtype}{shape}" for shape, dtype in kinds)
+        raise ValueError(
+            f"the values of the replicas differ in shape or dtype: {shown}; expected the same on every replica "
+            "(strategy.reduce(..., axis=0) combines replicas with different numbers of rows)"
+        )
+
+
+def formed(array: Array, op: ReduceOp) -> Array:
+    """Return ``array`` in the dtype in which ``op`` is formed."""
+    return place_of(array).casts(array, reduction_dtypes(array.dtype, op)[0])
+
+
+def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
+    """Combine arrays of one shape and dtype where the first is, first to last; the sum where ``op`` is MEAN.
+
+    >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
+    array([11, 22])
+    """
+    combine = _BINARY[op]
+    if len(arrays) == 1:
+        return arrays[0]
+    place = place_of(arrays[0])
+    with place.current():
+        total = to_array(combine(arrays[0], place.brings(arrays[1])))
+        for array in arrays[2:]:
+            combine(total, place.brings(array), out=total)
+    return total
+
+
+def divided(total: Array, divisor: int) -> Array:
+    """Return ``total / divisor``, where ``total`` is."""
+    with place_of(total).current():
+        return to_array(total / divisor)
