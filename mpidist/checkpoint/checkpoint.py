@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import chief_does, extended_of
-from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.containers import give_shape
-from mpidist.checkpoint.leaves import Leaves
-from mpidist.checkpoint.links import align
-from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.naming import Found, checkpoints_in, numbered
-from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
-from mpidist.checkpoint.save_steps import Save, SaveOptions, Unsettled
+from mpidist.checkpoint.restoring import Read
+from mpidist.checkpoint.saving import SaveOptions
 from mpidist.checkpoint.status import LoadStatus
-from mpidist.checkpoint.waiting import Waiting
-from mpidist.core.context import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-    outside,
-)
-from mpidist.core.protocols import StrategyLike
+from mpidist.checkpoint.storage import checkpoints_in, numbered
+from mpidist.checkpoint.tracked import TrackedObjects
 
 
 class Checkpoint:
@@ -68,9 +50,7 @@ class Checkpoint:
     (array([1., 2.]), 3)
     """
 
-    _objects: dict[str, Any]
-    # Counted by PreemptionCheckpointHandler, in all runs of the program.
-    _run_calls: int
+    _tracked: TrackedObjects
 
     def __init__(self, **objects: Any) -> None:
         for name in objects:
@@ -79,37 +59,31 @@ class Checkpoint:
                     f"a checkpoint object cannot be called {name!r}, as a method of Checkpoint is or because of its "
                     f"underscore; choose another name: Checkpoint(my_{name.strip('_')}=...)"
                 )
-        object.__setattr__(self, "_objects", objects)
-        object.__setattr__(self, "_save_counter", 0)
-        object.__setattr__(self, "_run_calls", 0)
-        object.__setattr__(self, "_sequences", {})
-        object.__setattr__(self, "_unsettled", None)
-        object.__setattr__(self, "_waiting", None)
-        object.__setattr__(self, "_last_leaves", collect(objects))
+        object.__setattr__(self, "_tracked", TrackedObjects(objects))
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+        return f"<Checkpoint of {', '.join(self._tracked.objects) or 'nothing'}>"
 
     def __getattr__(self, name: str) -> Any:
-        objects = self.__dict__.get("_objects", {})
+        tracked = self.__dict__.get("_tracked")
+        objects = {} if tracked is None else tracked.objects
         if name not in objects:
             raise AttributeError(f"the checkpoint has no object {name!r}; it has {sorted(objects)}")
         return objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._objects:
+        objects = self._tracked.objects
+        if name not in objects:
             raise AttributeError(
-                f"the checkpoint has no object {name!r}, it has {sorted(self._objects)}; "
+                f"the checkpoint has no object {name!r}, it has {sorted(objects)}; "
                 f"give it to the constructor: Checkpoint({name}=...)"
             )
-        collect({name: value})
-        self._objects[name] = value
+        self._tracked.set(name, value)
 
     @property
     def save_counter(self) -> int:
         """Number of saves so far, those before ``restore`` included."""
-        counter: int = self.__dict__["_save_counter"]
-        return counter
+        return self._tracked.save_counter
 
     # Saving -------------------------------------------------------------------------------------------------------
 
@@ -144,13 +118,13 @@ class Checkpoint:
         numbered(prefix, 0)  # an argument error comes before any communication
         self.wait()
         number = self.save_counter + 1
-        return self._write(numbered(prefix, number), number, SaveOptions(sharded, async_save))
+        return self._tracked.save(numbered(prefix, number), number, SaveOptions(sharded, async_save))
 
     def write(self, path: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
         """Write a checkpoint under the very name ``path``; ``save_counter`` stays. Otherwise as :meth:`save`."""
         numbered(path, 0)
         self.wait()
-        return self._write(Path(path), self.save_counter, SaveOptions(sharded, async_save))
+        return self._tracked.save(Path(path), self.save_counter, SaveOptions(sharded, async_save))
 
     def wait(self) -> None:
         """Return once what ``save(..., async_save=True)`` began is on the disk; collective as ``save``. Extension.
@@ -158,71 +132,11 @@ class Checkpoint:
         Raises:
             OSError: It could not be written; on the rank where that was. The others raise PeerError.
         """
-        unsettled: Unsettled | None = self.__dict__["_unsettled"]
-        if unsettled is None:
-            return
-        _check_context("wait()")
-        object.__setattr__(self, "_unsettled", None)
-        try:
-            unsettled.settle()
-        except BaseException:
-            object.__setattr__(self, "_save_counter", unsettled.counter_before)
-            raise
+        self._tracked.wait()
 
     def sync(self) -> None:
         """Do what :meth:`wait` does (tf.train.Checkpoint.sync)."""
         self.wait()
-
-    def _write(self, path: Path, number: int, options: SaveOptions) -> str:
-        leaves = self._collect_to_save("saving")
-        strategy = _strategy_of(leaves, "save()")
-        before = self.save_counter
-        with entered(strategy):
-            save = Save(strategy, leaves, path, number, self._run_calls, options)
-            unsettled = save.start(lambda: self._next_sequence(path.parent), before)
-            if options.is_async:
-                object.__setattr__(self, "_unsettled", unsettled)
-            else:
-                unsettled.settle()
-        object.__setattr__(self, "_save_counter", number)
-        return unsettled.path
-
-    def _collect_to_save(self, doing: str) -> Leaves:
-        """Return all parts, and what is waiting for parts that are yet to come."""
-        leaves = self._collect(doing)
-        waiting: Waiting | None = self.__dict__["_waiting"]
-        if waiting is not None:
-            with self._shared_errors(doing):
-                waiting.look_at_all()
-            waiting.add_to(leaves)
-        with self._shared_errors(doing):
-            leaves.check_given()
-        return leaves
-
-    def _collect(self, doing: str) -> Leaves:
-        with self._shared_errors(doing):
-            leaves = collect(self._objects)
-        object.__setattr__(self, "_last_leaves", leaves)
-        return leaves
-
-    @contextmanager
-    def _shared_errors(self, doing: str) -> Iterator[None]:
-        """Let the other ranks learn of what goes wrong in the block on this one, before it meets them."""
-        try:
-            yield
-        except Exception as error:
-            # Lists and dicts may have changed on this rank alone; the others are those of the last time.
-            before: Leaves = self.__dict__["_last_leaves"]
-            extended_of(_strategy_of(before, f"{doing} a checkpoint"))._announce(error, doing)
-            raise
-
-    def _next_sequence(self, directory: Path) -> int:
-        sequences: dict[Path, int] = self.__dict__["_sequences"]
-        if directory not in sequences:
-            found = checkpoints_in(directory).checkpoints
-            sequences[directory] = found[-1][1].sequence if found else 0
-        sequences[directory] += 1
-        return sequences[directory]
 
     # Restoring ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +173,7 @@ class Checkpoint:
             manifest = storage.read_manifest(Path(path))
             return Read(Path(path), manifest, storage.read_arrays(Path(path), manifest))
 
-        status, _ = self._restore(read, f"restoring checkpoint {os.fspath(path)}")
+        status, _ = self._tracked.restore(read, f"checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
@@ -272,98 +186,12 @@ class Checkpoint:
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
         """
-        status, unusable = self._restore_newest(
-            lambda: checkpoints_in(Path(directory)), f"restoring the latest checkpoint of {os.fspath(directory)}"
-        )
-        if unusable and status is not None and self._is_chief():
-            warn_of_unusable(unusable, status.path)
+        status, unusable = self._tracked.restore_newest(lambda: checkpoints_in(Path(directory)), os.fspath(directory))
+        if status is not None:
+            self._tracked.warn_of_unusable(unusable, status.path)
         return status
 
-    def _restore_newest(self, find: Callable[[], Found], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        return self._restore(lambda: read_newest(find), doing)
 
-    def _restore(self, read: Callable[[], Read | None], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Return the status, None where there is no checkpoint, and what could not be used."""
-        self.wait()
-        leaves = self._collect("restoring")
-        strategy = _strategy_of(leaves, "restore()")
-        arrays: dict[str, Array] = {}
-
-        def read_on_chief() -> Any:
-            answer = read()
-            if answer is None:
-                return None
-            arrays.update(answer.arrays)
-            return str(answer.path), answer.manifest.to_json(), answer.unusable
-
-        with entered(strategy):
-            answer = chief_does(strategy, doing, read_on_chief)
-            if answer is None:
-                return None, {}
-            path, content, unusable = answer
-            manifest = Manifest.from_json(content, path)
-            aligned = align(manifest, leaves)
-            check_fit_of_all(strategy, leaves, aligned, path, arrays, doing)
-            restore_iterators(strategy, leaves, aligned.manifest, doing)
-            if give_shape(leaves, aligned.manifest):
-                leaves = collect(self._objects)
-            filled = fill(strategy, leaves, aligned, arrays)
-        waiting = self._wait_with(path, manifest, filled.waiting)
-        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, waiting, filled.is_any)
-        object.__setattr__(self, "_save_counter", manifest.number)
-        object.__setattr__(self, "_run_calls", manifest.run_calls)
-        return status, unusable
-
-    def _wait_with(self, path: str, manifest: Manifest, values: dict[str, Array]) -> Waiting | None:
-        """Keep values of variables that objects have yet to make, in the place of those of an earlier restore."""
-        before: Waiting | None = self.__dict__["_waiting"]
-        if before is not None:
-            before.end()
-        waiting = Waiting(path, self._objects, manifest, values) if values else None
-        object.__setattr__(self, "_waiting", waiting)
-        return waiting
-
-    def _count_run_call(self) -> None:
-        object.__setattr__(self, "_run_calls", self._run_calls + 1)
-
-    def _is_chief(self) -> bool:
-        return self._strategy("restore()").extended.should_checkpoint
-
-    def _strategy(self, method: str) -> StrategyLike:
-        return _strategy_of(self._collect("using"), method)
-
-
-def warn_of_unusable(unusable: dict[str, str], used: str) -> None:
-    """Say which checkpoints were passed over, and why, at the line that called the method which calls this."""
-    reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
-    warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
-
-
-def _check_context(method: str) -> None:
-    if has_strategy() and get_replica_context() is not None:
-        raise RuntimeError(f"Checkpoint.{method} was called inside strategy.run(); call it outside, on every rank")
-
-
-def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy that the checkpoint is saved or restored under, after checking the context."""
-    _check_context(method)
-    with outside():
-        default = get_strategy()
-    strategies = {v.distribute_strategy for v in leaves.variables.values()} - {default}
-    if has_strategy():
-        strategies.add(get_strategy())
-    if len(strategies) > 1:
-        names = sorted(type(strategy).__name__ for strategy in strategies)
-        raise ValueError(
-            f"Checkpoint.{method} involves the strategies {names}; expected variables of one strategy, the current "
-            "one: make a checkpoint for each"
-        )
-    strategy = strategies.pop() if strategies else default
-    extended_of(strategy)._require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
-    return strategy
-
-
-def entered(strategy: StrategyLike) -> AbstractContextManager[Any]:
-    """Return the block in which ``strategy`` is in scope."""
-    is_inside = in_cross_replica_context() and get_strategy() is strategy
-    return nullcontext() if is_inside else strategy.scope()
+def tracked_by(checkpoint: Checkpoint) -> TrackedObjects:
+    """Return what a checkpoint works with, of which only its objects and methods are seen by a program."""
+    return checkpoint._tracked

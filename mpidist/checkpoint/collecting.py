@@ -25,8 +25,17 @@ from mpidist.arrays.convert import (
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_key
-from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, child_key, escaped, is_on_read, keys_above
-from mpidist.checkpoint.places import Entry, Place, attribute_of, entry_of
+from mpidist.checkpoint.leaves import (
+    WAITING_ATTRIBUTE,
+    Leaves,
+    ValueRef,
+    attribute_of,
+    child_key,
+    entry_of,
+    escaped,
+    is_on_read,
+    keys_above,
+)
 from mpidist.core.enums import VariableAggregation
 from mpidist.values.composite import AnyVariable
 
@@ -59,7 +68,7 @@ def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
     """
     collector = _Collector(is_complete)
     for name in sorted(objects):
-        collector.add(_Found(objects[name], escaped(name), Entry(objects, name)))
+        collector.add(_Found(objects[name], escaped(name), entry_of(objects, name, None)))
     return collector.result()
 
 
@@ -78,7 +87,7 @@ class _Found:
 
     value: Any
     key: str
-    place: Place | None = None
+    place: ValueRef | None = None
     is_optional: bool = False
     outer: _Found | None = None
     lost: Exception | None = None
@@ -87,7 +96,7 @@ class _Found:
         self,
         value: Any,
         name: str | int,
-        place: Place | None = None,
+        place: ValueRef | None = None,
         *,
         is_optional: bool = False,
         is_entry: bool = False,
@@ -290,7 +299,7 @@ def _is_walked(value: Any) -> bool:
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED
 
 
-def _required(found: _Found) -> Place:
+def _required(found: _Found) -> ValueRef:
     if found.place is None:
         what = "a JAX array" if is_jax(found.value) else repr(found.value)
         raise TypeError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 
 Rule = Callable[[Any], bool]
@@ -32,6 +31,10 @@ _END_OF_COUNTS = 1 << 63
 # NumPy has no arrays of more, whether they have elements or not.
 _MOST_DIMENSIONS = 32 if np.__version__.startswith("1.") else 64
 _END_OF_ELEMENTS = _END_OF_COUNTS // max(dtype.itemsize for dtype in NUMPY_DTYPES.values())
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written: truncated, altered, or with files missing; restore another one."""
 
 
 # Rules ------------------------------------------------------------------------------------------------------------

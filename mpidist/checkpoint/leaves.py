@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
-from mpidist.checkpoint.places import Place
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 
 # Of an object that takes part by its attributes: values that wait for its variables.
 WAITING_ATTRIBUTE = "_mpidist_waiting"
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Where a number or an immutable array stands.
+
+    Attributes:
+        get: Returns what stands there.
+        put: Lets another value stand there.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | None:
+    """Return where an entry of a dict, list or tuple stands, which itself stands at ``outer``; None for nowhere."""
+    if isinstance(container, (dict, list)):
+        return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
+    if not isinstance(container, tuple) or outer is None:
+        return None
+
+    def put(value: Any) -> None:
+        # Another tuple of the same class takes its place.
+        before = outer.get()
+        entries = [*before[:name], value, *before[name + 1 :]]
+        outer.put(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
+
+    return ValueRef(lambda: outer.get()[name], put)
+
+
+def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
+    """Return where an attribute of an object stands, which itself stands at ``outer``; None for nowhere."""
+    params: Any = getattr(holder, "__dataclass_params__", None)
+    if params is None or not params.frozen:
+        return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
+    if outer is None or not any(field.name == name and field.init for field in dataclasses.fields(holder)):
+        return None
+    # Another frozen dataclass takes its place.
+    return ValueRef(
+        lambda: getattr(outer.get(), name),
+        lambda value: outer.put(dataclasses.replace(outer.get(), **{name: value})),
+    )
 
 
 @dataclass
@@ -43,8 +88,8 @@ class Leaves:
     arrays: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    replaced: dict[str, Place] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    replaced: dict[str, ValueRef] = field(default_factory=dict)
+    places: dict[str, ValueRef] = field(default_factory=dict)
     iterators: dict[str, Any] = field(default_factory=dict)
     deferring: dict[str, Any] = field(default_factory=dict)
     containers: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +189,20 @@ def keys_above(key: str) -> set[str]:
 def is_within(key: str, outer: str) -> bool:
     """Whether ``key`` is that of the object ``outer``, or of something in it."""
     return key == outer or key.startswith(f"{outer}/")
+
+
+def follow(key: str, links: Mapping[str, str]) -> str:
+    """Return the key under which a thing is held.
+
+    >>> follow("model/last/kernel", {"model/last": "model/layers/1"})
+    'model/layers/1/kernel'
+    """
+    while links:
+        outer = next((outer for outer in sorted({key, *keys_above(key)}) if outer in links), None)
+        if outer is None:
+            return key
+        key = links[outer] + key[len(outer) :]
+    return key
 
 
 def child_key(key: str, name: str | int) -> str:

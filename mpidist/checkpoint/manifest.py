@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.format_rules import NUMPY_DTYPES, check, check_manifest, parse
+from mpidist.checkpoint.format_rules import NUMPY_DTYPES, DamagedCheckpointError, check, check_manifest, parse
 from mpidist.checkpoint.safetensors_file import FileRecord, stores
 from mpidist.core.version import __version__
 from mpidist.core.wording import pip_install

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.checkpoint.termination import TerminationConfig, TerminationWatch
 from mpidist.core.context import get_strategy, outside
@@ -70,7 +70,8 @@ class PreemptionCheckpointHandler:
         if not isinstance(self._config, TerminationConfig):
             raise TypeError(f"termination_config is {termination_config!r}; expected a TerminationConfig or None")
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        strategy = self._manager.checkpoint._strategy("PreemptionCheckpointHandler()")
+        self._tracked = tracked_by(self._manager.checkpoint)
+        strategy = self._tracked.strategy("PreemptionCheckpointHandler()")
         _check_joins_ranks(strategy)
         self._is_chief = bool(strategy.extended.should_checkpoint)
         self._manager.restore_or_initialize()
@@ -102,7 +103,7 @@ class PreemptionCheckpointHandler:
         """
         self._check_open()
         result = distributed_train_function(*args, **kwargs)
-        self._manager.checkpoint._count_run_call()
+        self._tracked.run_calls += 1
         self._end_step((), {})
         return result
 
@@ -115,7 +116,7 @@ class PreemptionCheckpointHandler:
             args, kwargs: For ``save``, or for ``save_fn``.
         """
         self._check_open()
-        self._manager.checkpoint._count_run_call()
+        self._tracked.run_calls += 1
         self._end_step(args, kwargs)
 
     @contextlib.contextmanager
@@ -134,7 +135,7 @@ class PreemptionCheckpointHandler:
 
         Deprecated in TensorFlow: keep a step in the checkpoint.
         """
-        return self._manager.checkpoint._run_calls
+        return self._tracked.run_calls
 
     def close(self) -> None:
         """Watch no more; once. Collective: call it on every rank, before the strategy is closed."""

@@ -11,14 +11,12 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, fill_torch, is_writable, jax_makes, like_jax
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import check_same, digest, every_rank_does
-from mpidist.checkpoint.containers import describe_container, tensors_to_be_made
-from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.agreement import Agreement, digest
+from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.leaves import Leaves, keys_above, restore_variable
-from mpidist.checkpoint.links import Aligned
 from mpidist.checkpoint.manifest import Manifest, dtype_of
-from mpidist.checkpoint.naming import Found
-from mpidist.core.protocols import StrategyLike
+from mpidist.checkpoint.storage import Found
 from mpidist.values.placement import place_of
 
 
@@ -112,7 +110,9 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
     if problems:
         raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
     here = {*leaves.saved(), *leaves.containers, *leaves.objects}
-    if here and not any(_belongs(key, here) for key in (*manifest.tensors, *manifest.values, *manifest.containers)):
+    if here and not any(
+        here & {key, *keys_above(key)} for key in (*manifest.tensors, *manifest.values, *manifest.containers)
+    ):
         raise ValueError(
             f"checkpoint {path} has nothing of what is asked for: it holds {sorted(manifest.tensors)} and "
             f"{sorted(manifest.values)}, the objects are {sorted(here)}; expected the names that it was saved under"
@@ -132,7 +132,7 @@ def _are_equal(one: Array, other: Array) -> bool:
 
 
 def check_fit_of_all(
-    strategy: StrategyLike, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array], doing: str
+    agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]
 ) -> None:
     """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
     names = _names_to_fill(leaves, aligned.manifest)
@@ -141,7 +141,7 @@ def check_fit_of_all(
         check_fit(leaves, aligned, path, arrays)
         return digest(names)
 
-    check_same(strategy, doing, names, every_rank_does(strategy, doing, check))
+    agreement.check_same(names, agreement.every_rank_does(check))
 
 
 def _names_to_fill(leaves: Leaves, manifest: Manifest) -> list[str]:
@@ -162,11 +162,7 @@ def _is_kept(key: str, leaves: Leaves) -> bool:
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 
-def _belongs(key: str, names: set[str]) -> bool:
-    return key in names or any(key.startswith(f"{name}/") for name in names)
-
-
-def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, doing: str) -> None:
+def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) -> None:
     """Let the iterators go on where they stood (collective where there are any).
 
     Raises:
@@ -179,7 +175,7 @@ def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest
             iterator.restore(manifest.values[key])
 
     if mine:
-        every_rank_does(strategy, doing, restore)
+        agreement.every_rank_does(restore)
 
 
 @dataclass
@@ -201,7 +197,7 @@ class Filled:
     is_any: bool = False
 
 
-def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
+def fill(agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
     """Broadcast what the first rank has read, and put it where it belongs (collective)."""
     manifest = aligned.manifest
     filled = Filled([], [], {key: {} for key in leaves.deferring}, {})
@@ -214,7 +210,7 @@ def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[
         mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
         if last_use[source] == key:
             arrays.pop(source, None)
-        value = np.asarray(strategy.extended._broadcast_from_first(mine))
+        value = np.asarray(agreement.extended._broadcast_from_first(mine))
         owner = _owner_of(key, leaves)
         if key in leaves.variables:
             restore_variable(leaves.variables[key], value)

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.files import open_to_read
-from mpidist.checkpoint.format_rules import HEADER_ENTRY, SAFETENSORS_NAMES, check, parse
+from mpidist.checkpoint.format_rules import HEADER_ENTRY, SAFETENSORS_NAMES, DamagedCheckpointError, check, parse
+from mpidist.core.files import NotAFileError, open_regular
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
 # What is checked or summed up at a time, small enough to stay in the cache between the two.
@@ -179,3 +179,29 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def open_to_read(path: Path) -> FileIO:
+    """Open a file of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: There is no regular file, but something else.
+        OSError: It cannot be opened.
+    """
+    try:
+        return FileIO(open_regular(path, os.O_RDONLY))
+    except NotAFileError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file of a checkpoint, which is not opened.
+
+    Raises:
+        DamagedCheckpointError: There is no regular file, but something else.
+        OSError: It cannot be looked at.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpointError(f"{path} is damaged: {NotAFileError(path)}")
+    return status.st_size

@@ -1,11 +1,153 @@
-"""LoadStatus: what a restored checkpoint had, lacked, and had too much of."""
+"""LoadStatus: what a restored checkpoint had and lacked; Waiting: its values for variables that are yet to be made."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from mpidist.checkpoint.waiting import Waiting
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint.collecting import collect
+from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, follow, is_within, keys_above, start_variable
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.values.composite import AnyVariable, parts_of
+from mpidist.values.first_use import begin_to_wait, stop_waiting
+from mpidist.values.variable import Variable
+
+
+class Waiting:
+    """Values that are given to variables which come from now on, before these are first used.
+
+    Every rank has all of them, so that this takes no other rank. The objects keep it alive.
+
+    Args:
+        path: The checkpoint, for messages.
+        objects: Those of the Checkpoint, by name.
+        manifest: Of it.
+        values: By key.
+
+    Attributes:
+        is_expected: Whether values that no variable gets are nothing to warn of.
+        has_given: Whether any variable has got one.
+    """
+
+    def __init__(self, path: str, objects: dict[str, Any], manifest: Manifest, values: dict[str, Array]) -> None:
+        self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
+        self.has_given = False
+        self._without_value: dict[str, None] = {}
+        leaves = collect(objects)
+        self._keepers = [leaves.objects[key] for key in sorted(leaves.given)]
+        self.is_expected = False
+        begin_to_wait(self)
+        for keeper in self._keepers:
+            vars(keeper)[WAITING_ATTRIBUTE] = self
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Keys of the values that no variable has got."""
+        return tuple(sorted(self._values))
+
+    @property
+    def without_value(self) -> tuple[str, ...]:
+        """Keys of variables that came, and for which there is no value."""
+        return tuple(self._without_value)
+
+    def look(self, used: Variable | None = None) -> None:
+        """Give each unused variable that has come to its place its value; local, in any context.
+
+        A value is given once: what comes to the place of its variable later keeps its own. What does not fit, or
+        cannot be in a checkpoint, is told where it is used, saved or restored.
+
+        Args:
+            used: The variable that is about to be used, if it is one alone.
+
+        Raises:
+            ValueError: It has another shape or dtype than its value.
+        """
+        if not self._values:
+            return
+        for source, variable in self._give(collect(self._objects, is_complete=False)).items():
+            if any(part is used for part in parts_of(variable)):
+                raise self._misfit(source, variable)
+
+    def look_at_all(self) -> None:
+        """Give values as ``look`` does, and wait no more if nothing is left.
+
+        Raises:
+            TypeError: Something that a checkpoint cannot hold.
+            ValueError: A variable has another shape or dtype than its value, or as ``collect``.
+        """
+        if self._values:
+            for source, variable in self._give(collect(self._objects)).items():
+                raise self._misfit(source, variable)
+        if not self._values:
+            self.end()
+
+    def _give(self, leaves: Leaves) -> dict[str, AnyVariable]:
+        """Give variables their values, and return those that do not fit by the keys of these."""
+        # Those that wait come last: of two that are one thing here, one may have been given.
+        of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
+        given, misfits = set(), {}
+        for key, variable in leaves.variables.items():
+            if not any(part._is_unused for part in parts_of(variable)):
+                continue
+            source = of_program.get(key, follow(key, self._manifest.links))
+            value = self._values.get(source)
+            if value is None:
+                if source not in self._manifest.tensors:
+                    self._without_value[key] = None
+            elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
+                misfits[source] = variable
+            else:
+                start_variable(variable, value)
+                given.add(source)
+        for source in given:
+            del self._values[source]
+            self.has_given = True
+        # The mark of it stays on the objects: someone may be going through their attributes.
+        if not self._values:
+            stop_waiting(self)
+        return misfits
+
+    def _misfit(self, source: str, variable: AnyVariable) -> ValueError:
+        value = self._values[source]
+        return ValueError(
+            f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
+            f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
+            f"{variable.shape} and dtype {variable.dtype.name}"
+        )
+
+    def add_to(self, leaves: Leaves) -> None:
+        """Let what is waiting be saved, too, so that it is not lost by saving again."""
+        there = {*leaves.saved(), *leaves.links}
+        lacking = [key for key in self.open if follow(key, leaves.links) not in there]
+        for key in lacking:
+            tensor = self._manifest.tensors[key]
+            leaves.add("arrays", key, self._values[key])
+            leaves.awaited[key] = (tensor.synchronization, tensor.aggregation)
+        for key, to in self._manifest.links.items():
+            is_taken = keys_above(key) & there or any(is_within(name, key) for name in (*there, *leaves.containers))
+            if not is_taken and any(is_within(name, to) for name in lacking):
+                leaves.add("links", key, to)
+
+    def end(self) -> None:
+        """Wait no more, and leave no mark on the objects."""
+        stop_waiting(self)
+        self._values.clear()
+        for keeper in self._keepers:
+            if vars(keeper).get(WAITING_ATTRIBUTE) is self:
+                del vars(keeper)[WAITING_ATTRIBUTE]
+
+    def __reduce__(self) -> Any:
+        # A copy of an object, or one that is pickled, waits for nothing.
+        return type(None), ()
+
+    def __del__(self) -> None:
+        if not self.is_expected and self._values:
+            warnings.warn(
+                f"checkpoint {self._path} has values that no variable has got: {list(self.open)}; check with "
+                "status.assert_consumed() when all variables are made, or say restore(path).expect_partial()",
+                stacklevel=2,
+            )
 
 
 class LoadStatus:

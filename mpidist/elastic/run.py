@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from mpidist.checkpoint.pending import give_up_all
+from mpidist.checkpoint.job import give_up_all
 from mpidist.collectives.channel.channel import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State

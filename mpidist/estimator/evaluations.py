@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.naming import checkpoints_in
-from mpidist.checkpoint.storage import read_manifest
+from mpidist.checkpoint.storage import checkpoints_in, read_manifest
 from mpidist.collectives.mpi.waiting import Deadline
 from mpidist.core import settings
 from mpidist.core.context import outside

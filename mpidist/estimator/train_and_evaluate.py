@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist.checkpoint.pending import finish_writing
+from mpidist.checkpoint.job import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.core.errors import PeerError

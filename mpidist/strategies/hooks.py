@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from mpidist.arrays.convert import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.context import Frame
@@ -135,6 +136,16 @@ class StrategyHooks:
         self, leaves: Sequence[Any], axis: int, structure: str, options: CommunicationOptions | None = None
     ) -> list[Any]:
         raise NotImplementedError
+
+    def _gather_bytes(self, data: Array, doing: str) -> Array:
+        """Return the bytes of all ranks, one after the other (collective); ``doing`` is the same on all.
+
+        Args:
+            data: A vector of uint8; of any length, which may differ from rank to rank.
+            doing: Says what for.
+        """
+        del doing
+        return data
 
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
         raise NotImplementedError

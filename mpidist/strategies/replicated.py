@@ -257,6 +257,9 @@ class ReplicatedExtended(StrategyExtended):
             local = self._comm.gather_arrays(local, axis, options=options, note=structure)
         return [restored(sample, array) for sample, array in zip(samples, local, strict=True)]
 
+    def _gather_bytes(self, data: Array, doing: str) -> Array:
+        return data if self._comm is None else self._comm.gather_arrays([data], 0, note=doing)[0]
+
     def _broadcast_to(self, tensor: Any, destinations: Any, root: int) -> Any:
         sent = self._broadcast_from(tensor, root)
         return nest.map_structure(lambda leaf: self._ops.broadcast(leaf, destinations), sent)
