@@ -24,6 +24,7 @@ from mpidist.checkpoint.safetensors_file import FileRecord, open_to_read
 from mpidist.checkpoint.writer import Writing, this_writer
 from mpidist.core import settings
 from mpidist.core.errors import PeerError
+from mpidist.core.wording import ranks_text
 
 _log = logging.getLogger("mpidist")
 _LONGEST_NAP_SECONDS = 0.1
@@ -150,10 +151,11 @@ class Job:
                 self._note(rank).unlink()
             missing -= arrived
             if time.monotonic() > limit:
-                raise TimeoutError(f"rank {sorted(missing)} did not write its part of {self.directory} in time")
+                late = ranks_text(sorted(missing))
+                raise TimeoutError(f"rank {late} did not write its part of {self.directory} in time")
             if missing and gave_up(nap):
                 return None
-            nap = _LONGEST_NAP_SECONDS if nap * 2 > _LONGEST_NAP_SECONDS else nap * 2
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         return [records[rank] for rank in range(self.ranks)]
 
     def _note(self, rank: int) -> Path:
@@ -240,8 +242,7 @@ class Pending:
         self._part_is_done.wait()
         if self.job.rank > 0:
             self._join()
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return self._record
 
     def result(self, records: list[Record] | None = None) -> Any:
@@ -252,8 +253,7 @@ class Pending:
         """
         del records
         self._join()
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return self._result
 
     def settle(self, failed: bool) -> None:
@@ -278,6 +278,10 @@ class Pending:
             if self.job.rank == 0:
                 _log.warning("mpidist: checkpoint %s was not written: %s", self.path, reason)
         _untold.discard(self)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _join(self) -> None:
         if self._thread.ident is not None:

@@ -150,8 +150,8 @@ class Leaves:
         Raises:
             ValueError: There is another one of its name.
         """
-        taken = (self.variables, self.arrays, self.places, self.iterators, self.containers, self.links)
-        if any(key in those for those in taken):
+        is_leaf = key in self.variables or key in self.arrays or key in self.places or key in self.iterators
+        if is_leaf or key in self.containers or key in self.links:
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
 

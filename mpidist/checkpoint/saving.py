@@ -83,15 +83,17 @@ class Save:
         agreement, leaves, options = self._agreement, self._leaves, self._options
         values: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
+        names: list[str] = []
         own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
 
         def look() -> list[int]:
             values.update(leaves.values())
             tensors.update(describe_tensors(leaves))
-            return [own_id, digest(self._names(tensors))]
+            names.extend(self._names(tensors))
+            return [own_id, digest(names)]
 
         told = agreement.every_rank_does(look)
-        agreement.check_same(self._names(tensors), [theirs for _, theirs in told])
+        agreement.check_same(names, [theirs for _, theirs in told])
         rank, ranks = 0, 1
         if options.is_sharded:
             rank, ranks = [first for first, _ in told].index(own_id), len(told)
@@ -239,11 +241,11 @@ def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
     {'w': [(0, 0, 14995), (1, 14995, 30000)], 'b': [(0, 0, 10)]}
     """
     shared = [(key, extent) for key, extent in extents.items() if extent.is_everywhere]
-    total = sum(extent.nbytes for _, extent in shared)
-    own = sum(extent.nbytes for extent in extents.values()) - total
+    total = sum([extent.nbytes for _, extent in shared])
+    own = sum([extent.nbytes for extent in extents.values()]) - total
     # The first rank has its own to write, too, and takes so much less of the rest; the others share that evenly.
     first = total if ranks == 1 else min(max(0, (total + own) // ranks - own), total)
-    cuts = [0, *(first + (total - first) * i // max(1, ranks - 1) for i in range(ranks))]
+    cuts = [0, *[first + (total - first) * i // max(1, ranks - 1) for i in range(ranks)]]
     plan: Plan = {key: [(0, 0, extent.size)] for key, extent in extents.items()}
     begin = 0
     for key, extent in shared:

@@ -100,24 +100,6 @@ def _look_at(path: Path, found: Found) -> None:
         found.checkpoints.append((path, manifest))
 
 
-def numbered(prefix: str | os.PathLike[str], number: int) -> Path:
-    """Return the path of save ``number``.
-
-    Raises:
-        ValueError: The checkpoint would have no name, or one that begins with a dot, by which it would not be found:
-            those are of checkpoints that are not finished.
-    """
-    text = os.fspath(prefix)
-    folder, name = os.path.split(text)
-    if not name or name.startswith("."):
-        better = os.path.join(text if name in ("", ".", "..") else folder, name.strip(".") or "ckpt")
-        raise ValueError(
-            f"the path of the checkpoint is {text!r}; expected a name after the directory that does not begin "
-            f"with a dot, such as {better!r}"
-        )
-    return Path(f"{text}-{number}")
-
-
 # One checkpoint ---------------------------------------------------------------------------------------------------
 
 

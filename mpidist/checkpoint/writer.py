@@ -72,21 +72,16 @@ class Writing:
                     "save under a name at a time: call wait() of the Checkpoint that saves it first"
                 ) from error
             raise FileExistsError(_two_writers(path, "another process")) from error
-        try:
+        self.directory = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.release)
             if not is_shared:
                 _check_sole_writer(path)
             # Opened now: once the checkpoint has its name, nothing may go wrong any more.
             self._parent = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-            self.directory = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-            try:
-                self.directory.mkdir()
-            except BaseException:
-                os.close(self._parent)
-                raise
-        except BaseException:
-            self._lock.release()
-            raise
-        self._is_open = True
+            undo.callback(os.close, self._parent)
+            self.directory.mkdir()
+            self._undo = undo.pop_all()
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest and give the checkpoint, whose files are all on the disk, its name.
@@ -103,7 +98,7 @@ class Writing:
             os.fsync(stream.fileno())
         _sync(self.directory)
         self._put()
-        self._close()
+        self._undo.close()
 
     def _put(self) -> None:
         if not self.path.exists():
@@ -127,19 +122,11 @@ class Writing:
             old.rename(doomed)
             shutil.rmtree(doomed)
 
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self._parent)
-            self._lock.release()
-
     def discard(self, names: Iterable[str]) -> None:
         """Remove what has been written so far; ``names`` are those of the files.
 
         What cannot be removed matters less than the error that led here; the next manager removes it.
         """
-        if not self._is_open:
-            return
         # By name: a process without file descriptors left could not list the directory.
         with contextlib.suppress(OSError):
             for name in (*names, MANIFEST):
@@ -147,7 +134,7 @@ class Writing:
                     (self.directory / name).unlink()
             self.directory.rmdir()
         with contextlib.suppress(OSError):
-            self._close()
+            self._undo.close()
 
 
 def _make_directory(path: Path) -> None:
@@ -222,8 +209,9 @@ class WriterLock:
             try:
                 self.is_real = _lock(descriptor)
                 # Whoever had the lock may have removed the file since it was opened.
-                if _is_still(self._file, descriptor):
-                    _held.add(_identity(descriptor))
+                own, found = os.fstat(descriptor), _status(self._file)
+                if found is not None and os.path.samestat(own, found):
+                    _held.add(_identity(own))
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -237,25 +225,22 @@ class WriterLock:
         # Removed while it is held: nobody may take a lock that then loses its file.
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        _held.discard(_identity(self._descriptor))
+        _held.discard(_identity(os.fstat(self._descriptor)))
         os.close(self._descriptor)
         self._descriptor = None
 
 
 def is_held_here(path: Path) -> bool:
     """Whether it is this process that writes the checkpoint ``path``."""
-    try:
-        return _identity(_file_of(path)) in _held
-    except FileNotFoundError:
-        return False
+    status = _status(_file_of(path))
+    return status is not None and _identity(status) in _held
 
 
 def _file_of(path: Path) -> Path:
     return path.parent / f".{path.name}.lock"
 
 
-def _identity(file: Path | int) -> tuple[int, int]:
-    status = os.fstat(file) if isinstance(file, int) else file.lstat()
+def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
@@ -271,12 +256,12 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _is_still(file: Path, descriptor: int) -> bool:
+def _status(path: Path) -> os.stat_result | None:
+    """Return what the file system says of a file or a link; None where there is none."""
     try:
-        found = file.lstat()
+        return path.lstat()
     except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(descriptor))
+        return None
 
 
 # Leftovers --------------------------------------------------------------------------------------------------------
@@ -322,8 +307,10 @@ def _leftovers_in(directory: Path) -> list[re.Match[str]]:
         leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
         if leftover is not None and _is_ours(directory / entry):
             matches.append(leftover)
-        elif lock is not None and _is_empty_file(directory / entry):
-            matches.append(lock)
+        elif lock is not None:
+            status = _status(directory / entry)
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_size == 0:
+                matches.append(lock)
     return matches
 
 
@@ -336,14 +323,6 @@ def _is_ours(path: Path) -> bool:
             )
     except (NotADirectoryError, FileNotFoundError, PermissionError):
         return False
-
-
-def _is_empty_file(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _clean(directory: Path, name: str) -> None:

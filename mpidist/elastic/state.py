@@ -12,11 +12,10 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.agreement import extended_of
 from mpidist.checkpoint.alignment import describe_container
-from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, tracked_by
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.restoring import Read
 from mpidist.checkpoint.saving import describe_tensors
-from mpidist.checkpoint.tracked import TrackedObjects
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.patience import limited
@@ -221,7 +220,7 @@ def _is_job_of_several() -> bool:
 
 def take_snapshot(tracked: TrackedObjects) -> Snapshot:
     """Return a copy of all that ``tracked`` would save; collective, and every rank has all of it."""
-    leaves = tracked.collect_to_save("keeping")
+    leaves = tracked.collect("keeping", is_to_save=True)
     with in_scope_of(tracked.strategy("keeping a snapshot")):
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})

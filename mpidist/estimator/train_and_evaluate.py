@@ -13,11 +13,9 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
-from mpidist.estimator.context import TrainContext
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.line import Line, News
-from mpidist.estimator.results import EvalResult
-from mpidist.estimator.specs import EvalSpec, TrainSpec
+from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others
 
