@@ -335,13 +335,15 @@ class TrackedObjects:
             restore_iterators(agreement, leaves, aligned.manifest)
             if give_shape(leaves, aligned.manifest):
                 leaves = collect(self.objects)
-            filled = fill(agreement, leaves, aligned, arrays)
+            unused, deferred, values = fill(agreement, leaves, aligned, arrays)
         if self._waiting is not None:
             self._waiting.end()
-        self._waiting = Waiting(path, self.objects, manifest, filled.waiting) if filled.waiting else None
+        self._waiting = Waiting(path, self.objects, manifest, values)
         self.save_counter, self.run_calls = manifest.number, manifest.run_calls
-        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, self._waiting, filled.is_any)
-        return status, unusable
+        known = aligned.manifest.tensors.keys() | aligned.manifest.values.keys()
+        missing = [key for key in leaves if key not in known]
+        is_any = any(key in known for key in leaves)
+        return LoadStatus(path, missing, unused, deferred, self._waiting, is_any), unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
         """Let the chief say which checkpoints were passed over, at the line that called the method around this."""

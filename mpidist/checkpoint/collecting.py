@@ -124,25 +124,23 @@ class _Collector:
 
     def result(self) -> Leaves:
         while self._queue:
-            self._look_if_possible(self._queue.popleft())
+            try:
+                self._look_at(self._queue.popleft())
+            except (TypeError, ValueError):
+                # Of what is only looked for nothing is saved: saving and restoring tell of it.
+                if self._is_complete:
+                    raise
         while self._without_key and self._is_complete:
             self._look_at(self._without_key.popleft())
         leaves = self._leaves
         leaves.links = _links_to_something(leaves)
         return leaves
 
-    def _look_if_possible(self, found: _Found) -> None:
-        try:
-            self._look_at(found)
-        except (TypeError, ValueError):
-            # Of what is only looked for nothing is saved: saving and restoring tell of it.
-            if self._is_complete:
-                raise
-
     def _look_at(self, found: _Found) -> None:
         value, key = found.value, found.key
         if found.lost is None and key.count("/") >= DEEPEST:
-            self._pass_over(found, _too_deep(key))
+            error = ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
+            self._pass_over(found, error)
         elif isinstance(value, AnyVariable):
             _check_readable(value, key)
             if self._is_new(found):
@@ -238,7 +236,8 @@ class _Collector:
                 self.add(found.part(child, name, place, is_optional=found.is_optional, is_entry=True))
             else:
                 inner = found.part(child, "", is_optional=found.is_optional, is_entry=True)
-                self._pass_over(inner, _wrong_dict_key(key, name))
+                error = TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
+                self._pass_over(inner, error)
 
     def _look_at_module(self, found: _Found) -> None:
         if not self._is_new(found):
@@ -323,19 +322,11 @@ def _wrong_object(key: str, value: Any) -> TypeError:
     )
 
 
-def _too_deep(key: str) -> ValueError:
-    return ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
-
-
 def _beside_state_dict(key: str) -> TypeError:
     return TypeError(
         f"checkpoint object {key!r} is an attribute of a torch module with a variable in it, which state_dict() of the "
         "module leaves out; give the variable to Checkpoint(name=variable), too"
     )
-
-
-def _wrong_dict_key(key: str, name: Any) -> TypeError:
-    return TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
 
 
 def _check_readable(variable: AnyVariable, key: str) -> None:

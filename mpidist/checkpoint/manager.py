@@ -102,7 +102,10 @@ class CheckpointManager:
         def look() -> Any:
             clean_leftovers(Path(directory), self._number_in)
             self._retention = Retention(self._find(), max_to_keep, keep_checkpoint_every_n_hours)
-            return self._retention.checkpoints, self._highest_number()
+            # Damaged ones count, too: what is left of them is not replaced.
+            entries = os.listdir(directory) if os.path.isdir(directory) else []
+            numbers = [int(match[1]) for entry in entries if (match := self._number_in(entry))]
+            return self._retention.checkpoints, max(numbers, default=0)
 
         strategy = self._tracked.strategy("CheckpointManager()")
         listing = Agreement(strategy, "listing", f"the checkpoints of {self._directory}")
@@ -167,7 +170,8 @@ class CheckpointManager:
             if step - self._last_step < self._interval:
                 return None
         self._checkpoint.wait()
-        counter = self._checkpoint.save_counter + 1 if given is not None else self._next_number()
+        last = self._checkpoint.save_counter
+        counter = (last if given is not None else max(last, self._highest)) + 1
         number = counter if given is None else given
         path = Path(self._directory, f"{self._name}-{number}")
 
@@ -230,15 +234,6 @@ class CheckpointManager:
 
     def _number_in(self, name: str) -> re.Match[str] | None:
         return re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
-
-    def _highest_number(self) -> int:
-        # Damaged ones count, too: what is left of them is not replaced.
-        entries = os.listdir(self._directory) if os.path.isdir(self._directory) else []
-        numbers = [int(match[1]) for entry in entries if (match := self._number_in(entry))]
-        return max(numbers, default=0)
-
-    def _next_number(self) -> int:
-        return max(self._checkpoint.save_counter, self._highest) + 1
 
     def _step(self) -> int:
         counter = self._step_counter
@@ -322,10 +317,9 @@ class Retention:
         count = 0 if self._max_to_keep is None else max(0, len(saved_at) - self._max_to_keep)
         surplus, kept = {}, self._kept
         for path in list(saved_at)[:count]:
-            surplus[path] = kept is not None and self._is_due(saved_at[path], kept[0])
+            surplus[path] = False
+            if kept is not None and self._keep_every_hours is not None:
+                surplus[path] = saved_at[path] - kept[0] >= self._keep_every_hours * _SECONDS_PER_HOUR
             if kept is not None and surplus[path]:
                 kept = (saved_at[path], (*kept[1], Path(path).name))
         return surplus, kept
-
-    def _is_due(self, saved_at: float, last: float) -> bool:
-        return self._keep_every_hours is not None and saved_at - last >= self._keep_every_hours * _SECONDS_PER_HOUR

@@ -74,7 +74,10 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
         path: Of it, for messages.
         arrays: Its tensors, on the first rank.
     """
-    manifest, problems = aligned.manifest, [*aligned.problems, *_differing(aligned, arrays)]
+    manifest, problems = aligned.manifest, [*aligned.problems]
+    for one, other in aligned.doubles:
+        if one in arrays and not _are_equal(arrays[one], arrays[other]):
+            problems.append(f"{one!r} and {other!r} are one thing here, and differ in the checkpoint")
     targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
     for key, target in targets.items():
         tensor = manifest.tensors.get(key)
@@ -119,14 +122,6 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
         )
 
 
-def _differing(aligned: Aligned, arrays: Mapping[str, Array]) -> list[str]:
-    return [
-        f"{one!r} and {other!r} are one thing here, and differ in the checkpoint"
-        for one, other in aligned.doubles
-        if one in arrays and not _are_equal(arrays[one], arrays[other])
-    ]
-
-
 def _are_equal(one: Array, other: Array) -> bool:
     return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
@@ -135,21 +130,18 @@ def check_fit_of_all(
     agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]
 ) -> None:
     """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
-    names = _names_to_fill(leaves, aligned.manifest)
+    tensors = aligned.manifest.tensors.keys()
+    there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, aligned.manifest)}
+    known = {key for key in tensors if key in there or _owner_of(key, leaves) is not None}
+    waiting = [f"{key} (yet to be made)" for key in tensors - known if _is_kept(key, leaves)]
+    # Their values will travel between the ranks.
+    names = [*known, *waiting, *(key for key in leaves.iterators if key in aligned.manifest.iterators)]
 
     def check() -> int:
         check_fit(leaves, aligned, path, arrays)
         return digest(names)
 
     agreement.check_same(names, agreement.every_rank_does(check))
-
-
-def _names_to_fill(leaves: Leaves, manifest: Manifest) -> list[str]:
-    """Return the keys whose values will travel between the ranks."""
-    there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, manifest)}
-    known = {key for key in manifest.tensors if key in there or _owner_of(key, leaves) is not None}
-    waiting = [f"{key} (yet to be made)" for key in manifest.tensors.keys() - known if _is_kept(key, leaves)]
-    return [*known, *waiting, *(key for key in leaves.iterators if key in manifest.iterators)]
 
 
 def _owner_of(key: str, leaves: Leaves) -> str | None:
@@ -178,33 +170,22 @@ def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) 
         agreement.every_rank_does(restore)
 
 
-@dataclass
-class Filled:
-    """What became of the values of a checkpoint.
+def fill(
+    agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]
+) -> tuple[list[str], dict[str, dict[str, Array]], dict[str, Array]]:
+    """Broadcast what the first rank has read, and put it where it belongs (collective).
 
-    Attributes:
-        missing: Keys of objects that it has nothing for.
-        unused: Keys of it that no object has.
-        deferred: Values that optimizers keep for variables that they have yet to make, by key of the optimizer.
-        waiting: Values of variables that objects have not made yet, by their key in the checkpoint.
-        is_any: Whether any value has come to its place.
+    Returns:
+        Keys of the checkpoint that no object has; the values that optimizers keep for variables that they have yet to
+        make, by key of the optimizer; and those of variables that objects have not made yet.
     """
-
-    missing: list[str]
-    unused: list[str]
-    deferred: dict[str, dict[str, Array]]
-    waiting: dict[str, Array]
-    is_any: bool = False
-
-
-def fill(agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
-    """Broadcast what the first rank has read, and put it where it belongs (collective)."""
-    manifest = aligned.manifest
-    filled = Filled([], [], {key: {} for key in leaves.deferring}, {})
+    manifest, unused = aligned.manifest, []
+    deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
+    waiting: dict[str, Array] = {}
     last_use = {aligned.source(key): key for key in sorted(manifest.tensors)}
     for key, tensor in sorted(manifest.tensors.items()):
         if key not in leaves.variables and key not in leaves.arrays and not _is_kept(key, leaves):
-            filled.unused.append(key)
+            unused.append(key)
             continue
         source = aligned.source(key)
         mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
@@ -217,20 +198,17 @@ def fill(agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[st
         elif key in leaves.arrays:
             _fill_array(leaves, key, value)
         elif owner is not None:
-            filled.deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
+            deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
         else:
-            filled.waiting[source] = np.array(value)
+            waiting[source] = np.array(value)
     for name, owner_object in leaves.deferring.items():
-        owner_object._checkpoint_defer(filled.deferred[name])
+        owner_object._checkpoint_defer(deferred[name])
     for key, value in manifest.values.items():
         if key in leaves.places:
             leaves.places[key].put(value)
         elif key not in leaves.iterators:
-            filled.unused.append(key)
-    known = manifest.tensors.keys() | manifest.values.keys()
-    filled.missing += [key for key in leaves if key not in known]
-    filled.is_any = any(key in known for key in leaves)
-    return filled
+            unused.append(key)
+    return unused, deferred, waiting
 
 
 def _fill_array(leaves: Leaves, key: str, value: Array) -> None:

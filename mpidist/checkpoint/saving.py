@@ -89,7 +89,10 @@ class Save:
         def look() -> list[int]:
             values.update(leaves.values())
             tensors.update(describe_tensors(leaves))
-            names.extend(self._names(tensors))
+            if options.is_sharded:  # who writes what depends on all sizes
+                names.extend(f"{key} of shape {those.shape} and dtype {those.dtype}" for key, those in tensors.items())
+            else:
+                names.extend(leaves.names_of_all_ranks())
             return [own_id, digest(names)]
 
         told = agreement.every_rank_does(look)
@@ -99,7 +102,9 @@ class Save:
             rank, ranks = [first for first, _ in told].index(own_id), len(told)
         self._is_divided = ranks > 1
         is_writer = agreement.is_chief or self._is_divided
-        plan = self._plan(tensors, ranks)
+        sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
+        extents = {key: Extent(tensor.size, sizes[key], key in leaves.variables) for key, tensor in tensors.items()}
+        plan = plan_parts(extents, ranks)
         wanted = {key: part for key, parts in plan.items() for part in parts if is_writer and part[0] == rank}
         # There may be no memory for a copy on this rank.
         with agreement.before_collective():
@@ -164,19 +169,6 @@ class Save:
         records = agreement.every_rank_does(writer.part) if writer is not None and self._is_divided else None
         self.path, result = agreement.chief_does(lambda: [self.path, writer.result(records) if writer else None])
         return result
-
-    def _names(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return what all ranks must have; who writes what depends on all sizes."""
-        if not self._options.is_sharded:
-            return self._leaves.names_of_all_ranks()
-        return [f"{key} of shape {tensor.shape} and dtype {tensor.dtype}" for key, tensor in tensors.items()]
-
-    def _plan(self, tensors: Mapping[str, Tensor], ranks: int) -> Plan:
-        leaves = self._leaves
-        sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
-        return plan_parts(
-            {key: Extent(tensors[key].size, sizes[key], key in leaves.variables) for key in tensors}, ranks
-        )
 
     def _read(self, wanted: Mapping[str, tuple[int, int, int]]) -> dict[str, Array]:
         """Return what this rank writes of each tensor. Reading an ON_READ variable takes all ranks."""

@@ -34,10 +34,12 @@ class Waiting:
         self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
         self.has_given = False
         self._without_value: dict[str, None] = {}
-        leaves = collect(objects)
-        self._keepers = [leaves.objects[key] for key in sorted(leaves.given)]
         self.is_expected = False
-        begin_to_wait(self)
+        self._keepers: list[Any] = []
+        if values:
+            leaves = collect(objects)
+            self._keepers += [leaves.objects[key] for key in sorted(leaves.given)]
+            begin_to_wait(self)
         for keeper in self._keepers:
             vars(keeper)[WAITING_ATTRIBUTE] = self
 
@@ -166,15 +168,12 @@ class LoadStatus:
         missing: list[str],
         unused: list[str],
         deferred: dict[str, dict[str, Any]],
-        waiting: Waiting | None = None,
-        is_any: bool = True,
+        waiting: Waiting,
+        is_any: bool,
     ) -> None:
         self.path = path
         self.unused = tuple(unused)
-        self._missing = tuple(missing)
-        self._deferred = deferred
-        self._waiting = waiting
-        self._is_any = is_any
+        self._missing, self._deferred, self._waiting, self._is_any = missing, deferred, waiting, is_any
         self._is_asked = False
 
     def __repr__(self) -> str:
@@ -184,14 +183,12 @@ class LoadStatus:
     @property
     def missing(self) -> tuple[str, ...]:
         """Keys of the objects for which the checkpoint has no value, those made since included; they kept theirs."""
-        without_value = () if self._waiting is None else self._waiting.without_value
-        return tuple(dict.fromkeys((*self._missing, *without_value)))
+        return tuple(dict.fromkeys((*self._missing, *self._waiting.without_value)))
 
     @property
     def deferred(self) -> tuple[str, ...]:
         """Keys whose values wait for variables that an optimizer or another object has yet to make."""
-        waiting = () if self._waiting is None else self._waiting.open
-        return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *waiting)
+        return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *self._waiting.open)
 
     def assert_consumed(self) -> LoadStatus:
         """Return the status if every value was restored and every object got one.
@@ -200,8 +197,7 @@ class LoadStatus:
             AssertionError: Something is missing, left over or waiting; the message has the keys.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
+        self._ask()
         problems = self._problems()
         if self.deferred:
             problems.append(
@@ -219,8 +215,7 @@ class LoadStatus:
             AssertionError: Values are missing.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
+        self._ask()
         if self.missing:
             raise AssertionError(f"checkpoint {self.path} has no value for {list(self.missing)}")
         return self
@@ -232,22 +227,20 @@ class LoadStatus:
             AssertionError: None did.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
-        if not self._is_any and (self._waiting is None or not self._waiting.has_given):
+        self._ask()
+        if not self._is_any and not self._waiting.has_given:
             raise AssertionError(f"checkpoint {self.path} has given no object a value; it has {list(self.deferred)}")
         return self
 
     def expect_partial(self) -> LoadStatus:
         """Say that values may be missing or left over: no warning. Those that wait are still given when it is time."""
         self._is_asked = True
-        if self._waiting is not None:
-            self._waiting.is_expected = True
+        self._waiting.is_expected = True
         return self
 
-    def _look(self) -> None:
-        if self._waiting is not None:
-            self._waiting.look_at_all()
+    def _ask(self) -> None:
+        self._is_asked = True
+        self._waiting.look_at_all()
 
     def _problems(self) -> list[str]:
         problems = []
