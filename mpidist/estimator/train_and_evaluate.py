@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.line import Line, News
-from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec
+from mpidist.estimator.specs import EvalSpec, TrainContext, TrainSpec
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others
 
@@ -100,10 +99,8 @@ def train_and_evaluate(
     comm = ranks_of(resolver)
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)
-    directory = Path(os.path.abspath(train_spec.checkpoint_dir))
-    part = _Part(cast, line, resolver, train_spec, directory, Evaluations(eval_spec, directory))
     try:
-        result = _role(cast)(part)
+        result = _Part(cast, line, resolver, train_spec, eval_spec).play()
     except SystemExit as error:
         line.give_up(News.LEFT, error.code)
         raise
@@ -114,84 +111,76 @@ def train_and_evaluate(
     return result
 
 
-@dataclass(frozen=True)
 class _Part:
-    """What a rank needs to do its part."""
+    """What this rank does, of which its role decides.
 
-    cast: Cast
-    line: Line
-    resolver: ClusterResolver
-    train_spec: TrainSpec
-    directory: Path
-    evaluations: Evaluations
+    Args:
+        cast: Who does what.
+        line: To the other ranks.
+        resolver: Who is who.
+        train_spec: What to train.
+        eval_spec: How to evaluate.
+    """
 
+    def __init__(
+        self, cast: Cast, line: Line, resolver: ClusterResolver, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> None:
+        self._cast, self._line, self._resolver, self._train_spec = cast, line, resolver, train_spec
+        self._directory = os.path.abspath(train_spec.checkpoint_dir)
+        self._evaluations = Evaluations(eval_spec, Path(self._directory))
 
-def _role(cast: Cast) -> Callable[[_Part], Any]:
-    """Return what this rank does."""
-    if cast.trains:
-        return _train
-    return _evaluate if cast.evaluates else _serve
+    def play(self) -> Any:
+        """Train, evaluate or serve, and return once all are through."""
+        if self._cast.trains:
+            return self._train()
+        if self._cast.evaluates:
+            with signals_left_to_others():
+                # How long the training takes is nobody's concern, so without a report.
+                self._evaluate_to_the_end("", self._evaluations.evaluate_if_due)
+            return self._evaluations.results
+        Server(self._resolver).join()
+        self._await_evaluation()
+        return None
 
-
-def _train(part: _Part) -> Any:
-    cast, line = part.cast, part.line
-    job, index = cast.tasks[cast.rank]
-    is_chief = cast.rank == cast.chief
-    context = TrainContext(
-        str(part.directory),
-        part.train_spec.max_steps,
-        part.resolver,
-        job,
-        index,
-        is_chief,
-        part.evaluations.evaluate_if_due if cast.evaluates else _nothing,
-    )
-    result = part.train_spec.train_fn(context)
-    finish_writing()
-    if cast.evaluates:
-        _evaluate_to_the_end(part, "the other ranks to end their training", _nothing)
+    def _train(self) -> Any:
+        cast, evaluations = self._cast, self._evaluations
+        job, index = cast.tasks[cast.rank]
+        is_chief = cast.rank == cast.chief
+        evaluate = evaluations.evaluate_if_due if cast.evaluates else _nothing
+        spec = self._train_spec
+        context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
+        result = spec.train_fn(context)
+        finish_writing()
+        if cast.evaluates:
+            self._evaluate_to_the_end("the other ranks to end their training", _nothing)
+            return result
+        self._line.tell(News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
+        self._await_evaluation()
         return result
-    line.tell(News.TRAINED, part.evaluations.newest_id() if is_chief else None, cast.evaluator)
-    _await_evaluation(part)
-    return result
 
+    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object]) -> None:
+        """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
+        cast, line = self._cast, self._line
+        others = {rank for rank in cast.trainers if rank != cast.rank}
+        line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
+        if others and others <= line.left.keys() and cast.chief in others:
+            raise SystemExit(line.left[cast.chief])
+        if line.left:
+            raise self._left_alone()
+        self._evaluations.evaluate_last(line.trained.get(cast.chief))
+        line.tell(News.EVALUATED, None)
 
-def _evaluate(part: _Part) -> list[EvalResult]:
-    with signals_left_to_others():
-        # How long the training takes is nobody's concern, so without a report.
-        _evaluate_to_the_end(part, "", part.evaluations.evaluate_if_due)
-    return part.evaluations.results
+    def _await_evaluation(self) -> None:
+        cast, line = self._cast, self._line
+        name = cast.name(cast.evaluator)
+        line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
+        if not line.evaluated:
+            raise self._left_alone()
 
-
-def _serve(part: _Part) -> None:
-    Server(part.resolver).join()
-    _await_evaluation(part)
-
-
-def _evaluate_to_the_end(part: _Part, waiting_for: str, meanwhile: Callable[[], object]) -> None:
-    """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
-    cast, line = part.cast, part.line
-    others = {rank for rank in cast.trainers if rank != cast.rank}
-    line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
-    if others and others <= line.left.keys() and cast.chief in others:
-        raise SystemExit(line.left[cast.chief])
-    if line.left:
-        raise _left_alone(part)
-    part.evaluations.evaluate_last(line.trained.get(cast.chief))
-    line.tell(News.EVALUATED, None)
-
-
-def _await_evaluation(part: _Part) -> None:
-    cast, line = part.cast, part.line
-    name = cast.name(cast.evaluator)
-    line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
-    if not line.evaluated:
-        raise _left_alone(part)
-
-
-def _left_alone(part: _Part) -> PeerError:
-    left = ", ".join(f"{part.cast.name(rank)} by sys.exit({code!r})" for rank, code in sorted(part.line.left.items()))
-    return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
+    def _left_alone(self) -> PeerError:
+        codes = sorted(self._line.left.items())
+        left = ", ".join(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
+        return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
 
 
 def _nothing() -> None:
