@@ -1,4 +1,4 @@
-"""Agreement: what the ranks do together on a checkpoint, so that an error of one rank is raised on all."""
+"""Agreement: steps that all ranks take together on a checkpoint; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Agreement:
 
     Args:
         strategy: Its ranks take part; its first rank is the chief.
-        action: Says what they do, in one word: ranks that do different things all raise MismatchError.
-        subject: Says to what, for messages; paths in it may differ from rank to rank.
+        action: Names the act in one word; ranks that name different ones all raise MismatchError.
+        subject: Names its object, for messages; paths in it may differ from rank to rank.
 
     Attributes:
         extended: Of the strategy, for library writers.
@@ -46,7 +46,7 @@ class Agreement:
         self._action, self._doing = action, f"{action} {subject}"
 
     def before_collective(self) -> AbstractContextManager[None]:
-        """Return a block for rank-local work: the others learn of an error in it at their next collective."""
+        """Return a block for rank-local work; the others learn of its errors at their next collective."""
         return self.extended._shared_errors(self._action)
 
     def chief_does(self, work: Callable[[], Any]) -> Any:
@@ -56,7 +56,7 @@ class Agreement:
             work: Returns something that JSON has.
 
         Raises:
-            Exception: What ``work`` raised, on the chief.
+            Exception: That of ``work``, on the chief.
             PeerError: The same as text, on the other ranks.
         """
         answer = self._exchange(work if self.is_chief else _nothing)[0]
@@ -65,13 +65,13 @@ class Agreement:
         return answer["result"]
 
     def every_rank_does(self, work: Callable[[], Any]) -> list[Any]:
-        """Call ``work`` on every rank and return the results of all, in the order of the ranks (collective).
+        """Call ``work`` on every rank and return all results in rank order (collective).
 
         Args:
             work: Returns something that JSON has. If it communicates, it does so on all ranks alike.
 
         Raises:
-            Exception: What ``work`` raised, on the ranks where it did.
+            Exception: That of ``work``, on the ranks where it failed.
             PeerError: The same as text, on the other ranks; it names the ranks that failed.
         """
         answers = self._exchange(work)
@@ -82,10 +82,10 @@ class Agreement:
         return [answer["result"] for answer in answers]
 
     def check_same(self, names: Sequence[str], digests: Sequence[int]) -> None:
-        """Raise ValueError on every rank unless all ranks have the same names (collective where they have not).
+        """Raise ValueError on every rank unless all have the same names (collective if not).
 
         Args:
-            names: Of what this rank saves or restores.
+            names: Of the objects that this rank saves or restores.
             digests: ``digest(names)`` of every rank; all ranks were told the same.
         """
         if len(set(digests)) == 1:
@@ -104,7 +104,7 @@ class Agreement:
         )
 
     def _exchange(self, work: Callable[[], Any]) -> list[dict[str, Any]]:
-        """Return the results or errors of all ranks; raise what ``work`` raised here, once all know of it."""
+        """Return the results or errors of all ranks; raise an own error once all know it."""
         failure: Exception | None = None
         try:
             answer = {"result": work()}

@@ -36,9 +36,9 @@ class Aligned:
 
 
 def align(manifest: Manifest, leaves: Leaves) -> Aligned:
-    """Return what a checkpoint has for objects; nothing is changed.
+    """Return a checkpoint as seen by the objects; nothing is changed.
 
-    What was one thing and is several here is there for each of them; what was several and is one here is there once.
+    One thing that is several here is there for each of them; several things that are one here are there once.
     """
     tables: dict[str, dict[str, Any]] = {
         "tensors": dict(manifest.tensors),
@@ -62,7 +62,7 @@ def align(manifest: Manifest, leaves: Leaves) -> Aligned:
 
 
 def _take_apart(tables: dict[str, dict[str, Any]], links: Mapping[str, str], leaves: Leaves, aligned: Aligned) -> None:
-    """Add what the keys that are here lead to, and no other ones: in a ring there is no end of keys."""
+    """Add the keys of objects here that links lead to, and no others, which have no end in a ring."""
     sources = {key: follow(key, links) for key in (*leaves.saved(), *leaves.containers, *leaves.objects)}
     sources = {key: source for key, source in sources.items() if source != key}
     names = {kind: sorted(table) for kind, table in tables.items()}
@@ -133,7 +133,7 @@ def describe_container(container: Any) -> list[Any]:
 
 
 def give_shape(leaves: Leaves, manifest: Manifest) -> bool:
-    """Let lists and dicts have room for the entries that a checkpoint has of them; whether anything changed.
+    """Give lists and dicts the entries that a checkpoint has; return whether anything changed.
 
     Lists get the length that they had and dicts the keys that they lack, where the entries are numbers, strings, None,
     new arrays, or lists, tuples and dicts of them. Variables, and arrays that are there, are left alone.
@@ -161,7 +161,7 @@ def tensors_to_be_made(leaves: Leaves, manifest: Manifest) -> set[str]:
 
 
 def _additions(key: str, container: Any, manifest: Manifest) -> dict[Any, Any]:
-    """Return the entries that a list or dict lacks and can be given, by index or name."""
+    """Return entries that a list or dict lacks and can get, by index or name."""
     kind, shape = manifest.containers.get(key, (None, None))
     additions: dict[Any, Any] = {}
     if kind == "list" and isinstance(container, list):
@@ -191,7 +191,7 @@ def _shorten(container: list[Any], key: str, manifest: Manifest, leaves: Leaves)
 
 
 def _made(key: str, manifest: Manifest) -> Any:
-    """Return what the checkpoint has under ``key``, arrays still to be filled."""
+    """Return the thing that the checkpoint has under ``key``, arrays still to be filled."""
     if key in manifest.containers:
         kind, shape = manifest.containers[key]
         if kind == "dict":

@@ -37,10 +37,10 @@ class Checkpoint:
 
     A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable,
     so it can be restored on another number of ranks and replicas: ON_READ variables are saved as the aggregate over
-    all replicas, and the restored sum is shared out. Of what is no variable, the first rank's is saved.
+    all replicas, and the restored sum is shared out. Of anything but variables, the first rank's is saved.
 
     Args:
-        objects: What to save, by name.
+        objects: Those to save, by name.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
@@ -112,7 +112,7 @@ class Checkpoint:
             sharded: Every rank writes a part, all at the same time, for models that take long to write. The directory
                 must be one that all ranks share. Extension.
             async_save: Return as soon as the values are copied; a thread writes. The next ``save``, ``restore`` or
-                ``wait`` waits for it and raises what went wrong, on all ranks; so does the end of the program, by
+                ``wait`` waits for it and raises its error, on all ranks; so does the end of the program, by
                 itself. Extension.
 
         Returns:
@@ -137,7 +137,7 @@ class Checkpoint:
         return self._tracked.save(Path(path), self.save_counter, SaveOptions(sharded, async_save))
 
     def wait(self) -> None:
-        """Return once what ``save(..., async_save=True)`` began is on the disk; collective as ``save``. Extension.
+        """Return once the last asynchronous save is on the disk; collective as ``save``. Extension.
 
         Raises:
             OSError: It could not be written; on the rank where that was. The others raise PeerError.
@@ -145,7 +145,7 @@ class Checkpoint:
         self._tracked.wait()
 
     def sync(self) -> None:
-        """Do what :meth:`wait` does (tf.train.Checkpoint.sync)."""
+        """Wait as :meth:`wait` does (tf.train.Checkpoint.sync)."""
         self.wait()
 
     # Restoring ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Checkpoint:
         object: each gets its own at its first use.
 
         Args:
-            path: What ``save`` returned. That of the first rank counts.
+            path: The result of ``save``. That of the first rank counts.
 
         Returns:
             A status that says whether everything matched; ``restore(path).assert_consumed()`` insists on it.
@@ -170,7 +170,7 @@ class Checkpoint:
                 whatever else goes wrong there.
             DamagedCheckpointError: Something was altered or is missing; a ValueError.
             ValueError: Shapes or dtypes that differ, read-only arrays, objects that not all ranks have, or a checkpoint
-                that has nothing of what is asked for. The objects keep their values.
+                that has none of the objects. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
         if path is None:
@@ -203,12 +203,12 @@ class Checkpoint:
 
 
 def tracked_by(checkpoint: Checkpoint) -> TrackedObjects:
-    """Return what a checkpoint works with, of which only its objects and methods are seen by a program."""
+    """Return the inner side of a checkpoint, which its manager and others work with."""
     return checkpoint._tracked
 
 
 class TrackedObjects:
-    """What a Checkpoint, its manager and others work with; most methods are collective.
+    """The inner side of a Checkpoint, which its manager and others work with; most methods are collective.
 
     Args:
         objects: By name.
@@ -239,7 +239,7 @@ class TrackedObjects:
         return _strategy_of(self.collect("using"), method)
 
     def collect(self, action: str, *, is_to_save: bool = False) -> Leaves:
-        """Return all parts; those to save, with the values that wait for parts that are yet to come."""
+        """Return all parts; to save, also the values that wait for further parts."""
         with self.shared_errors(action):
             self._last_leaves = leaves = collect(self.objects)
             if is_to_save:
@@ -251,7 +251,7 @@ class TrackedObjects:
 
     @contextmanager
     def shared_errors(self, action: str) -> Iterator[None]:
-        """Let the other ranks learn of what goes wrong in the block on this one, before it meets them."""
+        """Tell the other ranks of an error in the block, before it is raised here."""
         try:
             yield
         except Exception as error:
@@ -305,11 +305,11 @@ class TrackedObjects:
         return self.restore(lambda: read_newest(find), f"the latest checkpoint of {directory}")
 
     def restore(self, read: Callable[[], Read | None], subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Return the status, None where there is no checkpoint, and the checkpoints that could not be used.
+        """Return the status, or None without a checkpoint, and the unusable ones.
 
         Args:
             read: Called on the chief.
-            subject: Says what is restored, for messages.
+            subject: Names the checkpoint, for messages.
         """
         self.wait()
         leaves = self.collect("restoring")
@@ -346,14 +346,14 @@ class TrackedObjects:
         return LoadStatus(path, missing, unused, deferred, self._waiting, is_any), unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
-        """Let the chief say which checkpoints were passed over, at the line that called the method around this."""
+        """Let the chief warn of checkpoints that were passed over, at the caller's line."""
         if unusable and self.strategy("restore()").extended.should_checkpoint:
             reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
             warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
 
 
 def _check_name(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a checkpoint without a name, or with one by which an unfinished checkpoint is known."""
+    """Raise ValueError for a checkpoint without a name, or with that of an unfinished one."""
     text = os.fspath(path)
     folder, name = os.path.split(text)
     if not name or name.startswith("."):

@@ -51,16 +51,16 @@ def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
 
     An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
     ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
-    it has no part for yet, and takes out of it what it comes to use. An iterator takes part by ``state()``, which
+    it has no part for yet, and takes out those that it comes to use. An iterator takes part by ``state()``, which
     returns something that JSON has, and ``restore(state)``.
 
-    Any other object of a class of the program takes part by what its attributes hold at any depth, as tf.Module does:
-    numbers, strings and what cannot be saved are its settings. The shortest path to an object, and of those the first
+    Any other object of a class of the program takes part by its attributes at any depth, as tf.Module does: numbers,
+    strings and things that cannot be saved are its settings. The shortest path to an object, and of those the first
     by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
 
     Args:
         objects: By name.
-        is_complete: Whether what cannot be in a checkpoint is an error. Otherwise it is passed over.
+        is_complete: Whether things that cannot be in a checkpoint are an error. Otherwise they are passed over.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
@@ -101,7 +101,7 @@ class _Found:
         is_optional: bool = False,
         is_entry: bool = False,
     ) -> _Found:
-        """Return a part of the thing as what was found."""
+        """Return a part of the thing, as found."""
         # What has no key does not need longer and longer ones.
         key = self.key if self.lost is not None else child_key(self.key, name)
         return _Found(value, key, place, is_optional, self if is_entry else None, self.lost)
@@ -164,7 +164,7 @@ class _Collector:
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
-        """Look at something that can have no key, after all else: in attributes it is fine if no variable is in it."""
+        """Look after all else at something without a key; in attributes, only variables make it an error."""
         if not found.is_optional:
             raise error
         self.add(replace(found, lost=error))
@@ -263,7 +263,7 @@ class _Collector:
 
 
 def _links_to_something(leaves: Leaves) -> dict[str, str]:
-    """Return the links to what is saved, and to objects in which something is or has such a link in its turn."""
+    """Return the links that lead to something saved, at once or by further links."""
     links_to: dict[str, list[str]] = {}
     for key, to in leaves.links.items():
         links_to.setdefault(to, []).append(key)
@@ -278,21 +278,21 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
 
 
 def _has_methods(value: Any, *names: str) -> bool:
-    """Whether an object has methods, and does not just answer to any name as a mock does."""
+    """Whether an object has methods of its own, and is no mock that answers to any name."""
     return all(
         inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
     )
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an array in an attribute is of those that cannot be saved or filled, such as text or a constant."""
+    """Whether an array in an attribute cannot be saved or filled, as text or a constant."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether the attributes of an object are looked at: where its class is of the program or a library of its own."""
+    """Whether to look at the attributes of an object, whose class is the program's own."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED

@@ -42,14 +42,14 @@ def file_name(rank: int, ranks: int) -> str:
 
 @dataclass
 class Job:
-    """What a rank has to write of one checkpoint. Nothing in it talks to other ranks through MPI, or forks.
+    """The share of a rank in writing one checkpoint. Nothing in it talks to other ranks through MPI, or forks.
 
     Attributes:
         path: The directory to be.
         rank: Of this process.
         ranks: How many write.
-        plan: Who writes what.
-        tensors: What the manifest says of each tensor, without its parts.
+        plan: The parts of each tensor that each rank writes.
+        tensors: Those of the manifest, without their parts.
         arrays: Of those that this rank writes a part of: the tensor, or that part of it as a vector.
         describe: Called on the first rank; returns the manifest as it is known before the files are written.
         finish: Called on the first rank when the checkpoint is there; its result, in JSON's types, is that of the job.
@@ -75,7 +75,7 @@ class Job:
         return str(self.directory)
 
     def part(self) -> Record:
-        """Write what this rank has to write, and wait until it is on the disk."""
+        """Write the file of this rank, and wait until it is on the disk."""
         encoded = {
             key: _encode(self.arrays[key], self.tensors[key], stop - start)
             for key, parts in self.plan.items()
@@ -117,7 +117,7 @@ class Job:
         return self.finish(manifest)
 
     def discard(self) -> None:
-        """Remove what was written, on the first rank."""
+        """Remove all files, on the first rank."""
         if self._begun is not None:
             names = [file_name(rank, self.ranks) for rank in range(self.ranks)]
             notes = [note.name for rank in range(self.ranks) for note in (self._note(rank), self._draft(rank))]
@@ -132,7 +132,7 @@ class Job:
         os.replace(self._draft(self.rank), self._note(self.rank))
 
     def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
-        """Return the records of all ranks as soon as they are there; None where ``gave_up`` says not to wait.
+        """Return the records of all ranks once they are there, or None if given up.
 
         Args:
             own: Of this rank, the first.
@@ -140,7 +140,7 @@ class Job:
 
         Raises:
             TimeoutError: They do not come; the deadline is that of collectives.
-            DamagedCheckpointError: One is not what a rank has written.
+            DamagedCheckpointError: One was not written by a rank.
         """
         records, missing = {0: own}, set(range(1, self.ranks))
         limit, nap = time.monotonic() + settings.TIMEOUT.read(), 0.001
@@ -174,7 +174,7 @@ def _read_note(path: Path) -> Record:
 
 
 def _encode(array: Array, tensor: Tensor, count: int) -> Array:
-    """Return what the file holds of a tensor: its elements in C order, a copy only where they lie otherwise."""
+    """Return elements as the file holds them: in C order, copied only if needed."""
     flat = array.reshape(-1)
     flat = flat if flat.flags.c_contiguous else flat.copy()
     if tensor.stored_as == "bytes":
@@ -191,7 +191,7 @@ class Pending:
     The thread is none of the daemons: the interpreter waits for it before it ends.
 
     Args:
-        job: What to write.
+        job: The job.
         path: The checkpoint, for messages.
     """
 
@@ -237,7 +237,7 @@ class Pending:
         """Wait until this rank's part is written.
 
         Raises:
-            Exception: What went wrong with it.
+            Exception: That of the thread.
         """
         self._part_is_done.wait()
         if self.job.rank > 0:
@@ -246,10 +246,10 @@ class Pending:
         return self._record
 
     def result(self, records: list[Record] | None = None) -> Any:
-        """Wait until the checkpoint is there; on the first rank, which has the records by itself.
+        """Wait until the checkpoint is there; on the first rank, which knows the records.
 
         Raises:
-            Exception: What went wrong.
+            Exception: That of the thread.
         """
         del records
         self._join()
@@ -257,7 +257,7 @@ class Pending:
         return self._result
 
     def settle(self, failed: bool) -> None:
-        """End the thread, once the ranks have told each other how it went; without effect where it has ended."""
+        """End the thread, once all ranks know how it went."""
         if failed:
             self._gave_up.set()
         self._join()
@@ -266,7 +266,7 @@ class Pending:
         _untold.discard(self)
 
     def give_up(self) -> None:
-        """End the thread without waiting for other ranks, and discard what is not whole; local."""
+        """End the thread without waiting for other ranks, and discard unfinished files; local."""
         self._gave_up.set()
         self._join()
         if self._is_whole:
@@ -289,10 +289,10 @@ class Pending:
 
 
 def finish_writing() -> None:
-    """Wait until all that threads of this process write is on the disk; local.
+    """Wait until all saves in threads of this process are on the disk; local.
 
     Raises:
-        Exception: What went wrong with one of them; then it is told only here.
+        Exception: That of one of them; then it is told only here.
     """
     for pending in list(_untold):
         try:
@@ -303,10 +303,10 @@ def finish_writing() -> None:
 
 
 def give_up_all() -> None:
-    """End the saves of this process that its threads have not finished, since ranks are lost; local.
+    """End the unfinished saves of this process, since ranks are lost; local.
 
-    What needs no other rank any more is finished. The others, which would wait for notes of ranks that are gone, are
-    discarded, so that the next save under their names finds the place free; the first rank's log says so.
+    Those that need no other rank any more are finished. The others, which would wait for notes of ranks that are gone,
+    are discarded, so that the next save under their names finds the place free; the first rank's log says so.
     """
     for pending in list(_untold):
         pending.give_up()
@@ -314,7 +314,7 @@ def give_up_all() -> None:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Treat errors that nobody has waited for as uncaught ones, which in a job of several ranks ends it."""
+    """Treat errors that nobody waited for as uncaught, which ends a job of several ranks."""
     for pending in list(_untold):
         _untold.discard(pending)
         try:

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: objects and nests of them taken apart into named variables, arrays and values."""
+"""The parts of a checkpoint: objects and nests of them taken apart into named variables, arrays and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ValueRef:
     """Where a number or an immutable array stands.
 
     Attributes:
-        get: Returns what stands there.
+        get: Returns the value there.
         put: Lets another value stand there.
     """
 
@@ -36,7 +36,7 @@ class ValueRef:
 
 
 def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | None:
-    """Return where an entry of a dict, list or tuple stands, which itself stands at ``outer``; None for nowhere."""
+    """Return a reference to an entry of a container at ``outer``, or None."""
     if isinstance(container, (dict, list)):
         return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
     if not isinstance(container, tuple) or outer is None:
@@ -52,7 +52,7 @@ def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | No
 
 
 def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
-    """Return where an attribute of an object stands, which itself stands at ``outer``; None for nowhere."""
+    """Return a reference to an attribute of an object at ``outer``, or None."""
     params: Any = getattr(holder, "__dataclass_params__", None)
     if params is None or not params.frozen:
         return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
@@ -81,7 +81,7 @@ class Leaves:
         containers: Dicts, lists and tuples.
         objects: Objects that take part by their attributes.
         given: Those of them that are not themselves in an attribute of another one.
-        links: Further keys of what has one already: of variables, of arrays that can be filled, and of objects.
+        links: Further keys of things that have one already: variables, arrays that can be filled, and objects.
     """
 
     variables: dict[str, AnyVariable] = field(default_factory=dict)
@@ -104,12 +104,12 @@ class Leaves:
         yield from self.iterators
 
     def saved(self) -> Iterator[str]:
-        """Yield the keys of what is saved, also where it is saved by parts that are yet to come."""
+        """Yield the keys of all that is saved, if only by parts yet to come."""
         yield from self
         yield from self.deferring
 
     def values(self) -> dict[str, Any]:
-        """Return the numbers, strings and None, and the states of iterators, as they are now, in types that JSON has.
+        """Return numbers, strings, None and states of iterators, in types that JSON has.
 
         Raises:
             TypeError: The state of an iterator has something else.
@@ -121,11 +121,11 @@ class Leaves:
         return values
 
     def classes(self) -> dict[str, str]:
-        """Return the names of the classes whose values mean something else in another class: those of optimizers."""
+        """Return the class names of optimizers, whose values mean something else in another class."""
         return {key: type(owner).__name__ for key, owner in self.deferring.items()}
 
     def names_of_all_ranks(self) -> list[str]:
-        """Return the keys that every rank must have, as values of theirs travel between the ranks.
+        """Return the keys that every rank must have, whose values travel between ranks.
 
         Arrays in lists and dicts are not among them, which may have grown on one rank alone: a restore makes them.
         """
@@ -181,7 +181,7 @@ def escaped(name: str) -> str:
 
 
 def keys_above(key: str) -> set[str]:
-    """Return the keys of what holds the object ``key``."""
+    """Return the keys of the objects that hold ``key``."""
     names = key.split("/")
     return {"/".join(names[:end]) for end in range(1, len(names))}
 
@@ -213,7 +213,7 @@ def child_key(key: str, name: str | int) -> str:
 def restore_variable(variable: AnyVariable, array: Array) -> None:
     """Give ``variable`` the value that a checkpoint holds; in cross-replica context, on every rank.
 
-    Copies of an ON_READ variable with aggregation SUM get equal shares; what is left of integers goes to replica
+    Copies of an ON_READ variable with aggregation SUM get equal shares; the rest of integers goes to replica
     0, so that the sum is kept.
     """
     variable.assign(array)
@@ -223,7 +223,7 @@ def restore_variable(variable: AnyVariable, array: Array) -> None:
 
 
 def start_variable(variable: AnyVariable, array: Array) -> None:
-    """Give ``variable``, which nobody has used yet, the value that a checkpoint holds; in any context, local."""
+    """Give an unused variable the value that a checkpoint holds; in any context, local."""
     for part, share in zip(parts_of(variable), cut_for(variable, array), strict=True):
         part._is_unused = False
         for copy, value in zip(part.values, _shares_of(part, share), strict=True):
@@ -231,7 +231,7 @@ def start_variable(variable: AnyVariable, array: Array) -> None:
 
 
 def _shares_of(variable: Variable, array: Array) -> list[Array]:
-    """Return what each local copy has of a value."""
+    """Return the share of each local copy in a value."""
     if not _is_sum(variable):
         return [array] * len(variable.values)
     count = variable.distribute_strategy.num_replicas_in_sync

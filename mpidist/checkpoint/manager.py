@@ -27,10 +27,10 @@ class CheckpointManager:
     """Saves numbered checkpoints into one directory and removes old ones (tf.train.CheckpointManager).
 
     Collective, as every method but the properties: make it on every rank, with equal arguments. The first rank
-    looks, writes and removes. What writers of such checkpoints that were killed have left in the directory is removed.
+    looks, writes and removes, also the leftovers of killed writers of such checkpoints.
 
     Args:
-        checkpoint: What to save.
+        checkpoint: The objects to save.
         directory: Where; made where it is missing.
         max_to_keep: How many checkpoints to keep; None for all. A checkpoint is removed only when a newer one is safe
             on the disk. Damaged ones are neither counted nor removed.
@@ -117,7 +117,7 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The Checkpoint that is saved."""
         return self._checkpoint
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the managed checkpoints, those saved last at the end; the same on all ranks.
+        """Paths of the managed checkpoints, newest last; the same on all ranks.
 
         Those that are kept for good do not count, and one that a thread is still writing is not among them.
         """
@@ -202,7 +202,7 @@ class CheckpointManager:
         Instead of a damaged checkpoint the one before it is restored, on all ranks; the first rank warns of that.
 
         Returns:
-            The path of what was restored; None where there was nothing.
+            The path of the checkpoint; None where there was none.
 
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
@@ -222,11 +222,11 @@ class CheckpointManager:
         return status.path
 
     def wait(self) -> None:
-        """Return once what ``save`` began is on the disk; collective, as ``Checkpoint.wait``. Extension."""
+        """Return once the last save is on the disk; collective, as ``Checkpoint.wait``. Extension."""
         self._checkpoint.wait()
 
     def sync(self) -> None:
-        """Do what :meth:`wait` does (tf.train.CheckpointManager.sync)."""
+        """Wait as :meth:`wait` does (tf.train.CheckpointManager.sync)."""
         self.wait()
 
     def _find(self) -> Found:
@@ -261,7 +261,7 @@ class Retention:
     """The checkpoints that a manager may remove, those saved last at the end.
 
     Args:
-        found: What the directory holds.
+        found: Those of the directory.
         max_to_keep: How many to keep; None for all.
         keep_every_hours: One per so many hours is kept for good; None for none.
     """
@@ -288,11 +288,11 @@ class Retention:
             self._saved_at.pop(path, None)
 
     def kept_after(self, path: Path) -> tuple[float, tuple[str, ...]] | None:
-        """Return what the manifest of the next checkpoint, ``path``, says of those that are kept for good."""
+        """Return ``kept`` for the manifest of the next checkpoint, ``path``."""
         return self._sorted_out({**self._without(path), str(path): time.time()})[1]
 
     def add(self, path: Path, manifest: Manifest) -> None:
-        """Take in a new checkpoint, which is on the disk, and remove those that are too many.
+        """Take in a new checkpoint, now on the disk, and remove surplus ones.
 
         Warns:
             UserWarning: One cannot be removed.
@@ -313,7 +313,7 @@ class Retention:
         return {other: saved_at for other, saved_at in self._saved_at.items() if other != str(path)}
 
     def _sorted_out(self, saved_at: dict[str, float]) -> tuple[dict[str, bool], tuple[float, tuple[str, ...]] | None]:
-        """Return the checkpoints that are too many, with whether each is kept for good, and ``kept`` after that."""
+        """Return the surplus checkpoints, each with whether it is kept for good, and the new ``kept``."""
         count = 0 if self._max_to_keep is None else max(0, len(saved_at) - self._max_to_keep)
         surplus, kept = {}, self._kept
         for path in list(saved_at)[:count]:

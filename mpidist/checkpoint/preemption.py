@@ -34,7 +34,7 @@ class PreemptionCheckpointHandler:
 
     Args:
         cluster_resolver: As in TensorFlow; not needed here, None will do.
-        checkpoint_or_checkpoint_manager: What to save.
+        checkpoint_or_checkpoint_manager: The objects to save.
         checkpoint_dir: Where, for a Checkpoint; a manager has its own directory.
         termination_config: A TerminationConfig; signals by default.
 
@@ -86,7 +86,7 @@ class PreemptionCheckpointHandler:
         return f"<PreemptionCheckpointHandler of {self._manager!r}>"
 
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a training step, and save and exit after it if the ranks have agreed on it.
+        """Call a training step; save and exit after it if the ranks agreed to.
 
         Call it on every rank, equally often. An exception of the step goes through; the step then does not count.
 
@@ -95,7 +95,7 @@ class PreemptionCheckpointHandler:
             args, kwargs: Of the function.
 
         Returns:
-            What the function returns.
+            The result of the function.
 
         Raises:
             SystemExit: The job has saved and is to end (code 42), by default.
@@ -108,7 +108,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step, and save and exit if the ranks have agreed on it: for loops that do not use :meth:`run`.
+        """Count a step; save and exit if the ranks agreed to. For loops without :meth:`run`.
 
         Call it on every rank after each step, inside :meth:`watch_preemption_scope`.
 
@@ -131,7 +131,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps were counted, those before a restart included, as the checkpoint that was restored has them.
+        """Number of steps counted so far, those before a restart included.
 
         Deprecated in TensorFlow: keep a step in the checkpoint.
         """

@@ -22,7 +22,7 @@ from mpidist.values.placement import place_of
 
 @dataclass
 class Read:
-    """What the first rank has read.
+    """A checkpoint that the first rank has read.
 
     Attributes:
         path: The checkpoint.
@@ -38,10 +38,10 @@ class Read:
 
 
 def read_newest(find: Callable[[], Found]) -> Read | None:
-    """Return the newest checkpoint all of which is as it was written; None where there is none at all.
+    """Return the newest undamaged checkpoint, or None where there is none at all.
 
     Args:
-        find: Says what there is.
+        find: Returns those that are there.
 
     Raises:
         DamagedCheckpointError: There are checkpoints, and none can be used.
@@ -129,7 +129,7 @@ def _are_equal(one: Array, other: Array) -> bool:
 def check_fit_of_all(
     agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]
 ) -> None:
-    """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
+    """Raise on every rank unless the checkpoint fits the objects of all (collective)."""
     tensors = aligned.manifest.tensors.keys()
     there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, aligned.manifest)}
     known = {key for key in tensors if key in there or _owner_of(key, leaves) is not None}
@@ -145,12 +145,12 @@ def check_fit_of_all(
 
 
 def _owner_of(key: str, leaves: Leaves) -> str | None:
-    """Return the object that takes the value ``key`` even if it has no part for it yet."""
+    """Return the object that keeps the value ``key`` for a part yet to come."""
     return next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
 
 
 def _is_kept(key: str, leaves: Leaves) -> bool:
-    """Whether the value ``key`` is kept for a part that an object does not have yet."""
+    """Whether the value ``key`` is kept for a part yet to come."""
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 
@@ -158,7 +158,7 @@ def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) 
     """Let the iterators go on where they stood (collective where there are any).
 
     Raises:
-        Exception: What one of them raised; on the other ranks PeerError.
+        Exception: That of one of them; on the other ranks PeerError.
     """
     mine = {key: iterator for key, iterator in leaves.iterators.items() if key in manifest.iterators}
 
@@ -173,7 +173,7 @@ def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) 
 def fill(
     agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]
 ) -> tuple[list[str], dict[str, dict[str, Array]], dict[str, Array]]:
-    """Broadcast what the first rank has read, and put it where it belongs (collective).
+    """Broadcast the values from the first rank, and fill the objects (collective).
 
     Returns:
         Keys of the checkpoint that no object has; the values that optimizers keep for variables that they have yet to

@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """Size and checksum of a file.
 
     Attributes:
         bytes: Its size.
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
         tensors: C-contiguous arrays of dtypes that the format :func:`stores`.
 
     Raises:
-        OSError: It cannot be written; what there is of it stays.
+        OSError: It cannot be written; an unfinished file stays.
     """
     header, end = {}, 0
     for key, array in tensors.items():
@@ -80,10 +80,10 @@ def read(path: Path, expected: FileRecord | None) -> dict[str, Array]:
 
     Args:
         path: The file.
-        expected: What it must be; None where that is not known.
+        expected: Its record; None where that is not known.
 
     Raises:
-        DamagedCheckpointError: It is not there, not in the format, or not what is expected.
+        DamagedCheckpointError: It is not there, not in the format, or unlike its record.
         OSError: It cannot be read.
     """
     try:
@@ -125,7 +125,7 @@ def _read_tensors(file: FileIO, size: int, path: Path) -> tuple[dict[str, Array]
 
 
 def _entries(text: bytearray, path: Path) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int]]:
-    """Return key, dtype, shape, begin and end of the tensors, in the order in which they lie in the file."""
+    """Return key, dtype, shape, begin and end of each tensor, in the order of the file."""
     header = parse(text, f"the header of {path}")
     if not isinstance(header, dict):
         raise DamagedCheckpointError(f"{path} is damaged: its header is no dict")

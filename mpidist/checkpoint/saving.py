@@ -1,4 +1,4 @@
-"""Save: what the ranks do together to save a checkpoint, and who of them writes which part of it."""
+"""Save: the steps of the ranks to save a checkpoint together, and the division of the writing among them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SaveOptions:
         is_async: Whether a thread writes.
         kept: For the manifest; that of the first rank counts.
         finish: Called on the first rank when the checkpoint is there, in whichever thread wrote it.
-        told: Called on every rank with what ``finish`` returned.
+        told: Called on every rank with the result of ``finish``.
         failed: Called on every rank where it fails, once that is known.
     """
 
@@ -50,12 +50,12 @@ class SaveOptions:
 class Save:
     """One save, on one rank: ``start`` and then ``settle``, both collective.
 
-    All agree on what there is to save; a rank that writes has a job, for this thread or one of its own; all learn how
+    All agree on the objects; a rank that writes has a job, for this thread or one of its own; all learn how
     that went. So a save is two collectives, and two more where several ranks write or a thread does.
 
     Args:
         agreement: Of the ranks that save; their strategy is in scope.
-        leaves: What to save.
+        leaves: The objects.
         path: The directory to be.
         options: How.
 
@@ -73,7 +73,7 @@ class Save:
         self._pending: Pending | None = None
 
     def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
-        """Collect what is to be written, and begin to write where other ranks or the program are to go on meanwhile.
+        """Collect all values, and begin to write where several ranks or a thread write.
 
         Args:
             next_sequence: Called on the first rank.
@@ -148,8 +148,8 @@ class Save:
         """Write, or wait for the thread that does, and tell each other.
 
         Raises:
-            Exception: What went wrong on this rank.
-            PeerError: What went wrong on another.
+            Exception: That of this rank.
+            PeerError: That of another.
         """
         try:
             result = self._result()
@@ -171,7 +171,7 @@ class Save:
         return result
 
     def _read(self, wanted: Mapping[str, tuple[int, int, int]]) -> dict[str, Array]:
-        """Return what this rank writes of each tensor. Reading an ON_READ variable takes all ranks."""
+        """Return this rank's part of each tensor. Reading an ON_READ variable takes all ranks."""
         arrays = {}
         for key, variable in self._leaves.variables.items():
             if key in wanted or is_on_read(variable):
@@ -227,7 +227,7 @@ class Extent:
 
 
 def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
-    """Return who writes what.
+    """Return the part of each tensor that each rank writes.
 
     >>> plan_parts({"w": Extent(30000, 8, True), "b": Extent(10, 8, False)}, 2)
     {'w': [(0, 0, 14995), (1, 14995, 30000)], 'b': [(0, 0, 10)]}
@@ -250,7 +250,7 @@ def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
 
 
 def _cut_of(extent: Extent, offset: int) -> int:
-    """Return the element at which to cut a tensor, for a border ``offset`` bytes after its begin."""
+    """Return the element at which to cut a tensor, ``offset`` bytes after its begin."""
     if offset <= 0 or extent.nbytes == 0:
         return 0
     if offset >= extent.nbytes:

@@ -1,4 +1,4 @@
-"""LoadStatus: what a restored checkpoint had and lacked; Waiting: its values for variables that are yet to be made."""
+"""LoadStatus: how a checkpoint fitted the objects; Waiting: its values for variables that are yet to be made."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Waiting:
         return tuple(self._without_value)
 
     def look(self, used: Variable | None = None) -> None:
-        """Give each unused variable that has come to its place its value; local, in any context.
+        """Give each unused variable its value, if that waits; local, in any context.
 
-        A value is given once: what comes to the place of its variable later keeps its own. What does not fit, or
-        cannot be in a checkpoint, is told where it is used, saved or restored.
+        A value is given once: a later variable in the same place keeps its own. One that does not fit, or cannot be
+        in a checkpoint, is told where it is used, saved or restored.
 
         Args:
             used: The variable that is about to be used, if it is one alone.
@@ -85,7 +85,7 @@ class Waiting:
             self.end()
 
     def _give(self, leaves: Leaves) -> dict[str, AnyVariable]:
-        """Give variables their values, and return those that do not fit by the keys of these."""
+        """Give variables their values, and return misfits by the key of the value."""
         # Those that wait come last: of two that are one thing here, one may have been given.
         of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
         given, misfits = set(), {}
@@ -119,7 +119,7 @@ class Waiting:
         )
 
     def add_to(self, leaves: Leaves) -> None:
-        """Let what is waiting be saved, too, so that it is not lost by saving again."""
+        """Let the waiting values be saved, too, so that another save keeps them."""
         there = {*leaves.saved(), *leaves.links}
         lacking = [key for key in self.open if follow(key, leaves.links) not in there]
         for key in lacking:
@@ -153,7 +153,7 @@ class Waiting:
 
 
 class LoadStatus:
-    """What ``Checkpoint.restore`` returns; ask it whether everything was restored.
+    """The result of ``Checkpoint.restore``; ask it whether everything was restored.
 
     A status that is thrown away unasked warns of values that are missing or left over.
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: which a directory holds, in the order they were written, and what is in one."""
+"""Finding and reading checkpoints: those of a directory in the order they were written, and the content of one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NUMBERED = re.compile(r".+-\d+")
 
 @dataclass
 class Found:
-    """What a directory holds.
+    """The checkpoints of a directory.
 
     Attributes:
         checkpoints: Paths and manifests, those saved last at the end.
-        unusable: What cannot be read, and why, by path.
+        unusable: Why others cannot be read, by path.
     """
 
     checkpoints: list[tuple[Path, Manifest]] = field(default_factory=list)
@@ -42,7 +42,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     Only this process looks: on several ranks use ``Checkpoint.restore_latest(directory)``, where one rank looks for
     all. Which is the last one stands in the checkpoints; times and names do not count. Their data are not read, but
-    for their sizes: ``restore_latest`` also finds out what was altered, and takes the one before.
+    for their sizes: ``restore_latest`` also notices altered ones, and takes the one before.
 
     Args:
         directory: Where ``Checkpoint.save("directory/name")`` wrote.
@@ -84,7 +84,7 @@ def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> 
 
 
 def _look_at(path: Path, found: Found) -> None:
-    """Add a directory to what was found, if it is a checkpoint."""
+    """Add a directory to those found, if it is a checkpoint."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
@@ -104,7 +104,10 @@ def _look_at(path: Path, found: Found) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a directory whose manifest is one of ours, damaged or not: other programs have such a file, too."""
+    """Whether a directory has a manifest of ours, damaged or not.
+
+    Other programs have a file of this name, too.
+    """
     try:
         with open_to_read(path / MANIFEST) as file:
             return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
@@ -133,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError where the files of a checkpoint cannot hold its tensors; reads none of them."""
+    """Raise DamagedCheckpointError where files are too small for the tensors; reads none."""
     counts: dict[str, int] = {}
     for key, tensor in manifest.tensors.items():
         borders = [0]

@@ -32,7 +32,7 @@ _FILE = re.compile(r"data.*\.safetensors|manifest\.json|rank-\d+\.json(\.part)?"
 
 
 def _program_start() -> float:
-    """Return when this process began, in seconds of the epoch, and rather a little too late than too early."""
+    """Return the start of this process in seconds of the epoch, rather too late than too early."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
@@ -40,7 +40,7 @@ def _program_start() -> float:
 
 
 def this_writer() -> tuple[str, int]:
-    """Return what tells this process from others."""
+    """Return host and process id."""
     return socket.gethostname(), os.getpid()
 
 
@@ -84,7 +84,7 @@ class Writing:
             self._undo = undo.pop_all()
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the manifest and give the checkpoint, whose files are all on the disk, its name.
+        """Write the manifest, after all files, and give the checkpoint its name.
 
         Raises:
             OSError: It could not be done; call ``discard``.
@@ -123,9 +123,9 @@ class Writing:
             shutil.rmtree(doomed)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove what has been written so far; ``names`` are those of the files.
+        """Remove everything written so far; ``names`` are those of the files.
 
-        What cannot be removed matters less than the error that led here; the next manager removes it.
+        A file that stays matters less than the error that led here; the next manager removes it.
         """
         # By name: a process without file descriptors left could not list the directory.
         with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class Writing:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory and those above it, for good: their names are on the disk, too."""
+    """Make a directory and those above it, with their names on the disk."""
     if path.is_dir():
         return
     _make_directory(path.parent)
@@ -147,7 +147,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_sole_writer(path: Path) -> None:
-    """Raise where another process, which no strategy joins to this one, has saved under ``path`` in the meantime."""
+    """Raise where a process that no strategy joins to this one has saved under ``path``."""
     try:
         manifest = read_manifest(path)
     except (FileNotFoundError, ValueError):
@@ -257,7 +257,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return what the file system says of a file or a link; None where there is none."""
+    """Return the status of a file or a link, or None."""
     try:
         return path.lstat()
     except FileNotFoundError:
@@ -268,7 +268,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, so that a crash leaves all of it or nothing under its name.
+    """Remove a checkpoint; a crash leaves all of it or nothing under its name.
 
     Raises:
         OSError: It cannot be removed, or someone writes it just now.
@@ -286,10 +286,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
-    """Remove what killed writers have left in ``directory`` of the checkpoints whose names ``accepts`` accepts.
+    """Remove leftovers of killed writers in ``directory``, of checkpoints that ``accepts`` accepts.
 
-    A checkpoint that was moved away to be replaced, and whose place is empty, is put back. What other programs may have
-    made, and what belongs to an account that shares the directory for reading only, is left alone.
+    A checkpoint that was moved away to be replaced, and whose place is empty, is put back. Files that other programs
+    may have made, and those of an account that shares the directory for reading only, are left alone.
 
     Raises:
         OSError: Something cannot be removed.
@@ -301,7 +301,7 @@ def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
 
 
 def _leftovers_in(directory: Path) -> list[re.Match[str]]:
-    """Return the names of what looks like a leftover, and is one by its kind and its content."""
+    """Return the names of leftovers, which are such by name, kind and content."""
     matches = []
     for entry in os.listdir(directory):
         leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
@@ -315,7 +315,7 @@ def _leftovers_in(directory: Path) -> list[re.Match[str]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a directory that holds nothing but what writers of checkpoints make."""
+    """Whether it is a directory with nothing but files of checkpoints."""
     try:
         with os.scandir(path) as entries:
             return not path.is_symlink() and all(

@@ -1,4 +1,4 @@
-"""State: what a training goes on from after ranks were lost, kept in the memory of every rank."""
+"""State: values and objects that a training goes on from after ranks were lost, in the memory of every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Snapshot:
     """The content of a checkpoint.
 
     Attributes:
-        manifest: What there is.
+        manifest: Of the tensors, with all other values.
         arrays: The tensors by key.
     """
 
@@ -40,12 +40,12 @@ class Snapshot:
 
 
 class _Commit(NamedTuple):
-    """What :meth:`State.commit` keeps.
+    """A copy that :meth:`State.commit` keeps.
 
     Attributes:
-        number: Of the commit, 0 for what there was in the beginning.
+        number: Of the commit, 0 for the values of the beginning.
         values: Those given to the state, pickled.
-        snapshot: Of what was tracked; None where nothing was.
+        snapshot: Of the tracked objects, or None.
     """
 
     number: int
@@ -58,7 +58,7 @@ class State:
 
     Values are given here: numbers, strings, arrays, lists and dicts of them, or anything else that can be pickled; the
     same on all ranks. They are attributes, live as long as the state, and are those of the last commit again after
-    ranks were lost. What belongs to a strategy (variables, optimizers, metrics, iterators) is made anew by each call of
+    ranks were lost. Objects of a strategy (variables, optimizers, metrics, iterators) are made anew by each call of
     the training function, and given to :meth:`track` there.
 
     Args:
@@ -117,7 +117,7 @@ class State:
         return self._commits
 
     def track(self, **objects: Any) -> None:
-        """Take objects of the present strategy along, and give them the values of the last commit.
+        """Take up objects of the present strategy, and give them their last commit.
 
         Collective: call it on every rank, once in each call of the training function, after the objects are made and
         before the first step. Without a commit they keep their values.
@@ -149,13 +149,13 @@ class State:
         restore_snapshot(tracked, self._last.snapshot)
 
     def commit(self) -> None:
-        """Keep a copy of everything, to go on from; collective: call it on every rank, after the same step.
+        """Keep a copy of everything; collective: call it on every rank, after the same step.
 
         Every rank keeps all of it, so it survives as long as one rank does.
 
         Raises:
             MismatchError: Ranks track other variables, arrays or iterators, by name, shape or kind, or have values of
-                other names. They say what they have where that is new.
+                other names. They tell each other where that is new.
         """
         values = _pickled(self._values)
         if self._tracked is not None:
@@ -178,7 +178,7 @@ class State:
         self.__dict__["_tracked"] = None
 
     def _take_over(self, comm: MPI.Intracomm) -> None:
-        """Let the first rank have the newest commit of all, and every rank its values (collective)."""
+        """Give the first rank the newest commit, and every rank its values (collective)."""
         from mpi4py.util import pkl5
 
         world = pkl5.Intracomm(comm)
@@ -219,7 +219,7 @@ def _is_job_of_several() -> bool:
 
 
 def take_snapshot(tracked: TrackedObjects) -> Snapshot:
-    """Return a copy of all that ``tracked`` would save; collective, and every rank has all of it."""
+    """Return a copy of all that ``tracked`` would save, whole on every rank; collective."""
     leaves = tracked.collect("keeping", is_to_save=True)
     with in_scope_of(tracked.strategy("keeping a snapshot")):
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
@@ -240,7 +240,10 @@ def take_snapshot(tracked: TrackedObjects) -> Snapshot:
 
 
 def describe_objects(tracked: TrackedObjects) -> str:
-    """Return what a state tracks and all ranks must, without the values: lists may grow on one rank alone."""
+    """Return names and kinds of the objects that all ranks must have, without values.
+
+    Lists may grow on one rank alone.
+    """
     leaves = tracked.collect("keeping")
     kinds = {key: f"{variable.dtype}{tuple(variable.shape)}" for key, variable in leaves.variables.items()}
     kinds.update({key: f"{array.dtype}{array.shape}" for key, array in leaves.arrays.items() if "/" not in key})
@@ -249,7 +252,7 @@ def describe_objects(tracked: TrackedObjects) -> str:
 
 
 def restore_snapshot(tracked: TrackedObjects, snapshot: Snapshot | None) -> None:
-    """Give the objects of ``tracked`` the values of the first rank's snapshot, if it has one; collective."""
+    """Give tracked objects the values of the first rank's snapshot, if any; collective."""
 
     def read() -> Read | None:
         return None if snapshot is None else Read(Path("a commit"), snapshot.manifest, dict(snapshot.arrays))

@@ -55,10 +55,10 @@ class Evaluations:
         self.results: list[EvalResult] = []
 
     def evaluate_if_due(self) -> EvalResult | None:
-        """Evaluate the newest checkpoint if it is new and the time has come; otherwise return None soon.
+        """Evaluate the newest checkpoint if it is new and it is time; else return None.
 
         Raises:
-            Exception: What ``eval_fn`` raises, but where its checkpoint was removed meanwhile; and as for its results.
+            Exception: That of ``eval_fn``, but where its checkpoint was removed meanwhile; and as for its results.
         """
         now = time.monotonic()
         if now < max(self._next_look, self._next_evaluation):
@@ -133,7 +133,7 @@ class Evaluations:
         return result
 
     def _await(self, told: Id) -> None:
-        """Wait until a checkpoint that another rank sees is seen here: some file systems take a while."""
+        """Wait until a checkpoint of another rank is seen here: some file systems take a while."""
         name, sequence = told
         path = self._directory / name
 
@@ -181,7 +181,7 @@ def _is_still_there(path: Path, manifest: Manifest) -> bool:
 
 
 def plain_metrics(returned: object) -> dict[str, Any]:
-    """Return what ``eval_fn`` returned as numbers, strings, None, lists and dicts.
+    """Return the result of ``eval_fn`` as numbers, strings, None, lists and dicts.
 
     Raises:
         TypeError: It is no dict from names, or holds something else.

@@ -1,4 +1,4 @@
-"""TrainSpec, EvalSpec, TrainContext and EvalResult: what goes into train_and_evaluate, and what comes out."""
+"""TrainSpec, EvalSpec, TrainContext and EvalResult: the arguments of train_and_evaluate and of its functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidist.core.context import get_replica_context, has_strategy
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What is trained (tf.estimator.TrainSpec).
+    """How to train (tf.estimator.TrainSpec).
 
     Args:
         train_fn: Called with a TrainContext on every rank that trains. It makes strategy, variables and dataset,
@@ -89,7 +89,7 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What ``train_fn`` is told.
+    """The argument of ``train_fn``.
 
     Attributes:
         checkpoint_dir: Where to save checkpoints, as an absolute path.
@@ -109,7 +109,7 @@ class TrainContext:
     _evaluate: Callable[[], Any]
 
     def evaluate(self) -> EvalResult | None:
-        """Have the newest checkpoint evaluated in between, where there is no evaluator to do that meanwhile.
+        """Evaluate the newest checkpoint in between, where no evaluator does.
 
         Call it on every rank, after a save. Without an evaluator the chief evaluates the newest checkpoint, if that is
         new and ``throttle_secs`` have passed; the others go on, and wait in their next collective. With an
@@ -120,7 +120,7 @@ class TrainContext:
 
         Raises:
             RuntimeError: Called inside ``strategy.run``.
-            Exception: What ``eval_fn`` raises.
+            Exception: That of ``eval_fn``.
         """
         if has_strategy() and get_replica_context() is not None:
             raise RuntimeError("context.evaluate() was called inside strategy.run(); call it outside, on every rank")
@@ -130,11 +130,11 @@ class TrainContext:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one evaluation gave.
+    """The result of one evaluation.
 
     Args:
         checkpoint: The path of the checkpoint.
-        metrics: What ``eval_fn`` returned, in types that JSON has.
+        metrics: The result of ``eval_fn``, in types that JSON has.
         saved_at: When the checkpoint was written, in seconds of the epoch.
         seconds: How long the evaluation took.
 
@@ -148,7 +148,10 @@ class EvalResult:
     seconds: float
 
     def to_json(self) -> str:
-        """Return it as one line; NaN and infinities, which JSON does not have, as "NaN", "Infinity", "-Infinity"."""
+        """Return it as one line.
+
+        NaN and infinities, which JSON does not have, are "NaN", "Infinity", "-Infinity".
+        """
         return json.dumps({**self.__dict__, "metrics": _without_nan(self.metrics)}, allow_nan=False)
 
 

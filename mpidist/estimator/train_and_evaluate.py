@@ -1,4 +1,4 @@
-"""train_and_evaluate: each rank does what its role in the cluster is, until all are through."""
+"""train_and_evaluate: each rank plays its role in the cluster, until all are through."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_and_evaluate(
 ) -> Any:
     """Train on the ranks that train, while the evaluator evaluates the newest checkpoint (tf.estimator).
 
-    Collective: call it on every rank of the job, with the same arguments. What a rank does is its role by the resolver.
+    Collective: call it on every rank of the job, with the same arguments. The resolver gives each rank its role.
     ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. The ``evaluator`` calls
     ``eval_fn(path)`` while the others train, whenever there is a new newest checkpoint, and at last for the final one.
 
@@ -48,13 +48,13 @@ def train_and_evaluate(
     Not together with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
 
     Args:
-        train_spec: What to train.
+        train_spec: How to train.
         eval_spec: How to evaluate.
         cluster_resolver: Who is who; by default as ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` says, without it all
             ranks are workers.
 
     Returns:
-        What ``train_fn`` returns, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
+        The result of ``train_fn``, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
         on ranks that serve None.
 
     Raises:
@@ -112,13 +112,13 @@ def train_and_evaluate(
 
 
 class _Part:
-    """What this rank does, of which its role decides.
+    """The part of this rank, by its role.
 
     Args:
-        cast: Who does what.
+        cast: The parts of all ranks.
         line: To the other ranks.
         resolver: Who is who.
-        train_spec: What to train.
+        train_spec: How to train.
         eval_spec: How to evaluate.
     """
 
