@@ -6,14 +6,14 @@ import copy
 import inspect
 import zlib
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
@@ -150,7 +150,7 @@ class Optimizer:
         for variable in new:
             self._check_variable(variable)
         strategy = strategy_of([*self._slots, *new])
-        with _entered(strategy):
+        with in_scope_of(strategy):
             if self._iterations is None:
                 # On the host: reading it in a step must not wait for a device.
                 with variables_on_host():
@@ -248,7 +248,7 @@ class Optimizer:
                 summed = buckets.sums()
             self._update_in_replica(context, summed, variables)
             return
-        with _entered(strategy):
+        with in_scope_of(strategy):
             self.build(variables)
             # A checksum takes as long as copying them, and is worth it where copies could drift apart.
             strategy.extended.agree_on(
@@ -474,8 +474,3 @@ def _check_schedule(schedule: Callable[..., float]) -> None:
 def _name_of(schedule: Callable[[int], float]) -> str:
     name: str = getattr(schedule, "__name__", type(schedule).__name__)
     return name
-
-
-def _entered(strategy: Strategy) -> AbstractContextManager[Any]:
-    is_inside = in_cross_replica_context() and get_strategy() is strategy
-    return nullcontext() if is_inside else strategy.scope()

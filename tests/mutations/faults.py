@@ -382,14 +382,14 @@ _CHECKPOINT = (
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/save_steps.py",
+        "mpidist/checkpoint/saving.py",
         "needs_copy = self._options.is_async and copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
     ),
     Fault(
         "one checkpoint too few is kept",
-        "mpidist/checkpoint/retention.py",
+        "mpidist/checkpoint/manager.py",
         "max(0, len(saved_at) - self._max_to_keep)",
         "max(0, len(saved_at) - max(1, self._max_to_keep - 1))",
         ("tests/checkpoint/test_manager.py",),
