@@ -9,9 +9,8 @@ from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_iterator import InputIterator
 from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from mpidist.input.input_workers import InputWorkers
-from mpidist.input.iteration import DatasetIterator
-from mpidist.input.optional import Optional
-from mpidist.input.parallel_calls import AUTOTUNE
+from mpidist.input.iteration import DatasetIterator, Optional
+from mpidist.input.threads import AUTOTUNE
 
 __all__ = [
     "AUTOTUNE",

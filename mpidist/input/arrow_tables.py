@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.input.elements import owned, stack
-from mpidist.input.pipeline import Node
 from mpidist.input.row_indices import RowIndex, as_array
-from mpidist.input.row_steps import TableRows
-from mpidist.input.streams import Stream
 from mpidist.input.tables import Table
 
 # Its number of rows, and what loads it as a table or record batch of pyarrow.
@@ -35,8 +32,8 @@ def is_arrow(source: Any) -> bool:
     return type(source).__module__.split(".")[0] == "pyarrow" and type(source).__name__ in _KINDS
 
 
-def arrow_node(source: Any, columns: Sequence[str] | None = None) -> Node:
-    """Return the source node for what ``is_arrow``; the rules are those of ``Dataset.from_source``.
+def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[Any]]:
+    """Return the table of an object that ``is_arrow``; of one that can only be gone through, a function that does.
 
     Raises:
         ValueError: There is no column of a name in ``columns``.
@@ -57,9 +54,9 @@ def arrow_node(source: Any, columns: Sequence[str] | None = None) -> Node:
     else:
         found = _row_groups(source, chosen)
         if found is None:
-            return Stream(lambda: _stream(source, chosen), f"from_source({kind})", None)
+            return partial(_stream, source, chosen)
         pieces = found
-    return TableRows(ArrowTable(pieces, kind))
+    return ArrowTable(pieces, kind)
 
 
 def _loaded(batch: Any) -> Any:

@@ -23,7 +23,7 @@ from mpidist.core import nest
 from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import MISSING
-from mpidist.input.read_ahead import Readers
+from mpidist.input.threads import Readers
 from mpidist.values.placement import Place, place_at
 
 # At which multiples of bytes arrays start in page-locked memory.

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpidist.core.errors import MismatchError
-from mpidist.core.protocols import StrategyLike
-from mpidist.input.agreement import Agreement
-from mpidist.input.device_feed import fetch_places
 from mpidist.input.distributed_iterator import DistributedIterator, require_outside_replica_function
-from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec
-from mpidist.input.input_options import InputOptions
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.distribution import Distribution
+from mpidist.input.graph import INFINITE, UNKNOWN
 from mpidist.input.iteration import reduce_elements
-from mpidist.input.local_batches import LocalBatches
-from mpidist.input.position import Position
-from mpidist.input.reordering import INFINITE, UNKNOWN
-from mpidist.input.resuming import Dealing, Remainder, going_on
 
 
 class DistributedDataset:
@@ -42,23 +33,8 @@ class DistributedDataset:
     >>> strategy.close()
     """
 
-    def __init__(
-        self,
-        batches: LocalBatches,
-        workers: InputWorkers,
-        dealing: Dealing,
-        agreement: Agreement,
-        strategy: StrategyLike,
-        options: InputOptions | None = None,
-    ) -> None:
-        self._batches = batches
-        self._workers = workers
-        self._dealing = dealing
-        self._agreement = agreement
-        self._strategy = strategy
-        self._places = fetch_places(workers, options)
-        self._buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
-        self._passes = 0
+    def __init__(self, distribution: Distribution) -> None:
+        self._distribution = distribution
 
     def __iter__(self) -> DistributedIterator:
         """Begin a new pass; collective: call it on every rank, in the same order.
@@ -66,10 +42,11 @@ class DistributedDataset:
         Raises:
             MismatchError: The ranks have begun different numbers of passes before; on all ranks.
         """
-        require_outside_replica_function(self._strategy, "iter() of a distributed dataset")
-        number = self._passes
-        self._passes += 1
-        communicator = self._workers.communicator
+        distribution = self._distribution
+        require_outside_replica_function(distribution.strategy, "iter() of a distributed dataset")
+        number = distribution.passes
+        distribution.passes += 1
+        communicator = distribution.workers.communicator
         if communicator is not None:
             most, least = communicator.all_reduce("MAX", np.array([number, -number]))
             if most != -least:
@@ -78,9 +55,7 @@ class DistributedDataset:
                     f"between pass {-least + 1} and {most + 1}; expected iter() the same number of times on "
                     "every rank, since passes are shuffled alike"
                 )
-        return DistributedIterator(
-            self, Remainder(self._batches, 0, replace(self._agreement.beginning, pass_number=number))
-        )
+        return DistributedIterator(distribution, distribution.whole_pass(number))
 
     def __next__(self) -> NoReturn:
         raise TypeError(
@@ -110,7 +85,7 @@ class DistributedDataset:
         15
         >>> strategy.close()
         """
-        require_outside_replica_function(self._strategy, "reduce() of a distributed dataset")
+        require_outside_replica_function(self._distribution.strategy, "reduce() of a distributed dataset")
         return reduce_elements(self, initial_state, reduce_func)
 
     @property
@@ -122,19 +97,11 @@ class DistributedDataset:
         Raises:
             ValueError: This rank's dataset has no element to tell from.
         """
-        specs = self._batches.local_specs()
-        if specs is None:
-            raise ValueError(
-                f"{self._batches.nodes[0]} gives no element on this rank, so nothing tells what they look like"
-            )
-        if not self._workers.wrap:
-            return specs[0]
-        leaves = zip(*map(flatten_spec, specs), strict=True)
-        return map_spec(lambda _: PerReplicaSpec(tuple(next(leaves))), specs[0])
+        return self._distribution.element_spec()
 
     def cardinality(self) -> int:
         """Return the number of steps in a pass, equal on all ranks: -1 without end, -2 unknown."""
-        return self._agreement.steps
+        return self._distribution.agreement.steps
 
     def __len__(self) -> int:
         steps = self.cardinality()
@@ -146,17 +113,8 @@ class DistributedDataset:
     def __bool__(self) -> bool:
         return True
 
-    def _text(self) -> str:
-        first, *more = self._batches.nodes
-        return f"{first} and {len(more)} more" if more else str(first)
-
     def __repr__(self) -> str:
         special = {INFINITE: "steps without end", UNKNOWN: "an unknown number of steps"}
-        count, replicas = self.cardinality(), self._workers.num_replicas_in_sync
+        count, replicas = self.cardinality(), self._distribution.workers.num_replicas_in_sync
         steps = special.get(count, f"{count} step{'s' * (count != 1)}")
-        return f"<{type(self).__name__} {self._text()}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
-
-    def _go_on_from(self, position: Position) -> None:
-        """Let the passes that are begun from here on be those that follow the one of ``position``."""
-        self._passes = position.pass_number + 1
-        self._agreement.beginning = going_on(self._agreement.beginning, position)
+        return f"<{type(self).__name__} {self._distribution}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"

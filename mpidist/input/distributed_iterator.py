@@ -10,23 +10,19 @@ import numpy as np
 from mpidist.core import context
 from mpidist.core.errors import MismatchError, OutOfRangeError
 from mpidist.core.protocols import StrategyLike
-from mpidist.input.agreement import gather_spec, learn_spec
-from mpidist.input.continued_batches import ContinuedBatches
 from mpidist.input.device_feed import DeviceFeed, on_place
+from mpidist.input.distribution import Distribution, gather_spec, learn_spec
 from mpidist.input.element_spec import empty_batch, spec_of, with_rows
-from mpidist.input.iteration import pass_failed
+from mpidist.input.graph import UNKNOWN
+from mpidist.input.iteration import Optional, pass_failed
 from mpidist.input.local_batches import MISSING
-from mpidist.input.optional import Optional
-from mpidist.input.pipeline_seeds import seeds_for
 from mpidist.input.position import Position
-from mpidist.input.read_ahead import Readers
-from mpidist.input.reordering import UNKNOWN, Pass
-from mpidist.input.resuming import Remainder, remainder_from
+from mpidist.input.resuming import Remainder
+from mpidist.input.threads import Readers
 from mpidist.values import regroup
 
 if TYPE_CHECKING:
     from mpidist.collectives.communicator import Communicator
-    from mpidist.input.distributed_dataset import DistributedDataset
 
 
 class DistributedIterator:
@@ -37,29 +33,26 @@ class DistributedIterator:
     without rows. Where the number of steps is known nothing is exchanged in a step.
     """
 
-    def __init__(self, dataset: DistributedDataset, remainder: Remainder) -> None:
-        self._dataset = dataset
+    def __init__(self, distribution: Distribution, remainder: Remainder) -> None:
+        self._distribution = distribution
         self._begin(remainder)
 
     def _begin(self, remainder: Remainder) -> None:
-        dataset, position = self._dataset, remainder.position
-        batches = remainder.batches
-        # Those of another layout have seeds of their own.
-        seeds = {} if isinstance(batches, ContinuedBatches) else seeds_for(batches, position)
+        distribution, batches = self._distribution, remainder.batches
         self._readers = Readers()
-        run = Pass((position.pass_number,), seeds, self._readers)
+        run = remainder.run(self._readers)
 
         def steps() -> Iterator[list[Any]]:
             # Sources are opened where an error reaches all ranks: in the first step.
             yield from batches.open(run, remainder.start)
 
         self._feed: DeviceFeed | None = None
-        if dataset._places is None:
+        if distribution.places is None:
             self._steps = steps()
         else:
-            self._steps = self._feed = DeviceFeed(steps, dataset._places, dataset._buffer_size, self._readers)
+            self._steps = self._feed = DeviceFeed(steps, distribution.places, distribution.buffer_size, self._readers)
         self._remainder = remainder
-        total = dataset._agreement.steps if batches is dataset._batches else batches.steps
+        total = distribution.agreement.steps if batches is distribution.batches else batches.steps
         self._steps_left = total - remainder.start if total >= 0 else total
         self._taken = 0
         self._ended = False
@@ -100,7 +93,7 @@ class DistributedIterator:
     @property
     def element_spec(self) -> Any:
         """As that of the dataset."""
-        return self._dataset.element_spec
+        return self._distribution.element_spec()
 
     def state(self) -> dict[str, Any]:
         """Return where this iterator stands, for :meth:`restore`, in types that JSON has.
@@ -148,19 +141,18 @@ class DistributedIterator:
         PerReplica:{0: array([4, 5]), 1: array([6, 7])}
         >>> strategy.close()
         """
-        dataset = self._dataset
-        workers, agreement = dataset._workers, dataset._agreement
-        require_outside_replica_function(dataset._strategy, "restore() of a distributed iterator")
+        distribution, workers = self._distribution, self._distribution.workers
+        batches, agreement = distribution.batches, distribution.agreement
+        require_outside_replica_function(distribution.strategy, "restore() of a distributed iterator")
         with workers.shared_errors("going on from the state of an iterator"):
-            position = Position.from_json(state)
-            remainder = remainder_from(position, dataset._dealing, dataset._batches, agreement.steps)
+            remainder = distribution.dealing.remainder(Position.from_json(state), batches, agreement.steps)
         if workers.communicator is not None:
             _require_same(remainder, workers.communicator)
-            if remainder.batches is dataset._batches and dataset._batches.may_run_out and agreement.steps != UNKNOWN:
+            if remainder.batches is batches and batches.may_run_out and agreement.steps != UNKNOWN:
                 # A rank whose data ran out before this step sees no batch of its own any more.
-                learn_spec(agreement, dataset._batches, workers)
+                learn_spec(agreement, batches, workers)
         self.close()
-        dataset._go_on_from(remainder.position)
+        distribution.go_on_from(remainder.position)
         self._begin(remainder)
 
     def close(self) -> None:
@@ -175,7 +167,7 @@ class DistributedIterator:
 
     def __repr__(self) -> str:
         position = self._remainder.after(self._taken)
-        return f"<{type(self).__name__} of {self._dataset._text()}, {position.progress()}>"
+        return f"<{type(self).__name__} of {self._distribution}, {position.progress()}>"
 
     def _close_readers(self, wait: bool = True) -> None:
         self._readers.close(wait)
@@ -183,7 +175,7 @@ class DistributedIterator:
             self._feed.close()
 
     def _advance(self, method: str) -> Optional:
-        require_outside_replica_function(self._dataset._strategy, f"{method} of a distributed iterator")
+        require_outside_replica_function(self._distribution.strategy, f"{method} of a distributed iterator")
         if self._failure is not None:
             raise pass_failed(method, self._failure)
         if self._ended:
@@ -199,7 +191,7 @@ class DistributedIterator:
         return found
 
     def _next_step(self) -> Optional:
-        workers = self._dataset._workers
+        workers = self._distribution.workers
         several = workers.num_workers > 1
         step: list[Any] | None = None
         if not (several and self._taken == self._steps_left):
@@ -218,13 +210,13 @@ class DistributedIterator:
             return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
 
     def _remember_spec(self, step: list[Any] | None) -> None:
-        if step is not None and self._dataset._agreement.spec is None:
+        if step is not None and self._distribution.agreement.spec is None:
             element = next(part for part in step if part is not MISSING)
-            self._dataset._agreement.spec = with_rows(spec_of(element), None)
+            self._distribution.agreement.spec = with_rows(spec_of(element), None)
 
     def _vote(self, step: list[Any] | None) -> bool:
         """Return whether any rank has data, and learn from it what its batches look like if need be."""
-        workers, agreement = self._dataset._workers, self._dataset._agreement
+        workers, agreement = self._distribution.workers, self._distribution.agreement
         assert workers.communicator is not None
         ballot = np.array([step is not None, agreement.spec is None], dtype=np.int64)
         someone_has_data, someone_needs_spec = workers.communicator.all_reduce("MAX", ballot)
@@ -233,10 +225,10 @@ class DistributedIterator:
         return bool(someone_has_data)
 
     def _complete(self, step: list[Any]) -> Any:
-        workers = self._dataset._workers
+        workers = self._distribution.workers
         if any(part is MISSING for part in step):
-            empty = empty_batch(self._dataset._agreement.spec)
-            places = self._dataset._places
+            empty = empty_batch(self._distribution.agreement.spec)
+            places = self._distribution.places
             step = [
                 part if part is not MISSING else empty if places is None else on_place(places[i], empty)
                 for i, part in enumerate(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +102,33 @@ def batched(spec: Any, size: int | None) -> Any:
 def with_rows(spec: Any, rows: int | None) -> Any:
     """Return ``spec`` with the first axis of each shape replaced by ``rows``; scalars stay."""
     return map_spec(lambda leaf: ArraySpec((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, spec)
+
+
+def common_spec(specs: Sequence[Any], step: str) -> Any:
+    """Return the spec that all elements have, sizes that differ unknown; None where there are no specs.
+
+    Raises:
+        TypeError: Structures, dtypes or numbers of axes differ.
+    """
+    if not specs:
+        return None
+    kinds = [map_spec(lambda leaf: f"{len(leaf.shape)}-d {_kind_of_array(leaf.dtype)}", spec) for spec in specs]
+    if any(kind != kinds[0] for kind in kinds):
+        raise TypeError(
+            f"{step}() got datasets of unlike elements: {'; '.join(dict.fromkeys(map(str, specs)))}; expected "
+            "the same structure, dtypes and numbers of axes: bring them together by map(...) before"
+        )
+    columns = zip(*map(flatten_spec, specs), strict=True)
+
+    def merge(leaf: ArraySpec) -> ArraySpec:
+        sizes = zip(*(other.shape for other in next(columns)), strict=True)
+        return ArraySpec(tuple(size[0] if len(set(size)) == 1 else None for size in sizes), leaf.dtype)
+
+    return map_spec(merge, specs[0])
+
+
+def _kind_of_array(dtype: np.dtype[Any]) -> str:
+    return "text" if dtype.kind in "SU" else str(dtype)  # of any length
 
 
 class _Expected:

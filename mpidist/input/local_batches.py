@@ -1,21 +1,26 @@
-"""What this worker's replicas get in each step, before workers agree about the end."""
+"""What this worker's replicas get in each step, before workers agree about the end.
+
+Global batches are cut by rule A, batches of a worker's own stream by rule B, or by rule A where their size is unknown.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import islice, zip_longest
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice, zip_longest
+from typing import Any, Generic, TypeVar
 
-from mpidist.input import dealing
+from mpidist.input import dealing, row_indices
+from mpidist.input.batching import last_batching
 from mpidist.input.element_spec import map_spec, with_rows
-from mpidist.input.elements import as_element, cut, require_array, row_count, unbatched
+from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
+from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.pipeline import Items, Node
-from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
+from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.skipping import skip_elements
 from mpidist.input.tables import Table
+
+T = TypeVar("T")
 
 
 class _Missing:
@@ -47,7 +52,7 @@ class LocalBatches(ABC):
     may_run_out = True
     elements_per_step: int | None = None
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node], steps: int) -> None:
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int) -> None:
         self.workers = workers
         self.nodes = tuple(nodes)
         self.steps = steps
@@ -71,7 +76,7 @@ class DealtBatches(LocalBatches):
     division = "its part of each global batch"
     may_run_out = False
 
-    def __init__(self, workers: WorkerLayout, node: Node, assignment: str) -> None:
+    def __init__(self, workers: WorkerLayout, node: GraphNode, assignment: str) -> None:
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
@@ -83,8 +88,8 @@ class DealtBatches(LocalBatches):
         node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
             return ([as_element(element)] for element in node.elements(run))
-        if isinstance(node, Items) and node.table is not None:
-            table = node.table.opened(run.readers)
+        if node.form is Form.BATCHES:
+            table = node.row_table().opened(run.readers)
             return run.read_ahead(
                 lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
             )
@@ -133,7 +138,7 @@ class DealtBatches(LocalBatches):
         return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
 
 
-def check_batched(node: Node) -> None:
+def check_batched(node: GraphNode) -> None:
     """Raise ValueError if the elements of ``node`` are known to be single values, which nothing can split."""
     if node.batched or not node.cardinality:
         return
@@ -148,13 +153,170 @@ def _require_rows(leaf: Any) -> None:
         raise unbatched(f"single values of {leaf.dtype}")
 
 
+class _Pieces(Generic[T]):
+    """What batches are to the cutting: things of some length, that can be cut and joined."""
+
+    def __init__(
+        self, length: Callable[[T], int], part: Callable[[T, int, int], T], join: Callable[[Sequence[T]], T]
+    ) -> None:
+        self.length, self.part, self.join = length, part, join
+
+
+_ROW_NUMBERS: _Pieces[RowIndex] = _Pieces(len, lambda index, start, stop: index[start:stop], row_indices.concatenate)
+_ARRAYS: _Pieces[Any] = _Pieces(row_count, cut, join)
+
+
+def recut(
+    batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_before: int = 0, first: int = 0
+) -> Iterator[T]:
+    """Yield the rows of all batches in parts of the given sizes, which repeat; the last part may be smaller.
+
+    A part of size 0 is one without rows; none comes after the last row.
+
+    Args:
+        batches: The batches.
+        sizes: Of the parts.
+        pieces: What batches are.
+        rows_before: So many rows are left out.
+        first: The place in ``sizes`` of the first part after them.
+    """
+    batch, start, length = None, 0, 0
+    while rows_before > length - start:
+        rows_before -= length - start
+        batch = next(batches, None)
+        if batch is None:
+            return
+        start, length = 0, pieces.length(batch)
+    start += rows_before
+    for size in islice(cycle(sizes), first, None):
+        parts: list[T] = []
+        missing = size
+        while missing or not parts:
+            while start == length:
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                start, length = 0, pieces.length(batch)
+            if batch is None:
+                break
+            stop = min(start + missing, length)
+            parts.append(pieces.part(batch, start, stop))
+            missing -= stop - start
+            start = stop
+        if not parts:
+            return
+        yield parts[0] if len(parts) == 1 else pieces.join(parts)
+
+
+class RecutBatches(LocalBatches):
+    """What this worker's replicas get of the batches that the worker reads for itself.
+
+    Where the batch size of the pipeline is known the stream is cut by rule B, so that all workers together take the
+    rows of one global batch in a step. Where it is not, every batch is cut into a part for each replica of all workers
+    (rule A), and the local ones take these in turn.
+
+    Args:
+        workers: Who shares the input.
+        given: The pipeline as it was given.
+        node: What of it this worker reads.
+        division: See ``LocalBatches``.
+
+    Attributes:
+        sizes: The sizes of sub-batches, which repeat; None for rule A.
+    """
+
+    def __init__(self, workers: WorkerLayout, given: GraphNode, node: GraphNode, division: str) -> None:
+        size = node.batch_size()
+        counts = workers.replica_counts
+        self.sizes = None if size is None else dealing.sub_batch_sizes(size, counts, workers.worker_id)
+        rows = node.row_count() if self.sizes else node.cardinality
+        if rows >= 0:
+            parts = dealing.count_sub_batches(rows, self.sizes) if self.sizes else rows * workers.num_replicas_in_sync
+            rows = -(-parts // workers.num_local_replicas)
+        super().__init__(workers, (given,), rows)
+        self.node = node
+        self.division = division
+        self._empty: Any = None
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+        """Yield groups of consecutive parts of a pass."""
+        node, first = self.node, start * self.workers.num_local_replicas
+        if node.form is Form.BATCHES:
+            return run.read_ahead(lambda: self._read_groups(node, run, first), node.read_ahead)
+        return self._groups(self._parts(node, lambda same: map(as_element, same.elements(run)), _ARRAYS, first))
+
+    def _parts(
+        self, node: GraphNode, batches_of: Callable[[GraphNode], Iterator[T]], pieces: _Pieces[T], first: int
+    ) -> Iterator[T]:
+        if self.sizes is not None:
+            return self._recut(node, batches_of, pieces, first)
+        count = self.workers.num_replicas_in_sync
+        batches, parts_more = divmod(first, count)
+        parts = (
+            pieces.part(batch, start, stop)
+            for batch in batches_of(skip_elements(node, batches))
+            for start, stop in dealing.parts(pieces.length(batch), count)
+        )
+        return islice(parts, parts_more, None)
+
+    def _recut(
+        self, node: GraphNode, batches_of: Callable[[GraphNode], Iterator[T]], pieces: _Pieces[T], first: int
+    ) -> Iterator[T]:
+        assert self.sizes is not None
+        cycles, parts_more = divmod(first, len(self.sizes))
+        rows = cycles * sum(self.sizes) + sum(self.sizes[:parts_more])
+        made = last_batching(node)
+        if made is not None:
+            # All batches but the last have that size.
+            node, rows = skip_elements(node, rows // made.size), rows % made.size
+        return recut(batches_of(node), self.sizes, pieces, rows, parts_more)
+
+    def _groups(self, parts: Iterator[Any]) -> Iterator[list[Any]]:
+        replicas = self.workers.num_local_replicas
+        while group := list(islice(parts, replicas)):
+            yield group + [MISSING] * (replicas - len(group))
+
+    def _read_groups(self, node: GraphNode, run: Pass, first: int) -> Iterator[list[Any]]:
+        """Yield the groups of batches that are known by row numbers; only rows that are used are read."""
+        table = node.row_table().opened(run.readers)
+
+        def read(index: RowIndex) -> Any:
+            if len(index):
+                batch = table.read(index)
+                if self._empty is None:
+                    self._empty = cut(batch, 0, 0)
+                return batch
+            if self._empty is None:
+                self._empty = cut(table.read(range(1)), 0, 0)
+            return self._empty
+
+        parts = self._parts(node, lambda same: same.items(run), _ROW_NUMBERS, first)
+        return self._groups(map(read, parts))
+
+    def check_batched(self) -> None:
+        """Raise ValueError if the elements are known to be single values, which nothing can split."""
+        check_batched(self.node)
+
+    def local_specs(self) -> list[Any] | None:
+        """Return the specs; sizes of the batch axis are known where all parts of a replica have the same."""
+        spec = self.node.spec()
+        if spec is None:
+            return None
+        workers = self.workers
+        fixed = workers.num_workers == 1 and self.sizes is not None and self.node.batched and not self.node.dynamic
+        return [
+            with_rows(spec, self.sizes[replica] if fixed and self.sizes is not None else None)
+            for replica in range(workers.num_local_replicas)
+        ]
+
+
 class ConsecutiveBatches(LocalBatches):
     """The worker's own dataset; the local replicas take the next batches in turn."""
 
     division = "what a function made for it"
     is_cut = False
 
-    def __init__(self, workers: WorkerLayout, node: Node) -> None:
+    def __init__(self, workers: WorkerLayout, node: GraphNode) -> None:
         # A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
         self.whole_steps_only = workers.num_workers == 1 and not node.dynamic
         steps, replicas = node.cardinality, workers.num_local_replicas
@@ -184,7 +346,7 @@ class ReplicaPipelines(LocalBatches):
     division = "what a function made for each of its replicas"
     is_cut = False
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node]) -> None:
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode]) -> None:
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
         super().__init__(workers, nodes, min(counts) if self.whole_steps_only else longest(counts))
@@ -204,7 +366,7 @@ class ReplicaPipelines(LocalBatches):
         return _own_specs(self, self.nodes, self.whole_steps_only)
 
 
-def _own_specs(batches: LocalBatches, nodes: Sequence[Node], whole_steps_only: bool) -> list[Any] | None:
+def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[Any] | None:
     specs = [node.spec() for node in nodes]
     if any(spec is None for spec in specs):
         return None

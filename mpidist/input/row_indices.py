@@ -61,35 +61,21 @@ class Joined:
         return self._firsts[chosen] + self._steps[chosen] * rows
 
 
-def take(blocks: Iterable[RowIndex], count: int) -> Iterator[RowIndex]:
-    """Yield the first ``count`` rows."""
-    for block in blocks:
-        if count <= 0:
-            return
-        yield block[:count]
-        count -= len(block)
+def cut(blocks: Iterable[RowIndex], start: int, stop: int | None, step: int) -> Iterator[RowIndex]:
+    """Yield the rows from place ``start`` to before ``stop`` that are ``step`` places from one another.
 
-
-def skip(blocks: Iterable[RowIndex], count: int) -> Iterator[RowIndex]:
-    """Yield all but the first ``count`` rows."""
-    for block in blocks:
-        if count < len(block):
-            yield block[count:]
-        count = max(count - len(block), 0)
-
-
-def shard(blocks: Iterable[RowIndex], num_shards: int, index: int) -> Iterator[RowIndex]:
-    """Yield every ``num_shards``-th row, beginning with row ``index``.
-
-    >>> list(shard([range(3), range(3, 7)], 2, 1))
+    >>> list(cut([range(3), range(3, 7)], 1, None, 2))
     [range(1, 3, 2), range(3, 7, 2)]
     """
     position = 0
     for block in blocks:
-        part = block[(index - position) % num_shards :: num_shards]
+        first = start - position if position < start else (start - position) % step
+        part = block[first : None if stop is None else stop - position : step]
         if len(part):
             yield part
         position += len(block)
+        if stop is not None and position >= stop:
+            return
 
 
 def _pieces(block: RowIndex, size: int) -> Iterator[RowIndex]:

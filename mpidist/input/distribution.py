@@ -1,4 +1,4 @@
-"""What workers agree on when a dataset is distributed: seeds, number of steps, what elements look like."""
+"""A dataset that is distributed, and what workers agree on for it: seeds, number of steps, what elements look like."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpidist.core.errors import MismatchError
-from mpidist.input.element_spec import with_rows
+from mpidist.core.protocols import StrategyLike
+from mpidist.input.device_feed import fetch_places
+from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
+from mpidist.input.graph import UNKNOWN, array_samples
+from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import LocalBatches, longest
-from mpidist.input.pipeline_seeds import Pipeline, first_position, last_batch_size, pipelines_of, seeded_as
-from mpidist.input.position import Position
-from mpidist.input.reordering import UNKNOWN
-from mpidist.input.row_steps import array_samples
+from mpidist.input.position import (
+    Pipeline,
+    Position,
+    first_position,
+    going_on,
+    last_batch_size,
+    pipelines_of,
+    seeded_as,
+)
+from mpidist.input.resuming import Dealing, Remainder
 
 _log = logging.getLogger("mpidist")
 
@@ -80,6 +90,71 @@ def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, o
     if result.steps not in (0, UNKNOWN) and 0 in steps:
         learn_spec(result, batches, workers)
     return result
+
+
+class Distribution:
+    """All that the passes over a distributed dataset have in common.
+
+    Args:
+        batches: What this worker reads.
+        workers: Who shares the input.
+        dealing: How the dataset is divided.
+        agreement: On what the workers agree.
+        strategy: For whom.
+        options: An InputOptions or None.
+
+    Attributes:
+        places: Where the batches of the local replicas are copied; None where they stay.
+        buffer_size: Batches that are held ready on each device.
+        passes: How many have been begun.
+    """
+
+    def __init__(
+        self,
+        batches: LocalBatches,
+        workers: InputWorkers,
+        dealing: Dealing,
+        agreement: Agreement,
+        strategy: StrategyLike,
+        options: InputOptions | None = None,
+    ) -> None:
+        self.batches = batches
+        self.workers = workers
+        self.dealing = dealing
+        self.agreement = agreement
+        self.strategy = strategy
+        self.places = fetch_places(workers, options)
+        self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
+        self.passes = 0
+
+    def element_spec(self) -> Any:
+        """Return the nest of PerReplicaSpec of an element, or of ArraySpec where elements come bare.
+
+        Raises:
+            ValueError: This rank's dataset has no element to tell from.
+        """
+        specs = self.batches.local_specs()
+        if specs is None:
+            raise ValueError(
+                f"{self.batches.nodes[0]} gives no element on this rank, so nothing tells what they look like"
+            )
+        if not self.workers.wrap:
+            return specs[0]
+        leaves = zip(*map(flatten_spec, specs), strict=True)
+        return map_spec(lambda _: PerReplicaSpec(tuple(next(leaves))), specs[0])
+
+    def whole_pass(self, number: int) -> Remainder:
+        """Return pass ``number`` from its beginning."""
+        return Remainder(self.batches, 0, replace(self.agreement.beginning, pass_number=number))
+
+    def go_on_from(self, position: Position) -> None:
+        """Let the passes that are begun from here on be those that follow the one of ``position``."""
+        self.passes = position.pass_number + 1
+        self.agreement.beginning = going_on(self.agreement.beginning, position)
+
+    def __str__(self) -> str:
+        first, *more = self.batches.nodes
+        return f"{first} and {len(more)} more" if more else str(first)
 
 
 def learn_spec(agreement: Agreement, batches: LocalBatches, workers: InputWorkers) -> None:
