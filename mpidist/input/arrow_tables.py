@@ -47,7 +47,7 @@ def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable 
     if kind in ("Table", "RecordBatch"):
         source = source.select(chosen)
         batches = source.to_batches() if kind == "Table" else [source]
-        pieces: list[_Piece] = [(batch.num_rows, partial(_loaded, batch)) for batch in batches]
+        pieces: list[_Piece] = [(batch.num_rows, batch.slice) for batch in batches]
     elif kind == "ParquetFile":
         sizes = [source.metadata.row_group(i).num_rows for i in range(source.num_row_groups)]
         pieces = [(n, partial(source.read_row_group, i, columns=chosen)) for i, n in enumerate(sizes)]
@@ -57,10 +57,6 @@ def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable 
             return partial(_stream, source, chosen)
         pieces = found
     return ArrowTable(pieces, kind)
-
-
-def _loaded(batch: Any) -> Any:
-    return batch
 
 
 def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec
-from mpidist.input.elements import as_element, map_leaves, stack
+from mpidist.input.elements import Hidden, as_element, map_leaves, stack
 from mpidist.input.graph import Form, GraphNode, Pass, TableRows
 from mpidist.input.steps import Mapped, Prefetched
 from mpidist.input.tables import SequenceTable
@@ -86,13 +86,6 @@ def last_batching(node: GraphNode) -> Batched | None:
     return node if isinstance(node, Batched) else None
 
 
-class _Given:
-    """Hides what was given for one leaf, which may look like structure, from what walks through nests."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 class Padding:
     """How elements are made one shape: which one, and what is put behind the values that they have.
 
@@ -135,10 +128,10 @@ class Padding:
 
     def spec(self, spec: Any) -> Any:
         """Return what an element of ``spec`` looks like in a batch; sizes that are not given are unknown."""
-        leaves = map_spec(_Given, spec)
+        leaves = map_spec(Hidden, spec)
         shapes, _ = self._for_leaves(leaves)
 
-        def pad(leaf: _Given, shape: _Given) -> ArraySpec:
+        def pad(leaf: Hidden, shape: Hidden) -> ArraySpec:
             sizes = shape.value or [-1] * len(leaf.value.shape)
             return ArraySpec(tuple(None if size == -1 else size for size in sizes), leaf.value.dtype)
 
@@ -146,18 +139,18 @@ class Padding:
 
     def _for_leaves(self, element: Any) -> tuple[Any, Any]:
         """Return nests like ``element`` of what was given as shape and as value, None where nothing was."""
-        nothing = nest.map_structure(lambda _: _Given(None), element)
+        nothing = nest.map_structure(lambda _: Hidden(None), element)
         shapes = nothing if self.shapes is None else _below(element, self.shapes, "padded_shapes")
-        shapes = nest.map_structure(lambda given: _Given(_checked_shape(given.value)), shapes)
+        shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
         if isinstance(self.values, (tuple, Mapping)):
             return shapes, _below(element, self.values, "padding_values")
-        return shapes, nest.map_structure(lambda _: _Given(self.values), element)
+        return shapes, nest.map_structure(lambda _: Hidden(self.values), element)
 
 
 def _below(structure: Any, given: Any, name: str) -> Any:
     """Return a nest like ``structure`` of what ``given`` has in the places of its leaves."""
     if not nest.is_nest(structure):
-        return _Given(given)
+        return Hidden(given)
     if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
         return {key: _below(child, given[key], name) for key, child in structure.items()}
     if isinstance(structure, tuple) and isinstance(given, (tuple, list)) and len(given) == len(structure):

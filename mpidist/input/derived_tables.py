@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, tee
 from typing import Any
 
@@ -25,13 +26,17 @@ class MappedTable(Table):
         table: The table.
         fn: The function.
         calls: How many calls may run at once, in threads of the pass; 1: they run in the thread that reads.
+        threads: Those of the pass; rows are read by the thread that asks, and only the function runs in others.
     """
 
-    def __init__(self, table: Table, fn: Callable[..., Any], calls: int = 1) -> None:
+    def __init__(
+        self, table: Table, fn: Callable[..., Any], calls: int = 1, threads: ThreadPoolExecutor | None = None
+    ) -> None:
         super().__init__(table.length, f"{table.text}.map")
         self.table = table
         self.fn = fn
         self.calls = calls
+        self.threads = threads
 
     def _call(self, row: Any) -> Any:
         return owned(call(self.fn, row))
@@ -41,35 +46,21 @@ class MappedTable(Table):
         return self._call(self.table.row(index))
 
     def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the function of each row."""
-        return map(self._call, self.table.each(numbers))
+        """Yield the function of each row, in threads a few calls ahead."""
+        rows = self.table.each(numbers)
+        return map(self._call, rows) if self.threads is None else map_stream(self._call, rows, self.threads, self.calls)
 
     def some(self, index: RowIndex) -> list[Any]:
         """Return the function of each row."""
-        return list(map(self._call, self.table.some(index)))
+        rows = self.table.some(index)
+        if self.threads is None:
+            return list(map(self._call, rows))
+        return map_batch(self._call, rows, self.threads, self.calls)
 
     def opened(self, readers: Readers | None) -> Table:
         """Return the table with the threads of the pass."""
-        table = self.table.opened(readers)
-        if self.calls > 1 and readers is not None:
-            return _InThreads(table, self.fn, self.calls, readers)
-        return MappedTable(table, self.fn)
-
-
-class _InThreads(MappedTable):
-    """A mapped table in one pass; rows are read by the thread that asks, and only the function runs in others."""
-
-    def __init__(self, table: Table, fn: Callable[..., Any], calls: int, readers: Readers) -> None:
-        super().__init__(table, fn, calls)
-        self.threads = readers.workers(calls)
-
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the function of each row, a few calls ahead."""
-        return map_stream(self._call, self.table.each(numbers), self.threads, self.calls)
-
-    def some(self, index: RowIndex) -> list[Any]:
-        """Return the function of each row."""
-        return map_batch(self._call, self.table.some(index), self.threads, self.calls)
+        threads = readers.workers(self.calls) if self.calls > 1 and readers is not None else None
+        return MappedTable(self.table.opened(readers), self.fn, self.calls, threads)
 
 
 class ZippedTable(Table):

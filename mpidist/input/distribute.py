@@ -12,11 +12,10 @@ from mpidist.input.batching import Batched
 from mpidist.input.dataset import Dataset, graph_and_options
 from mpidist.input.dealing import idle_replicas
 from mpidist.input.distributed_dataset import DistributedDataset
-from mpidist.input.distribution import Distribution, agree
+from mpidist.input.distribution import Distribution
 from mpidist.input.graph import Form, GraphNode, TableRows
-from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers, WorkerLayout
+from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext, WorkerLayout
 from mpidist.input.interleaving import Interleaved
 from mpidist.input.iteration import E_co
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
@@ -73,7 +72,9 @@ def distribute_dataset(
     with workers.shared_errors("looking at the dataset"):
         batches, policy, reads = dealt_batches(node, dataset_options, workers)
     off = policy is AutoShardPolicy.OFF
-    agreement = agree(batches, workers, same_everywhere=not off, own_orders=off)
+    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
+    distribution = Distribution(batches, workers, dealing, strategy, options)
+    distribution.agree(same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
     if workers.worker_id == 0 and workers.num_replicas_in_sync > 1:
         if _gives_single_rows(node):
@@ -83,8 +84,7 @@ def distribute_dataset(
     left_open = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
     if workers.worker_id == 0 and workers.num_workers > 1 and left_open:
         _warn_of_whole_streams(node, workers.num_workers)
-    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
-    return DistributedDataset(Distribution(batches, workers, dealing, agreement, strategy, options))
+    return DistributedDataset(distribution)
 
 
 def distribute_from_function(
@@ -135,10 +135,11 @@ def distribute_from_function(
 
     with workers.shared_errors("dataset_fn"):
         batches = deal(workers)
-    agreement = agree(batches, workers, same_everywhere=False)
+    distribution = Distribution(batches, workers, Dealing(deal), strategy, options)
+    distribution.agree(same_everywhere=False)
     reads = ", ".join(map(str, batches.nodes))
     _log.info("rank %d of %d reads %s (from a function)", workers.worker_id, workers.num_workers, reads)
-    return DistributedDataset(Distribution(batches, workers, Dealing(deal), agreement, strategy, options))
+    return DistributedDataset(distribution)
 
 
 def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Dataset[E_co]:

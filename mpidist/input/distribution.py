@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mpidist.core.errors import MismatchError
@@ -28,85 +28,24 @@ from mpidist.input.resuming import Dealing, Remainder
 _log = logging.getLogger("mpidist")
 
 
-@dataclass
-class Agreement:
-    """The result, equal on all workers.
-
-    Args:
-        steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data.
-        beginning: Where the first pass begins.
-        spec: What a local batch looks like, None until one has been seen.
-    """
-
-    steps: int
-    beginning: Position
-    spec: Any = None
-
-
-def agree(batches: LocalBatches, workers: InputWorkers, same_everywhere: bool, own_orders: bool = False) -> Agreement:
-    """Return what all workers agree on (collective where there are several that meet: one small exchange, or two).
-
-    Args:
-        batches: What this worker reads.
-        workers: Who shares the input.
-        same_everywhere: The pipelines must be the same on all workers.
-        own_orders: Where they are the same, each worker goes through all of it, in an order of its own.
-
-    Raises:
-        MismatchError: They had to be the same and are not; on all workers.
-    """
-    mine = pipelines_of(batches)
-    if workers.communicator is None:
-        if workers.first_given is not None and not own_orders and any(seeds for _, seeds in mine):
-            mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
-        return Agreement(batches.steps, first_position(batches, mine))
-    text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
-    samples = [sample for node in batches.nodes for sample in array_samples(node)]
-    told: list[tuple[str, int, list[Pipeline], int | None, list[int]]] = workers.communicator.all_gather_object(
-        (text, batches.steps, mine, last_batch_size(batches), samples)
-    )
-    same = len({text for text, *_ in told}) == 1
-    if same_everywhere and not same:
-        plans = {rank: text for rank, (text, *_) in enumerate(told)}
-        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
-        raise MismatchError(
-            "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
-            "one everywhere, of which each rank takes its part; for data that each rank has for itself use "
-            f"distribute_datasets_from_function(dataset_fn):{lines}",
-            plans,
-        )
-    if same_everywhere and workers.worker_id == 0 and any(samples != told[0][-1] for *_, samples in told):
-        _log.warning(
-            "mpidist: experimental_distribute_dataset() was given arrays of the same shape with other rows on other "
-            "ranks; each rank takes its part of its own, so some rows may be seen twice and others never. Give the "
-            "same arrays on all ranks (seed what shuffles or splits them), or use distribute_datasets_from_function()"
-        )
-    steps = [count for _, count, *_ in told]
-    # Workers that all go through the same elements would do the same work in every step; different pipelines may each
-    # take a part of one order.
-    every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
-    beginning = first_position(batches, every, own_orders and same)
-    result = Agreement(longest(steps), replace(beginning, batch_size=told[0][3]))
-    if result.steps not in (0, UNKNOWN) and 0 in steps:
-        learn_spec(result, batches, workers)
-    return result
-
-
 class Distribution:
-    """All that the passes over a distributed dataset have in common.
+    """A dataset that is distributed: all that the passes over it have in common.
 
     Args:
         batches: What this worker reads.
         workers: Who shares the input.
         dealing: How the dataset is divided.
-        agreement: On what the workers agree.
         strategy: For whom.
         options: An InputOptions or None.
 
     Attributes:
+        steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; as the two below,
+            this worker's own until the workers agree, and equal on all of them from then on.
+        beginning: Where the next pass begins, but for its number.
+        spec: What a local batch looks like, None until one has been seen.
+        passes: How many have been begun.
         places: Where the batches of the local replicas are copied; None where they stay.
         buffer_size: Batches that are held ready on each device.
-        passes: How many have been begun.
     """
 
     def __init__(
@@ -114,18 +53,81 @@ class Distribution:
         batches: LocalBatches,
         workers: InputWorkers,
         dealing: Dealing,
-        agreement: Agreement,
         strategy: StrategyLike,
         options: InputOptions | None = None,
     ) -> None:
         self.batches = batches
         self.workers = workers
         self.dealing = dealing
-        self.agreement = agreement
         self.strategy = strategy
+        self.steps = batches.steps
+        self.beginning = first_position(batches, pipelines_of(batches))
+        self.spec: Any = None
+        self.passes = 0
         self.places = fetch_places(workers, options)
         self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
-        self.passes = 0
+
+    def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:
+        """Let all workers agree (collective where there are several that meet: one small exchange, or two).
+
+        Args:
+            same_everywhere: The graphs must be the same on all workers.
+            own_orders: Where they are the same, each worker goes through all of it, in an order of its own.
+
+        Raises:
+            MismatchError: They had to be the same and are not; on all workers.
+        """
+        batches, workers = self.batches, self.workers
+        mine = pipelines_of(batches)
+        if workers.communicator is None:
+            if workers.first_given is not None and not own_orders and any(seeds for _, seeds in mine):
+                mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
+                self.beginning = first_position(batches, mine)
+            return
+        text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
+        samples = [sample for node in batches.nodes for sample in array_samples(node)]
+        told: list[tuple[str, int, list[Pipeline], int | None, list[int]]] = workers.communicator.all_gather_object(
+            (text, batches.steps, mine, last_batch_size(batches), samples)
+        )
+        same = len({text for text, *_ in told}) == 1
+        if same_everywhere and not same:
+            plans = {rank: text for rank, (text, *_) in enumerate(told)}
+            lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
+            raise MismatchError(
+                "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
+                "one everywhere, of which each rank takes its part; for data that each rank has for itself use "
+                f"distribute_datasets_from_function(dataset_fn):{lines}",
+                plans,
+            )
+        if same_everywhere and workers.worker_id == 0 and any(samples != told[0][-1] for *_, samples in told):
+            _log.warning(
+                "mpidist: experimental_distribute_dataset() was given arrays of the same shape with other rows on "
+                "other ranks; each rank takes its part of its own, so some rows may be seen twice and others never. "
+                "Give the same arrays on all ranks (seed what shuffles or splits them), or use "
+                "distribute_datasets_from_function()"
+            )
+        steps = [count for _, count, *_ in told]
+        # Workers that all go through the same elements would do the same work in every step; different graphs may each
+        # take a part of one order.
+        every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
+        self.beginning = replace(first_position(batches, every, own_orders and same), batch_size=told[0][3])
+        self.steps = longest(steps)
+        if self.steps not in (0, UNKNOWN) and 0 in steps:
+            self.learn_spec()
+
+    def learn_spec(self) -> None:
+        """Let every worker know what a local batch looks like, from the first one that can tell (collective)."""
+        with self.workers.shared_errors("reading an element to tell what the elements look like"):
+            specs = self.batches.local_specs() if self.batches.steps else None
+            self.spec = None if specs is None else with_rows(specs[0], None)
+        self.gather_spec()
+
+    def gather_spec(self) -> None:
+        """Take the spec of the first worker that knows one, unless it is known here (collective)."""
+        assert self.workers.communicator is not None
+        told = self.workers.communicator.all_gather_object(self.spec)
+        if self.spec is None:
+            self.spec = next((spec for spec in told if spec is not None), None)
 
     def element_spec(self) -> Any:
         """Return the nest of PerReplicaSpec of an element, or of ArraySpec where elements come bare.
@@ -145,31 +147,13 @@ class Distribution:
 
     def whole_pass(self, number: int) -> Remainder:
         """Return pass ``number`` from its beginning."""
-        return Remainder(self.batches, 0, replace(self.agreement.beginning, pass_number=number))
+        return Remainder(self.batches, 0, replace(self.beginning, pass_number=number))
 
     def go_on_from(self, position: Position) -> None:
         """Let the passes that are begun from here on be those that follow the one of ``position``."""
         self.passes = position.pass_number + 1
-        self.agreement.beginning = going_on(self.agreement.beginning, position)
+        self.beginning = going_on(self.beginning, position)
 
     def __str__(self) -> str:
         first, *more = self.batches.nodes
         return f"{first} and {len(more)} more" if more else str(first)
-
-
-def learn_spec(agreement: Agreement, batches: LocalBatches, workers: InputWorkers) -> None:
-    """Let every worker know what a local batch looks like, from the first one that can tell (collective)."""
-    agreement.spec = gather_spec(workers, _first_spec(batches, workers) if batches.steps else None)
-
-
-def _first_spec(batches: LocalBatches, workers: InputWorkers) -> Any:
-    with workers.shared_errors("reading an element to tell what the elements look like"):
-        specs = batches.local_specs()
-        return None if specs is None else with_rows(specs[0], None)
-
-
-def gather_spec(workers: InputWorkers, own: Any) -> Any:
-    """Return ``own``, or the spec of the first worker that knows one (collective)."""
-    assert workers.communicator is not None
-    told = workers.communicator.all_gather_object(own)
-    return own if own is not None else next((spec for spec in told if spec is not None), None)

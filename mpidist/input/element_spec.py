@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.core import nest
-from mpidist.input.elements import as_element, dataset_as_array, map_leaves, require_array, unbatched
+from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
 
 
 class ArraySpec(NamedTuple):
@@ -131,13 +131,6 @@ def _kind_of_array(dtype: np.dtype[Any]) -> str:
     return "text" if dtype.kind in "SU" else str(dtype)  # of any length
 
 
-class _Expected:
-    """Hides an ArraySpec, a tuple, from what walks through nests."""
-
-    def __init__(self, spec: ArraySpec) -> None:
-        self.spec = spec
-
-
 def conform(element: Any, signature: Any) -> Any:
     """Return ``element`` as new arrays of the dtypes that ``signature`` promises.
 
@@ -148,9 +141,9 @@ def conform(element: Any, signature: Any) -> Any:
     array([1., 2.], dtype=float32)
     """
 
-    def check(leaf: Any, expected: _Expected) -> np.ndarray[Any, Any]:
-        array = np.array(leaf, expected.spec.dtype)
-        wanted = expected.spec.shape
+    def check(leaf: Any, expected: Hidden) -> np.ndarray[Any, Any]:
+        array = np.array(leaf, expected.value.dtype)
+        wanted = expected.value.shape
         if len(wanted) != array.ndim or any(
             want not in (None, have) for want, have in zip(wanted, array.shape, strict=True)
         ):
@@ -160,7 +153,7 @@ def conform(element: Any, signature: Any) -> Any:
             )
         return array
 
-    return nest.map_structure(check, as_element(element), map_spec(_Expected, signature))
+    return nest.map_structure(check, as_element(element), map_spec(Hidden, signature))
 
 
 def empty_batch(spec: Any) -> Any:

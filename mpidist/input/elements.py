@@ -41,6 +41,13 @@ def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) ->
     return fn(value)
 
 
+class Hidden:
+    """Hides a value that may look like structure from functions that walk through nests."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
     """Return the array that a list of numbers, lists or arrays of one shape stands for.
 

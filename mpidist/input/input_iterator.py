@@ -8,8 +8,8 @@ from typing import Any
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.graph import INFINITE
-from mpidist.input.input_context import InputContext
 from mpidist.input.input_options import InputReplicationMode
+from mpidist.input.input_workers import InputContext
 from mpidist.input.iteration import Optional
 from mpidist.input.sources import Stream
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -12,10 +11,9 @@ from typing import Any
 
 from mpidist.input.elements import call
 from mpidist.input.graph import UNKNOWN, GraphNode, Pass, Seed
-from mpidist.input.threads import ending
+from mpidist.input.threads import ending, taken_ahead
 
 Opener = Callable[[], Iterator[Any]]
-Block = tuple[list[Any], "Exception | None"]
 
 
 @dataclass(eq=False, repr=False)
@@ -122,7 +120,7 @@ class _Reading:
         self._values: list[Any] = []
         self._block: Future[None] = self._threads.submit(self._read)
 
-    def take(self) -> Block:
+    def take(self) -> tuple[list[Any], Exception | None]:
         """Return the block, and the error that came after it; not to be held here, as its traceback holds this."""
         block = self._block
         del self._block
@@ -135,17 +133,6 @@ class _Reading:
         if self._opener is not None:
             self._elements, self._opener = self._opener(), None
         self._values.extend(islice(self._elements, self._size))
-
-
-class _Failed:
-    """Stands in for a dataset that the input could not name."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def take(self) -> Block:
-        """Return no elements, and the error."""
-        return [], self._error
 
 
 def interleave_in_threads(
@@ -163,8 +150,8 @@ def interleave_in_threads(
         threads: Where they are read.
         ahead: How many more are opened before it is their turn.
     """
-    coming = _opened(openers, block_length, threads, ahead)
-    cycle: list[_Reading | _Failed | None] = [None] * cycle_length
+    coming = taken_ahead((_Reading(opener, block_length, threads) for opener in openers), ahead)
+    cycle: list[_Reading | None] = [None] * cycle_length
     place = empty_places = 0
     with ending(threads):
         while empty_places < cycle_length:
@@ -173,7 +160,7 @@ def interleave_in_threads(
             if reading is not None:
                 values, error = reading.take()
                 cycle[place] = None
-                if isinstance(reading, _Reading) and error is None and len(values) == block_length:
+                if error is None and len(values) == block_length:
                     reading.go_on()
                     cycle[place] = reading
                 yield from values
@@ -183,24 +170,3 @@ def interleave_in_threads(
                     finally:
                         del error, reading  # the traceback holds this frame
             place = (place + 1) % cycle_length
-
-
-def _opened(
-    openers: Iterable[Opener], size: int, threads: ThreadPoolExecutor, ahead: int
-) -> Iterator[_Reading | _Failed]:
-    """Yield the datasets, ``ahead`` of which are being opened; an error of the input comes in its turn."""
-    source = iter(openers)
-    waiting: deque[_Reading | _Failed] = deque()
-    more = True
-    while True:
-        while more and len(waiting) <= ahead:
-            try:
-                waiting.append(_Reading(next(source), size, threads))
-            except StopIteration:
-                more = False
-            except Exception as error:
-                more = False
-                waiting.append(_Failed(error))
-        if not waiting:
-            return
-        yield waiting.popleft()

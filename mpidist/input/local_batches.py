@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import cycle, islice, zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 from mpidist.input import dealing, row_indices
 from mpidist.input.batching import last_batching
@@ -19,8 +20,6 @@ from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.tables import Table
-
-T = TypeVar("T")
 
 
 class _Missing:
@@ -66,6 +65,9 @@ class LocalBatches(ABC):
         """Return the element spec for each local replica, None if no element tells it; may read one."""
 
 
+_local_rows = lru_cache(dealing.local_rows)
+
+
 class DealtBatches(LocalBatches):
     """This worker's parts of global batches that are the same on all workers (rule A).
 
@@ -80,7 +82,6 @@ class DealtBatches(LocalBatches):
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
-        self._rows_of_size: dict[int, list[tuple[int, int]]] = {}
         self._empty: Any = None
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
@@ -96,12 +97,8 @@ class DealtBatches(LocalBatches):
         return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
-        rows = self._rows_of_size.get(batch_size)
-        if rows is None:
-            workers = self.workers
-            rows = dealing.local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
-            self._rows_of_size[batch_size] = rows
-        return rows
+        workers = self.workers
+        return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
     def _cut_parts(self, batch: Any) -> list[Any]:
         return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
@@ -116,11 +113,6 @@ class DealtBatches(LocalBatches):
         if self._empty is None:
             self._empty = cut(table.read(index[:1]), 0, 0)
         return self._empty
-
-    def check_batched(self) -> None:
-        """Raise ValueError if the elements are known to be single values, which nothing can split."""
-        if self.workers.num_replicas_in_sync > 1:
-            check_batched(self.node)
 
     def local_specs(self) -> list[Any] | None:
         """Return the specs; sizes of the batch axis are known where every global batch has the same."""
@@ -153,22 +145,24 @@ def _require_rows(leaf: Any) -> None:
         raise unbatched(f"single values of {leaf.dtype}")
 
 
-class _Pieces(Generic[T]):
-    """What batches are to the cutting: things of some length, that can be cut and joined."""
+class _Pieces(NamedTuple):
+    """What batches are to the cutting: how to open them, their length, how to cut and to join them."""
 
-    def __init__(
-        self, length: Callable[[T], int], part: Callable[[T, int, int], T], join: Callable[[Sequence[T]], T]
-    ) -> None:
-        self.length, self.part, self.join = length, part, join
-
-
-_ROW_NUMBERS: _Pieces[RowIndex] = _Pieces(len, lambda index, start, stop: index[start:stop], row_indices.concatenate)
-_ARRAYS: _Pieces[Any] = _Pieces(row_count, cut, join)
+    batches: Callable[[GraphNode, Pass], Iterator[Any]]
+    length: Callable[[Any], int]
+    part: Callable[[Any, int, int], Any]
+    join: Callable[[Sequence[Any]], Any]
 
 
-def recut(
-    batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_before: int = 0, first: int = 0
-) -> Iterator[T]:
+_ROW_NUMBERS = _Pieces(
+    lambda node, run: node.items(run), len, lambda index, start, stop: index[start:stop], row_indices.concatenate
+)
+_ARRAYS = _Pieces(lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
+
+
+def _recut(
+    batches: Iterator[Any], sizes: Sequence[int], pieces: _Pieces, rows_before: int, first: int
+) -> Iterator[Any]:
     """Yield the rows of all batches in parts of the given sizes, which repeat; the last part may be smaller.
 
     A part of size 0 is one without rows; none comes after the last row.
@@ -189,7 +183,7 @@ def recut(
         start, length = 0, pieces.length(batch)
     start += rows_before
     for size in islice(cycle(sizes), first, None):
-        parts: list[T] = []
+        parts: list[Any] = []
         missing = size
         while missing or not parts:
             while start == length:
@@ -241,61 +235,45 @@ class RecutBatches(LocalBatches):
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield groups of consecutive parts of a pass."""
         node, first = self.node, start * self.workers.num_local_replicas
-        if node.form is Form.BATCHES:
-            return run.read_ahead(lambda: self._read_groups(node, run, first), node.read_ahead)
-        return self._groups(self._parts(node, lambda same: map(as_element, same.elements(run)), _ARRAYS, first))
-
-    def _parts(
-        self, node: GraphNode, batches_of: Callable[[GraphNode], Iterator[T]], pieces: _Pieces[T], first: int
-    ) -> Iterator[T]:
-        if self.sizes is not None:
-            return self._recut(node, batches_of, pieces, first)
-        count = self.workers.num_replicas_in_sync
-        batches, parts_more = divmod(first, count)
-        parts = (
-            pieces.part(batch, start, stop)
-            for batch in batches_of(skip_elements(node, batches))
-            for start, stop in dealing.parts(pieces.length(batch), count)
+        if node.form is not Form.BATCHES:
+            return self._groups(self._parts(run, _ARRAYS, first))
+        table = node.row_table().opened(run.readers)
+        return run.read_ahead(
+            lambda: self._groups(self._read(table, index) for index in self._parts(run, _ROW_NUMBERS, first)),
+            node.read_ahead,
         )
-        return islice(parts, parts_more, None)
 
-    def _recut(
-        self, node: GraphNode, batches_of: Callable[[GraphNode], Iterator[T]], pieces: _Pieces[T], first: int
-    ) -> Iterator[T]:
-        assert self.sizes is not None
-        cycles, parts_more = divmod(first, len(self.sizes))
-        rows = cycles * sum(self.sizes) + sum(self.sizes[:parts_more])
+    def _parts(self, run: Pass, pieces: _Pieces, first: int) -> Iterator[Any]:
+        """Yield the parts of a pass from number ``first`` on."""
+        node = self.node
+        if self.sizes is None:
+            count = self.workers.num_replicas_in_sync
+            batches, more = divmod(first, count)
+            parts = (
+                pieces.part(batch, start, stop)
+                for batch in pieces.batches(skip_elements(node, batches), run)
+                for start, stop in dealing.parts(pieces.length(batch), count)
+            )
+            return islice(parts, more, None)
+        cycles, more = divmod(first, len(self.sizes))
+        rows = cycles * sum(self.sizes) + sum(self.sizes[:more])
         made = last_batching(node)
         if made is not None:
             # All batches but the last have that size.
             node, rows = skip_elements(node, rows // made.size), rows % made.size
-        return recut(batches_of(node), self.sizes, pieces, rows, parts_more)
+        return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
+
+    def _read(self, table: Table, index: RowIndex) -> Any:
+        """Return the rows of a part, which may have none; only rows that are used are read."""
+        batch = table.read(index) if len(index) else self._empty
+        if self._empty is None:
+            self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
+        return self._empty if batch is None else batch
 
     def _groups(self, parts: Iterator[Any]) -> Iterator[list[Any]]:
         replicas = self.workers.num_local_replicas
         while group := list(islice(parts, replicas)):
             yield group + [MISSING] * (replicas - len(group))
-
-    def _read_groups(self, node: GraphNode, run: Pass, first: int) -> Iterator[list[Any]]:
-        """Yield the groups of batches that are known by row numbers; only rows that are used are read."""
-        table = node.row_table().opened(run.readers)
-
-        def read(index: RowIndex) -> Any:
-            if len(index):
-                batch = table.read(index)
-                if self._empty is None:
-                    self._empty = cut(batch, 0, 0)
-                return batch
-            if self._empty is None:
-                self._empty = cut(table.read(range(1)), 0, 0)
-            return self._empty
-
-        parts = self._parts(node, lambda same: same.items(run), _ROW_NUMBERS, first)
-        return self._groups(map(read, parts))
-
-    def check_batched(self) -> None:
-        """Raise ValueError if the elements are known to be single values, which nothing can split."""
-        check_batched(self.node)
 
     def local_specs(self) -> list[Any] | None:
         """Return the specs; sizes of the batch axis are known where all parts of a replica have the same."""
@@ -349,10 +327,8 @@ class ReplicaPipelines(LocalBatches):
     def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode]) -> None:
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
-        super().__init__(workers, nodes, min(counts) if self.whole_steps_only else longest(counts))
-        if self.whole_steps_only:
-            finite = [count for count in counts if count != INFINITE]
-            self.steps = min(finite, default=INFINITE)
+        shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
+        super().__init__(workers, nodes, shortest if self.whole_steps_only else longest(counts))
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield the next batch of each pipeline of a pass."""

@@ -8,7 +8,7 @@ from mpidist.input.dealing import choose_assignment
 from mpidist.input.graph import GraphNode
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import DealtBatches, LocalBatches, RecutBatches
+from mpidist.input.local_batches import DealtBatches, LocalBatches, RecutBatches, check_batched
 from mpidist.input.rewriting import deal_files, dealt_files, fill_in_hints, has_hint, other_source
 
 _log = logging.getLogger("mpidist")
@@ -34,7 +34,8 @@ def dealt_batches(
         batches = DealtBatches(workers, own, assignment)
     else:
         batches = RecutBatches(workers, node, own, f"its rows by AutoShardPolicy.{policy.name}")
-    batches.check_batched()
+    if workers.num_replicas_in_sync > 1:
+        check_batched(own)
     return batches, policy, f"{_what(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
 
 

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
 from time import monotonic
@@ -237,29 +237,35 @@ def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
         threads.shutdown(wait=not dropped, cancel_futures=True)
 
 
+def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield items, each taken when ``count`` others are still to come before it; an error comes in its turn."""
+    waiting: deque[T] = deque()
+    failure: Exception | None = None
+    try:
+        for item in items:
+            waiting.append(item)
+            del item  # it is not kept alive once it has been given
+            if len(waiting) > count:
+                yield waiting.popleft()
+    except Exception as error:
+        failure = error
+    while waiting:
+        yield waiting.popleft()
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # its traceback holds this frame
+
+
 def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExecutor, calls: int) -> Iterator[S]:
     """Yield ``fn`` of each item, with up to ``calls`` calls under way while the caller works on a result.
 
     Items are taken in the caller's thread. Errors, of the items too, come in their turn. Ends ``threads``.
     """
-    source = iter(items)
-    under_way: deque[Future[S]] = deque()
-    more = True
     with ending(threads):
-        while True:
-            while more and len(under_way) <= calls:
-                try:
-                    under_way.append(threads.submit(fn, next(source)))
-                except StopIteration:
-                    more = False
-                except Exception as error:
-                    more = False
-                    failed: Future[S] = Future()
-                    failed.set_exception(error)
-                    under_way.append(failed)
-            if not under_way:
-                return
-            yield under_way.popleft().result()
+        for call in taken_ahead((threads.submit(fn, item) for item in items), calls):
+            yield call.result()
 
 
 def map_batch(fn: Callable[[T], S], items: Sequence[T], threads: ThreadPoolExecutor, calls: int) -> list[S]:

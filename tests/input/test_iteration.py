@@ -7,7 +7,7 @@ import mpidist
 from mpidist.core.errors import OutOfRangeError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.distributed_iterator import DistributedIterator
+from mpidist.input.distributed_dataset import DistributedIterator
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.iteration import DatasetIterator, Optional
 from tests.input.worker_threads import lists, run_workers
