@@ -115,16 +115,11 @@ class Padding:
                 another structure.
         """
         converted = [as_element(element) for element in elements]
-        first = converted[0]
-        for other in converted[1:]:
-            nest.assert_same_structure(first, other)
-        columns = [list(map(np.asarray, column)) for column in zip(*map(nest.flatten, converted), strict=True)]
-        shapes, values = self._for_leaves(first)
-        padded = (
-            _padded(arrays, shape.value, value.value)
-            for arrays, shape, value in zip(columns, nest.flatten(shapes), nest.flatten(values), strict=True)
+        shapes, values = self._for_leaves(converted[0])
+        return nest.map_structure(
+            lambda shape, value, *leaves: _padded([*map(np.asarray, leaves)], shape.value, value.value),
+            *(shapes, values, *converted),
         )
-        return nest.pack_like(first, padded)
 
     def spec(self, spec: Any) -> Any:
         """Return what an element of ``spec`` looks like in a batch; sizes that are not given are unknown."""
@@ -282,18 +277,14 @@ class Windows(GraphNode):
             held.extend(map(as_element, islice(elements, self.span - len(held))))
             if not held or (self.drop_remainder and len(held) < self.span):
                 return
-            yield self._window(list(islice(held, 0, None, self.stride)))
+            yield nest.map_structure(self._window, *islice(held, 0, None, self.stride))
             for _ in range(min(self.shift, len(held))):
                 held.popleft()
             for _ in islice(elements, max(0, self.shift - self.span)):
                 pass
 
-    def _window(self, elements: list[Any]) -> Any:
-        first = elements[0]
-        for other in elements[1:]:
-            nest.assert_same_structure(first, other)
-        columns = zip(*map(nest.flatten, elements), strict=True)
-        return nest.pack_like(first, [self.dataset_of(TableRows(SequenceTable(list(column)))) for column in columns])
+    def _window(self, *leaves: Any) -> Any:
+        return self.dataset_of(TableRows(SequenceTable(list(leaves))))
 
     def spec(self) -> Any:
         """Return that of the datasets."""

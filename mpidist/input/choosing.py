@@ -15,7 +15,6 @@ import numpy as np
 
 from mpidist.input import row_indices
 from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed
-from mpidist.input.permutations import order_in_windows, random_order
 
 _DRAWN_AHEAD = 1024
 
@@ -177,10 +176,10 @@ class Shuffled(Chosen):
         else:
             rows = row_indices.Joined(list(source.items(run)))
             if self.block_size is None:
-                order = random_order(len(rows), generator)
+                order = row_indices.random_order(len(rows), generator)
             else:
                 window = max(1, (self.buffer_size or 0) // self.block_size)
-                order = order_in_windows(len(rows), self.block_size, window, generator)
+                order = row_indices.order_in_windows(len(rows), self.block_size, window, generator)
             yield from map(rows.at, order)
 
     def _drawn(self, items: Iterator[Any], generator: np.random.Generator) -> Iterator[Any]:

@@ -15,14 +15,13 @@ from mpidist.input import dealing, sources
 from mpidist.input.batching import Batched, Padding, Unbatched, Windows
 from mpidist.input.caching import Cached, CachedFile
 from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Take, check_shuffle
-from mpidist.input.combining import Concatenated, Sampled, Zipped
 from mpidist.input.derived_tables import ZippedTable
 from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
 from mpidist.input.graph import INFINITE, GraphNode, Seed, TableRows
 from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, DatasetOptions, Options, common_options
 from mpidist.input.interleaving import Interleaved
 from mpidist.input.iteration import DatasetIterator, E_co, Passes, S, reduce_elements, spec_of_elements
-from mpidist.input.steps import Enumerated, Filtered, Mapped, Prefetched
+from mpidist.input.steps import Concatenated, Enumerated, Filtered, Mapped, Prefetched, Sampled, Zipped
 from mpidist.input.tables import RangeTable, array_table, element_table
 from mpidist.input.threads import AUTOTUNE, checked_calls
 
@@ -37,6 +36,8 @@ class Dataset(Generic[E_co]):
     :meth:`list_files` or :meth:`range` and chain transforms; each returns a new dataset. Sources whose rows can be read
     by number are read by the batch, and on several ranks each rank reads only its own rows. Elements and batches are
     new arrays that the caller may change, and that no generator, source or function goes on to write into.
+
+    To type checkers a ``Dataset[T]`` has elements of type T, such as ``map_func`` returns; a list becomes an array.
 
     >>> dataset = Dataset.range(10).shuffle(seed=1).batch(4)
     >>> [len(batch) for batch in dataset]

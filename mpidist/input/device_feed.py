@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,11 +59,13 @@ class _Buffer:
         return staged
 
 
-class _Staged:
+class _Staged(NamedTuple):
     """A batch of one replica with its arrays in page-locked memory."""
 
-    def __init__(self, batch: Any, indices: list[int], arrays: list[Array], buffer: _Buffer) -> None:
-        self.batch, self.indices, self.arrays, self.buffer = batch, indices, arrays, buffer
+    batch: Any
+    indices: list[int]
+    arrays: list[Array]
+    buffer: _Buffer
 
 
 class _Transfer:

@@ -78,7 +78,12 @@ def distribute_dataset(
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
     if workers.worker_id == 0 and workers.num_replicas_in_sync > 1:
         if _gives_single_rows(node):
-            _warn_of_single_rows(node, workers.num_replicas_in_sync)
+            _log.warning(
+                "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d "
+                "replicas in parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a "
+                "sequence of them: Dataset.from_source(list(array))",
+                *(node, workers.num_replicas_in_sync),
+            )
         elif isinstance(batches, DealtBatches):
             _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
     left_open = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
@@ -196,15 +201,6 @@ def _gives_single_rows(node: GraphNode) -> bool:
         if isinstance(step, (Batched, Interleaved)) or not (step.inputs or source_of_rows):
             return False
     return True
-
-
-def _warn_of_single_rows(node: GraphNode, replicas: int) -> None:
-    _log.warning(
-        "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d replicas in "
-        "parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a sequence of them: "
-        "Dataset.from_source(list(array))",
-        *(node, replicas),
-    )
 
 
 def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:

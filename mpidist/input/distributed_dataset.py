@@ -6,7 +6,7 @@ In every step of a pass each replica gets a batch, or an empty one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpidist.input.device_feed import DeviceFeed, on_place
 from mpidist.input.distribution import Distribution
 from mpidist.input.element_spec import empty_batch, spec_of, with_rows
 from mpidist.input.graph import INFINITE, UNKNOWN
-from mpidist.input.iteration import Optional, pass_failed, reduce_elements
+from mpidist.input.iteration import E_co, Optional, S, pass_failed, reduce_elements
 from mpidist.input.local_batches import MISSING
 from mpidist.input.position import Position
 from mpidist.input.resuming import Remainder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpidist.collectives.communicator import Communicator
 
 
-class DistributedDataset:
+class DistributedDataset(Generic[E_co]):
     """Batches for the replicas of a strategy, anew with each ``iter`` (tf.distribute.DistributedDataset).
 
     Strategies make it: ``experimental_distribute_dataset`` and ``distribute_datasets_from_function``.
@@ -50,7 +50,7 @@ class DistributedDataset:
     def __init__(self, distribution: Distribution) -> None:
         self._distribution = distribution
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> DistributedIterator[E_co]:
         """Begin a new pass; collective: call it on every rank, in the same order.
 
         Raises:
@@ -77,7 +77,7 @@ class DistributedDataset:
             "first: iterator = iter(dataset), then next(iterator), or write `for batch in dataset:`"
         )
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
         """Return what ``reduce_func`` makes of all elements of one pass, each rank for itself.
 
         Collective as iterating is: call it on every rank, in the same order. The states are not combined: for a
@@ -134,7 +134,7 @@ class DistributedDataset:
         return f"<{type(self).__name__} {self._distribution}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
 
 
-class DistributedIterator:
+class DistributedIterator(Generic[E_co]):
     """One pass over a distributed dataset (tf.distribute.DistributedIterator).
 
     Every method that moves on is collective: call it on every rank, in the same order. The pass ends for all
@@ -167,16 +167,16 @@ class DistributedIterator:
         self._ended = False
         self._failure: str | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[E_co]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> E_co:
         found = self._advance("next()")
         if not found.has_value():
             raise StopIteration
         return found.get_value()
 
-    def get_next(self) -> Any:
+    def get_next(self) -> E_co:
         """Return the next element; collective: call it on every rank, in the same order.
 
         Raises:
@@ -191,7 +191,7 @@ class DistributedIterator:
             )
         return found.get_value()
 
-    def get_next_as_optional(self) -> Optional:
+    def get_next_as_optional(self) -> Optional[E_co]:
         """Return the next element, or an Optional without value; collective as :meth:`get_next`.
 
         Raises:
@@ -283,7 +283,7 @@ class DistributedIterator:
         if self._feed is not None:
             self._feed.close()
 
-    def _advance(self, method: str) -> Optional:
+    def _advance(self, method: str) -> Optional[E_co]:
         require_outside_replica_function(self._distribution.strategy, f"{method} of a distributed iterator")
         if self._failure is not None:
             raise pass_failed(method, self._failure)
@@ -299,7 +299,7 @@ class DistributedIterator:
             self.close()
         return found
 
-    def _next_step(self) -> Optional:
+    def _next_step(self) -> Optional[E_co]:
         workers = self._distribution.workers
         several = workers.num_workers > 1
         step: list[Any] | None = None

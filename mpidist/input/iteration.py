@@ -31,6 +31,8 @@ else:
     E_co = TypeVar("E_co", covariant=True)
     S = TypeVar("S")
 
+_ALONE = WorkerLayout(1, 0, (1,))
+
 
 class Optional(Generic[E_co]):
     """A value that may be missing (tf.experimental.Optional): what ``get_next_as_optional`` returns."""
@@ -65,6 +67,7 @@ class Passes:
         options: Those of the dataset.
 
     Attributes:
+        batches: The elements, as a lone worker reads them.
         begun: How many have been begun.
         seeds: What stands in for seeds that were not given; nothing until a state has been restored.
         beginning: What says so in states; None until then.
@@ -73,32 +76,27 @@ class Passes:
     def __init__(self, node: GraphNode, options: DatasetOptions) -> None:
         self.node = node
         self.options = options
+        self.batches = DealtBatches(_ALONE, node, "block")
         self.begun = 0
         self.seeds: dict[Seed, tuple[int, ...]] = {}
         self.beginning: Position | None = None
 
     def whole_pass(self, number: int, beginning: Position | None) -> Remainder:
         """Return pass ``number`` as a lone worker reads it, from ``beginning`` or the first beginning of all."""
-        batches = self._alone()
-        beginning = beginning or first_position(batches, pipelines_of(batches))
-        return Remainder(batches, 0, replace(beginning, pass_number=number))
+        beginning = beginning or first_position(self.batches, pipelines_of(self.batches))
+        return Remainder(self.batches, 0, replace(beginning, pass_number=number))
 
     def remainder(self, position: Position) -> Remainder:
         """Return how the pass of ``position`` goes on; see ``Dealing.remainder``."""
-        batches = self._alone()
         node, options = self.node, self.options
         dealing = Dealing(lambda layout: dealt_batches(node, options, layout)[0], options.assignment)
-        return dealing.remainder(position, batches, batches.steps)
+        return dealing.remainder(position, self.batches, self.batches.steps)
 
     def go_on_from(self, position: Position) -> None:
         """Let the passes that are begun from here on be those that follow the one of ``position``."""
         self.begun = position.pass_number + 1
-        batches = self._alone()
-        self.beginning = going_on(first_position(batches, pipelines_of(batches)), position)
-        self.seeds = seeds_for(batches, self.beginning)
-
-    def _alone(self) -> DealtBatches:
-        return DealtBatches(WorkerLayout(1, 0, (1,)), self.node, "block")
+        self.beginning = going_on(first_position(self.batches, pipelines_of(self.batches)), position)
+        self.seeds = seeds_for(self.batches, self.beginning)
 
 
 class DatasetIterator(Generic[E_co]):

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 from mpidist.input.batching import Batched
 from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Sliced
-from mpidist.input.combining import Zipped
 from mpidist.input.graph import Form, GraphNode
 from mpidist.input.interleaving import Interleaved
 from mpidist.input.sources import FileNames, Files
-from mpidist.input.steps import Mapped, Prefetched
+from mpidist.input.steps import Mapped, Prefetched, Zipped
 
 
 def skip_elements(node: GraphNode, count: int) -> GraphNode:

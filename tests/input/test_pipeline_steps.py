@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from mpidist.input import SHARD_HINT, Dataset
 from mpidist.input.caching import Cached
 from mpidist.input.choosing import Shuffled, Skip
-from mpidist.input.combining import Concatenated
 from mpidist.input.even_batches import EvenBatches
 from mpidist.input.graph import Form, GraphNode
 from mpidist.input.sources import FileNames
-from mpidist.input.steps import Mapped, Prefetched
+from mpidist.input.steps import Concatenated, Mapped, Prefetched
 from tests.input.policy_helpers import (
     read,
     stream,
