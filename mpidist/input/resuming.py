@@ -168,7 +168,12 @@ class Dealing:
         layouts = [WorkerLayout(len(counts), worker, counts) for worker in range(len(counts))]
         with undisturbed():
             previous = [current] if same_layout else [self.deal(layouts[0])]
-            _require_same_division(position, previous[0])
+            division = previous[0].division
+            if division != position.division:
+                raise ValueError(
+                    f"the state is that of a dataset of which each rank got {position.division}, and of this one it "
+                    f"would have got {division}; expected the same method of the strategy, and the same AutoShardPolicy"
+                )
             if position.elements or not (same_layout or isinstance(previous[0], DealtBatches)):
                 previous = [self.deal(layout) for layout in layouts]
         for batches in previous:
@@ -197,14 +202,6 @@ class Dealing:
             rest = DealtBatches(here, skip_rows(first.node, position.rows), assignment)
             return Remainder(rest, position.steps, position)
         return Remainder(RejoinedBatches(here, previous, position, assignment), 0, position)
-
-
-def _require_same_division(position: Position, first: LocalBatches) -> None:
-    if first.division != position.division:
-        raise ValueError(
-            f"the state is that of a dataset of which each rank got {position.division}, and of this one it would have "
-            f"got {first.division}; expected the same method of the strategy, and the same AutoShardPolicy"
-        )
 
 
 def _require_same_pipelines(position: Position, batches: LocalBatches) -> None:
