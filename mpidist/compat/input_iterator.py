@@ -7,11 +7,11 @@ from itertools import count
 from typing import Any
 
 from mpidist.input.dataset import Dataset
-from mpidist.input.input_context import InputContext
+from mpidist.input.graph import INFINITE
 from mpidist.input.input_options import InputReplicationMode
-from mpidist.input.optional import Optional
-from mpidist.input.reordering import INFINITE
-from mpidist.input.streams import Stream
+from mpidist.input.input_workers import InputContext
+from mpidist.input.iteration import Optional
+from mpidist.input.sources import Stream
 
 
 class InputIterator:

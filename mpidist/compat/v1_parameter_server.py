@@ -18,7 +18,7 @@ from mpidist.input import (
     distribute_dataset,
     distribute_from_function,
 )
-from mpidist.input.policies import share_of
+from mpidist.input.distribute import share_of
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
 from mpidist.strategies.central_storage import CentralStorageExtended

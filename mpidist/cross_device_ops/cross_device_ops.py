@@ -314,9 +314,7 @@ class CrossDeviceOps:
             # The mean is taken once, at the end, over all replicas.
             return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
 
-    def _delivered(
-        self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]
-    ) -> list[Any]:
+    def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[Any]:
         """Return the totals in their final dtype and kind, on their destinations."""
         results = []
         for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):

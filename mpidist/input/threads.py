@@ -1,16 +1,22 @@
-"""Reading ahead: a thread that keeps the next elements of an iterator ready, and all threads of one pass.
+"""The threads of a pass: one that keeps the next elements of an iterator ready, and those that call functions.
 
-The thread only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues: ``ready``
-carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
+A thread that reads ahead only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues:
+``ready`` carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
 finalised, and so end its thread, in the middle of any other line of any thread; conditions would not bear that.
+
+What several threads compute keeps the order of its input.
 """
 
 from __future__ import annotations
 
 import atexit
+import operator
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -19,13 +25,19 @@ from weakref import WeakSet
 from mpidist.arrays.current_device import mark_own_thread
 
 T = TypeVar("T")
+S = TypeVar("S")
 
+AUTOTUNE = -1
+"""Where a number of calls or elements is asked for, leaves it to mpidist (tf.data.AUTOTUNE)."""
+
+# Shares of a batch per thread: more than one, as some elements take longer than others.
+_SHARES = 4
 _NOTHING = object()
 # How long a process that ends waits for elements that are just being read.
 _EXIT_SECONDS = 5.0
 
 
-class _Thread(threading.Thread):
+class _ReadingThread(threading.Thread):
     """Reads; it must not know the ReadAhead that it reads for, which could then never be finalised."""
 
     def __init__(self, open_source: Callable[[], Iterator[Any]], size: int) -> None:
@@ -76,7 +88,7 @@ class _Thread(threading.Thread):
         return self.closed if self.ident is None else not self.is_alive()
 
 
-_running: set[_Thread] = set()
+_running: set[_ReadingThread] = set()
 
 
 @atexit.register
@@ -103,7 +115,7 @@ class ReadAhead(Iterator[T], Generic[T]):
     """
 
     def __init__(self, open_source: Callable[[], Iterator[T]], size: int) -> None:
-        self._thread = _Thread(open_source, size)
+        self._thread = _ReadingThread(open_source, size)
 
     def __next__(self) -> T:
         thread = self._thread
@@ -141,7 +153,7 @@ class Readers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads: list[_Thread] = []
+        self._threads: list[_ReadingThread] = []
         self._pools: WeakSet[ThreadPoolExecutor] = WeakSet()
         self._closed = False
 
@@ -187,3 +199,88 @@ class Readers:
             thread.end()
         for pool in pools:
             pool.shutdown()
+
+
+def checked_calls(num_parallel_calls: int | None) -> int:
+    """Return how many calls may run at once: 1 for None, as many as there are cores for -1 (tf.data.AUTOTUNE).
+
+    Raises:
+        ValueError: Below 1, and not -1.
+
+    >>> checked_calls(None), checked_calls(3)
+    (1, 3)
+    """
+    if num_parallel_calls is None:
+        return 1
+    calls = operator.index(num_parallel_calls)
+    if calls == AUTOTUNE:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if calls < 1:
+        raise ValueError(
+            f"num_parallel_calls is {calls}; expected 1 or more, -1 for as many as there are cores, or None to call in "
+            "the thread that reads"
+        )
+    return calls
+
+
+@contextmanager
+def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
+    """End ``threads`` after the block, a part of a generator, and let no call begin any more."""
+    dropped = False
+    try:
+        yield
+    except GeneratorExit:
+        dropped = True
+        raise
+    finally:
+        # Nobody waits where a generator is only dropped, which may happen in the middle of any other line.
+        threads.shutdown(wait=not dropped, cancel_futures=True)
+
+
+def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield items, each taken when ``count`` others are still to come before it; an error comes in its turn."""
+    waiting: deque[T] = deque()
+    failure: Exception | None = None
+    try:
+        for item in items:
+            waiting.append(item)
+            del item  # it is not kept alive once it has been given
+            if len(waiting) > count:
+                yield waiting.popleft()
+    except Exception as error:
+        failure = error
+    while waiting:
+        yield waiting.popleft()
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # its traceback holds this frame
+
+
+def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExecutor, calls: int) -> Iterator[S]:
+    """Yield ``fn`` of each item, with up to ``calls`` calls under way while the caller works on a result.
+
+    Items are taken in the caller's thread. Errors, of the items too, come in their turn. Ends ``threads``.
+    """
+    with ending(threads):
+        for call in taken_ahead((threads.submit(fn, item) for item in items), calls):
+            yield call.result()
+
+
+def map_batch(fn: Callable[[T], S], items: Sequence[T], threads: ThreadPoolExecutor, calls: int) -> list[S]:
+    """Return ``fn`` of each item, called in up to ``calls`` threads; raises the error of the first item that failed."""
+    size = max(1, -(-len(items) // (calls * _SHARES)))
+
+    def share(start: int) -> list[S]:
+        return [fn(item) for item in items[start : start + size]]
+
+    under_way = deque(threads.submit(share, start) for start in range(0, len(items), size))
+    results: list[S] = []
+    try:
+        while under_way:
+            results += under_way.popleft().result()
+    finally:
+        for future in under_way:
+            future.cancel()
+    return results
