@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
     from mpidist.strategies.strategy import Strategy
 
-# How long a replica may take to end after another one has failed, in its finally blocks and __exit__ methods.
 # How long Ctrl-C may go unnoticed while a replica computes.
 _SIGNAL_SECONDS = 0.5
+# How long a replica may take to end after another one has failed, in its finally blocks and __exit__ methods.
 _UNWINDING_SECONDS = 30.0
 
 
