@@ -20,7 +20,7 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
 from mpidist.collectives.mpi.waiting import Deadline, drive
-from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.enums import ReduceOp
 from mpidist.experimental import CommunicationOptions
 

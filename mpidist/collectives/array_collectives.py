@@ -27,7 +27,7 @@ from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
-from mpidist.collectives.gpu.host_copies import on_host
+from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce.choice import check_options

@@ -17,7 +17,7 @@ from mpidist.collectives.channel.description import Description, describe, signa
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.gpu.host_copies import on_host
+from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import check_has_axis
 from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Steps

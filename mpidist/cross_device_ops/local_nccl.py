@@ -10,9 +10,8 @@ from itertools import pairwise
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, Event, Stream, ops_for
 from mpidist.arrays.dtypes import DType, reduction_dtypes
-from mpidist.collectives.gpu.nccl_local import LocalNccl
-from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
-from mpidist.collectives.reduce.nccl_types import nccl_dtype
+from mpidist.collectives.gpu.nccl_comm import LocalNccl
+from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack, nccl_dtype
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
 

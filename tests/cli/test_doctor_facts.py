@@ -16,7 +16,7 @@ from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
 from mpidist.cli.doctor_facts.nccl_net import nccl_net
 from mpidist.cli.doctor_facts.rank import hosts_of_job
 from mpidist.cli.doctor_facts.reach import Heard, first_partners, merged, partners_on_nodes
-from mpidist.collectives.gpu import nccl_network
+from mpidist.collectives.gpu import network_probes
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
 
@@ -158,10 +158,10 @@ def test_the_network_of_nccl(
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(nccl_network, "_SYS", tmp_path)
-    monkeypatch.setattr(nccl_network, "_VERBS_DEVICES", tmp_path)
-    monkeypatch.setattr(nccl_network, "_FILES", ())
-    monkeypatch.setattr(nccl_network, "_loads", libraries.__contains__)
+    monkeypatch.setattr(network_probes, "_SYS", tmp_path)
+    monkeypatch.setattr(network_probes, "_VERBS_DEVICES", tmp_path)
+    monkeypatch.setattr(network_probes, "_FILES", ())
+    monkeypatch.setattr(network_probes, "_loads", libraries.__contains__)
     (tmp_path / "uverbs0").touch()
     for device, layer in devices.items():
         folder = tmp_path / "class" / ("infiniband" if layer else "cxi") / device / "ports" / "1"
@@ -174,7 +174,7 @@ def test_the_network_of_nccl(
     assert command in net.command
     assert bool(net.lacks) is bool(lacks)
     (tmp_path / "uverbs0").unlink()
-    if net.name == "mlx5_0" and nccl_network.net_plugin() is None:
+    if net.name == "mlx5_0" and network_probes.net_plugin() is None:
         assert "may not open" in nccl_net().lacks
 
 

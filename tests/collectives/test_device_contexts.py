@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives.gpu import device_watch
+from mpidist.collectives.gpu import device_streams
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
@@ -32,7 +32,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return found
 
     monkeypatch.setattr(DeviceStreams, "oldest", noticed)
-    monkeypatch.setattr(device_watch, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(device_streams, "_LOOK_SECONDS", 0.001)
     return happened
 
 

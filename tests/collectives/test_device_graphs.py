@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.gpu import device_watch
+from mpidist.collectives.gpu import device_streams
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.core.errors import PeerError
 from mpidist.topology import world_topology
@@ -27,7 +27,7 @@ def test_a_graph_that_is_recorded_while_works_move_on(fake_gpus: Any, monkeypatc
         return found
 
     monkeypatch.setattr(DeviceStreams, "oldest", noticed)
-    monkeypatch.setattr(device_watch, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(device_streams, "_LOOK_SECONDS", 0.001)
     fake_gpus.cuda.Device(world_topology().rank).use()
     gate, graph = threading.Event(), fake_gpus.cuda.Stream(non_blocking=True)
     with Communicator() as comm:

@@ -16,7 +16,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.kernel_source import kernel_for
-from mpidist.collectives.gpu import device_ring, staging
+from mpidist.collectives.gpu import staging
 from mpidist.collectives.reduce.algorithms import ring as host_ring
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.errors import PeerError
@@ -312,7 +312,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
     under_way: set[int] = set()
     most, at_once = [], []
-    cross, carry_out = device_ring.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
+    cross, carry_out = staging.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
 
     def counted(self: Any, flat: Any, op: Any, chunk: int, *others: Any) -> Steps[Any]:
         under_way.add(chunk)
@@ -328,7 +328,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
 
     with Communicator() as comm:
         comm.all_reduce("SUM", cupy.ones(10, "f4"), options=HIERARCHICAL).get()
-        monkeypatch.setattr(device_ring.DeviceRing, "all_reduce", counted)
+        monkeypatch.setattr(staging.DeviceRing, "all_reduce", counted)
         monkeypatch.setattr(fake_nccl.NcclCommunicator, "_carry_out", looked_at)
         got = comm.all_reduce("SUM", cupy.ones(1 << 20, "f4"), options=HIERARCHICAL)
         assert (got.get() == comm.size).all()

@@ -16,7 +16,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives.gpu import device_call, device_ring, device_streams, staging
+from mpidist.collectives.gpu import device_call, device_streams, staging
 from mpidist.collectives.gpu.algorithms import device_hierarchical, staged
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.experimental import CommunicationOptions
@@ -195,7 +195,7 @@ def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, m
     ("mutate", "late"),
     [
         pytest.param(deaf_in("_show_first"), late_streams, id="neither copies nor sums wait for its streams"),
-        pytest.param(hasty(device_ring), TO_HOST, id="MPI does not wait for the copy to the host"),
+        pytest.param(hasty(staging), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
@@ -212,7 +212,7 @@ def test_the_ring_whose_sums_are_formed_on_the_device(
     ("mutate", "late"),
     [
         pytest.param(mpi_begins_at_once, late_streams, id="MPI does not wait for its streams"),
-        pytest.param(hasty(device_ring), late_streams, id="MPI does not wait for the sums"),
+        pytest.param(hasty(staging), late_streams, id="MPI does not wait for the sums"),
     ],
 )
 def test_the_hierarchical_way_on_device_memory(

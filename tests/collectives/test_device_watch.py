@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.collectives.gpu.device_watch import DeviceWatch
+from mpidist.collectives.gpu.device_streams import DeviceWatch
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]

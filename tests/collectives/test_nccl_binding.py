@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.collectives.gpu import nccl_comm, nccl_start
 from mpidist.collectives.gpu import nccl_comm as nccl_module
-from mpidist.collectives.gpu import nccl_local, nccl_start
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl_comm import LocalNccl, NcclComm
 from mpidist.collectives.gpu.nccl_library import nccl_version
-from mpidist.collectives.gpu.nccl_local import LocalNccl
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure
 from tests.collectives.nccl_ranks import finished, private_world
@@ -194,7 +193,7 @@ def _failing_starts(library: str) -> None:
 def _local_gpus(library: str) -> None:
     with _binding(library) as (nccl, ops):
         changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "ops_for": lambda _: ops}
-        with mock.patch.multiple(nccl_local, **changes):
+        with mock.patch.multiple(nccl_comm, **changes):
             local = LocalNccl([0, 2, 1])
         arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate(local.devices)]
         streams = [ops.stream(device) for device in local.devices]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_local import LocalNccl
+from mpidist.collectives.gpu.nccl_comm import LocalNccl
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
 from tests.support.fake_cupy import nccl as fake_nccl

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.cli.doctor_facts.facts import CollectiveFacts
-from mpidist.collectives.gpu.gpu_aware_mpi import takes_device_memory
-from mpidist.collectives.gpu.nccl_network import rdma_everywhere
+from mpidist.collectives.gpu.network_probes import rdma_everywhere, takes_device_memory
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of

@@ -10,18 +10,26 @@ wait for it on their devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_of
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import overlaps
+from mpidist.collectives.reduce.choice import Algorithm, Choice
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.plan import ReductionPlan
+from mpidist.collectives.reduce.registry import Row
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
@@ -228,3 +236,33 @@ class DeviceReduction:
             streams.ops.unpack(flat.target, [flat.target], self.divisor, streams.stream)
         streams.finish(self.call)
         return [self.call.results[index] for index in self.pack.indices]
+
+
+class DeviceSite(NamedTuple):
+    """Where an algorithm for arrays on GPUs is to work.
+
+    Attributes:
+        comm: The communicator.
+        node: Its node of this rank.
+        between_nodes: The row of the table for what happens between nodes.
+        streams: Of the communicator, on its device.
+        on_host: The choice for arrays in host memory.
+        pool: Host memory.
+    """
+
+    comm: MPI.Intracomm
+    node: Node
+    between_nodes: Row
+    streams: DeviceStreams
+    on_host: Choice[Algorithm]
+    pool: Pool
+
+
+class DeviceAlgorithm(Protocol):
+    """What an algorithm for arrays on GPUs offers."""
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """Reduce over all ranks, which have met; returns the results once all work has been put on the streams."""
+
+    def close(self) -> None:
+        """Free what the algorithm holds (collective)."""

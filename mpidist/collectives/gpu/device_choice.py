@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mpidist.collectives.gpu import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.gpu.algorithms.nccl_all_reduce import Nccl
-from mpidist.collectives.gpu.device_site import DeviceAlgorithm, DeviceSite
+from mpidist.collectives.gpu.device_call import DeviceAlgorithm, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.nccl_network import rdma_everywhere, rdma_fabric
+from mpidist.collectives.gpu.network_probes import rdma_everywhere, rdma_fabric
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of

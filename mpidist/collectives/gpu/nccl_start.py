@@ -16,12 +16,20 @@ import numpy as np
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu import nccl_sharing
-from mpidist.collectives.gpu.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.gpu.nccl_library import (
+    NcclShare,
+    failure,
+    first_share,
+    nccl_binding,
+    nccl_problem,
+    nccl_version,
+    open_identities,
+    share_of_open,
+)
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Steps, relax, until_done
-from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
 
@@ -58,8 +66,8 @@ class _Problem(NamedTuple):
 
 def started(
     comm: MPI.Intracomm, device: int | None, patience_seconds: float, has_given_up: Callable[[], bool]
-) -> Steps[Any]:
-    """Return an NcclShare of the ranks of ``comm``, or on every rank the same reason why not, a str (collective).
+) -> Steps[NcclShare | str]:
+    """Return a share of the ranks' communicator, or on every rank the same reason why not (collective).
 
     One that all ranks have already is shared.
 
@@ -86,7 +94,7 @@ def started(
     key = (ranks, device)
     for identity in everyone[0].open:
         if all(identity in candidate.open for candidate in everyone):
-            return nccl_sharing.share(key, identity, has_given_up)
+            return share_of_open(key, identity, has_given_up)
     shared_gpu = _shared_gpus(everyone)
     made = yield from _attempt(comm, device, patience_seconds)
     if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
@@ -96,7 +104,7 @@ def started(
     if isinstance(made, _Problem):
         return made.text if shared_gpu is None else f"{shared_gpu} NCCL's own words: {made.text}"
     raw, identity = made
-    return nccl_sharing.opened(key, raw, identity, has_given_up)
+    return first_share(key, raw, identity, has_given_up)
 
 
 def _attempt(comm: MPI.Intracomm, device: int, patience_seconds: float) -> Steps[tuple[Any, Hashable] | _Problem]:
@@ -128,7 +136,7 @@ def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
         bus_id = require_cupy().cuda.runtime.deviceGetPCIBusId(device)
         # NCCL tells hosts apart by this variable where it is set, and by the name of the machine otherwise.
         host = os.environ.get("NCCL_HOSTID") or platform.node()
-        known = nccl_sharing.identities((ranks, device))
+        known = open_identities((ranks, device))
         return _Candidate(None, nccl_version(nccl_binding()), host, bus_id, known)
     except Exception as error:
         return _Candidate(f"{type(error).__name__}: {error}")

@@ -1,22 +1,36 @@
-"""Staging: page-locked host memory that chunks pass through between a GPU and the network."""
+"""Arrays on a GPU on their way to the network and back: page-locked memory, the ring between nodes, copies on the host.
+
+MPI is given memory of the device where it takes that; elsewhere chunks pass through page-locked memory of the same
+layout. NCCL and MPI are never at work on the same memory at once: the device is done with it before MPI begins, and
+MPI before the device begins. Waiting for the device keeps MPI going and the other way round.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event
+from mpidist.arrays.device_ops import Event, ops_of
 from mpidist.arrays.dtypes import DType
+from mpidist.collectives.channel.description import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.nccl_network import rdma_fabric
+from mpidist.collectives.gpu.network_probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.mpi.waiting import Steps, until_all_done, until_event
+from mpidist.collectives.node.chunks import slices
 from mpidist.core import settings
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# Page-locked memory ---------------------------------------------------------------------------------------------------
+
 
 _SLOTS = 4
 # A chunk has to be on its way for much longer than it takes to start one.
@@ -93,3 +107,143 @@ class StagingRing:
         """Return a slot that is in use until an event."""
         slot.free_after = free_after
         self._idle.append(slot)
+
+
+# The ring between nodes -----------------------------------------------------------------------------------------------
+
+
+def received_bytes(slice_bytes: int, nodes: int) -> int:
+    """Return what a slot has to hold on the device: a segment of a slice, which may be one element longer."""
+    return slice_bytes // nodes + 16
+
+
+class DeviceRing:
+    """An all-reduce over a ring of ranks, of arrays on their devices.
+
+    Args:
+        comm: The communicator.
+        ranks: The ranks of the ring, in it.
+        position: Of this rank among them.
+        streams: Whose device it is.
+        takes_device_memory: Whether MPI takes pointers to it.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
+    ) -> None:
+        self._comm = comm
+        self._size, self._position = len(ranks), position
+        self._next = ranks[(position + 1) % len(ranks)]
+        self._previous = ranks[position - 1]
+        self._streams = streams
+        self.takes_device_memory = takes_device_memory
+
+    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
+        """Reduce ``flat`` in place over all ranks; returns after what on ``streams.to_device`` it is there.
+
+        Args:
+            flat: Contiguous, on the device.
+            op: The operation.
+            chunk: Tells several apart that are on their way.
+            slot: In use until then.
+            filled: When ``flat`` has its content; where MPI takes device memory, that has to be now.
+        """
+        n, streams = self._size, self._streams
+        borders = slices(flat.size, n)
+        memory = flat if self.takes_device_memory else slot.array(flat.size, flat.dtype)
+        segments, shown = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
+        yield from self._show_first(segments[self._position], shown[self._position], filled)
+        for step in range(n - 1):
+            mine, theirs = (self._position - step) % n, (self._position - step - 1) % n
+            received = slot.received(segments[theirs].size, flat.dtype)
+            target = received if self.takes_device_memory else shown[theirs]
+            yield from self._exchange(shown[mine], target, chunk)
+            yield from self._add(op, segments[theirs], received, shown[theirs])
+        for step in range(n - 1):
+            mine, theirs = (self._position + 1 - step) % n, (self._position - step) % n
+            yield from self._exchange(shown[mine], shown[theirs], chunk)
+            if not self.takes_device_memory:
+                streams.ops.copy_to_device(segments[theirs], shown[theirs], streams.to_device)
+        with streams.on():
+            return streams.to_device.record()
+
+    def _show_first(self, segment: Array, shown: Array, filled: Event) -> Steps[None]:
+        """Give MPI the first segment, and have the sums wait for the others."""
+        streams = self._streams
+        with streams.on():
+            streams.to_device.wait(filled)
+            if self.takes_device_memory:
+                return
+            streams.to_host.wait(filled)
+            streams.ops.copy_to_host(shown, segment, streams.to_host)
+            is_shown = streams.to_host.record()
+        yield from until_event(is_shown, relaxes=False)
+
+    def _add(self, op: ReduceOp, segment: Array, received: Array, shown: Array) -> Steps[None]:
+        """Add what was received to a segment, on the device, and give MPI the sum."""
+        streams = self._streams
+        with streams.on():
+            if not self.takes_device_memory:
+                streams.ops.copy_to_device(received, shown, streams.to_device)
+            with streams.to_device:
+                numpy_op(op)(segment, received, out=segment)
+            is_shown = streams.to_device.record()
+            if not self.takes_device_memory:
+                streams.to_host.wait(is_shown)
+                streams.ops.copy_to_host(shown, segment, streams.to_host)
+                is_shown = streams.to_host.record()
+        yield from until_event(is_shown, relaxes=False)
+
+    def _exchange(self, send: Array, receive: Array, chunk: int) -> Steps[None]:
+        tag = tag_of(chunk)
+        yield from until_all_done(
+            [
+                self._comm.Irecv(self._message(receive), self._previous, tag),
+                self._comm.Isend(self._message(send), self._next, tag),
+            ]
+        )
+
+    def _message(self, array: Array) -> Any:
+        if not self.takes_device_memory:
+            return message(array)
+        mpi = import_mpi()
+        memory = mpi.buffer.fromaddress(self._streams.ops.pointer(array), array.nbytes)
+        return [memory, array.nbytes, mpi.BYTE]
+
+
+# Copies for collectives in host memory --------------------------------------------------------------------------------
+
+
+BringBack = Callable[[list[Array]], list[Array]]
+
+
+def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
+    """Return arrays in host memory, and what brings the results of a collective to where each array was.
+
+    Blocks until the arrays are there.
+
+    >>> import numpy as np
+    >>> arrays, bring_back = on_host([np.ones(2)])
+    >>> bring_back([2 * arrays[0]])
+    [array([2., 2.])]
+    """
+    if not which_on_device(arrays):
+        return arrays, _as_they_are
+    homes = [(ops, ops.device_of(array)) for ops, array in ((ops_of(array), array) for array in arrays)]
+    copies = list(arrays)
+    for ops, device in {home for home in homes if home[0].kind != "cpu"}:
+        there = [index for index, home in enumerate(homes) if home == (ops, device)]
+        for index, copy in zip(there, ops.all_to_host([arrays[index] for index in there]), strict=True):
+            copies[index] = copy
+
+    def bring_back(results: list[Array]) -> list[Array]:
+        return [
+            ops.from_host(result, device) if ops.kind != "cpu" else result
+            for (ops, device), result in zip(homes, results, strict=True)
+        ]
+
+    return copies, bring_back
+
+
+def _as_they_are(results: list[Array]) -> list[Array]:
+    return results

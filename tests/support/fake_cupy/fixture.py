@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.collectives.gpu.device_watch import device_watch
+from mpidist.collectives.gpu.device_streams import device_watch
 from tests.support import fake_cupy
 
 

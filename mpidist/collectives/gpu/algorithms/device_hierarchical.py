@@ -19,20 +19,18 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
-from mpidist.collectives.gpu.device_call import DeviceReduction
-from mpidist.collectives.gpu.device_ring import DeviceRing, received_bytes
-from mpidist.collectives.gpu.device_site import DeviceSite
+from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.gpu_aware_mpi import takes_device_memory
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.staging import PinnedBuffer, StagingRing, agreed_staging_bytes
+from mpidist.collectives.gpu.network_probes import takes_device_memory
+from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.pipeline import Wire
+from mpidist.collectives.reduce.algorithms.two_level import Wires
 from mpidist.collectives.reduce.registry import Entry, gpu_algorithms
-from mpidist.collectives.reduce.wires import Wires
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:

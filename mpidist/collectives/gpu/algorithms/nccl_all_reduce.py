@@ -1,14 +1,13 @@
-"""All-reduce of arrays on GPUs by NCCL alone, over all ranks of the communicator."""
+"""All-reduce of arrays on GPUs by NCCL over all ranks of the communicator, and without it by a rank alone."""
 
 from __future__ import annotations
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.gpu.device_call import DeviceReduction
-from mpidist.collectives.gpu.device_site import DeviceSite
+from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, gpu_algorithms
+from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, at_once, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
@@ -56,3 +55,27 @@ class Nccl:
 gpu_algorithms.register(
     Entry("nccl", Nccl.made, GPU_PLACES, GPU_PLACES, is_general=False, instead=("hierarchical", "staged"))
 )
+
+
+class Alone:
+    """Casts, divides and copies, as other algorithms do.
+
+    Args:
+        site: Where it works.
+    """
+
+    def __init__(self, site: DeviceSite) -> None:
+        self._streams = site.streams
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        yield from ()
+        with self._streams.on():
+            job.copy()
+            return job.store()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+gpu_algorithms.register(Entry("alone", at_once(Alone), ()))

@@ -9,8 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import Event
-from mpidist.collectives.gpu.device_call import DeviceReduction
-from mpidist.collectives.gpu.device_site import DeviceSite
+from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.staging import agreed_staging_bytes
 from mpidist.collectives.mpi.waiting import Steps, until_event
 from mpidist.collectives.node.packing import Pack, PackedReduction

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.neighbours_memory import address_of
@@ -33,12 +34,60 @@ from mpidist.collectives.node.stage import (
     Results,
     Scratch,
 )
-from mpidist.collectives.reduce.registry import HOST_PLACES, ONE_NODE, Entry, Site, host_algorithms
-from mpidist.collectives.reduce.wires import Wires
+from mpidist.collectives.reduce.registry import (
+    HOST_PLACES,
+    ONE_NODE,
+    Entry,
+    Row,
+    Site,
+    host_algorithms,
+    wire_algorithms,
+)
+from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpidist.collectives.node.node import Node
+
+# The way that sums in a fixed order, and rounds every contribution once.
+_IN_ORDER = "pairwise"
+
+
+class Wires:
+    """The ways between the nodes for one rank.
+
+    Args:
+        comm: The communicator.
+        node: The node of this rank.
+        row: Which way is taken at which size of a slice.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node: Node, row: Row) -> None:
+        self._comm = comm
+        self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
+        self._position = node.topology.node_index
+        self._row = row
+        self._made: dict[tuple[str, str | None], Wire] = {}
+
+    def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
+        """Return the name of the way that slices of this size take, and the way."""
+        if options.wire_dtype is not None or options.deterministic:
+            name = _IN_ORDER
+        elif options.algorithm is not None and wire_algorithms.get(options.algorithm):
+            name = options.algorithm
+        else:
+            name = look_up(self._row, slice_bytes)
+        key = name, options.wire_dtype
+        if key not in self._made:
+            entry = wire_algorithms.get(name)
+            assert entry is not None, name
+            rounding = () if options.wire_dtype is None else (as_dtype(options.wire_dtype),)
+            self._made[key] = entry.make(self._comm, self._rail, self._position, *rounding)
+        return name, self._made[key]
+
 
 # What one rank reduces of a chunk, at most. On one node best between 256 KiB and 1 MiB on the machines measured: large
 # enough for the call, small enough for the cache. Between nodes it is cut once more into messages.

@@ -1,0 +1,234 @@
+"""Probes of the network between GPUs: whether MPI takes pointers to their memory, and whether NCCL has RDMA.
+
+An MPI library that does not take such pointers crashes on them, so it is asked and not tried. NCCL does not tell, so
+this looks where NCCL looks: at a plugin (``libnccl-net*.so``), such as the one for libfabric, at InfiniBand and RoCE;
+then NCCL takes sockets without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.core import settings
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# GPU memory in MPI ----------------------------------------------------------------------------------------------------
+
+
+_log = logging.getLogger("mpidist")
+_MPI_SUCCESS, _MPIX_GPU_SUPPORT_CUDA = 0, 0
+_CRAY = "CRAY MPICH"
+_GTL = "libmpi_gtl_cuda"
+# What switches it on in libraries that cannot be asked, by a part of their names. Some are built on MPICH, and have its
+# functions, too, which answer for something else or end the process.
+_SWITCHES = (
+    ("MVAPICH2", "MV2_USE_CUDA"),
+    ("MVAPICH", "MVP_USE_CUDA"),
+    ("ParaStation", "PSP_CUDA"),
+    ("Intel(R) MPI", "I_MPI_OFFLOAD"),
+)
+
+
+def takes_device_memory(comm: MPI.Intracomm) -> Steps[bool]:
+    """Return whether MPI takes pointers to CUDA memory on all ranks (collective).
+
+    ``MPIDIST_GPU_AWARE_MPI`` has the last word. Otherwise each library is asked in its own way (docs/gpu.md); no in
+    doubt.
+    """
+    answer, why = answer_here()
+    everywhere = bool((yield from agreed_minimum(comm, int(answer))))
+    if comm.Get_rank() == 0:
+        place = "straight to and from GPU memory" if everywhere else "by way of page-locked host memory"
+        _log.info("mpidist: arrays on GPUs go between nodes %s (%s; MPIDIST_GPU_AWARE_MPI=0 or 1 says so)", place, why)
+    return everywhere
+
+
+def answer_here() -> tuple[bool, str]:
+    """Return this rank's answer, and what it comes from."""
+    given: bool | None = settings.GPU_AWARE_MPI.read()
+    if given is not None:
+        return given, "as MPIDIST_GPU_AWARE_MPI says"
+    mpi = import_mpi()
+    version = mpi.Get_library_version().lower()
+    if _CRAY.lower() in version:
+        return _cray()
+    kinds = mpi.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return "cuda" in kinds, f"MPI's memory kinds are {kinds}"
+    for name, variable in _SWITCHES:
+        if name.lower() in version:
+            return _is_set(variable), f"{variable} is {'set' if _is_set(variable) else 'not set'}"
+    return _mpich(mpi) if "mpich" in version else _open_mpi(mpi)
+
+
+def _cray() -> tuple[bool, str]:
+    # Its MPIX_GPU_query_support answers for MPICH's own way to GPUs, which Cray's takes the place of.
+    if _is_set("MPICH_RDMA_ENABLED_CUDA"):
+        return True, "MPICH_RDMA_ENABLED_CUDA is set"
+    if not _is_set("MPICH_GPU_SUPPORT_ENABLED"):
+        return False, "MPICH_GPU_SUPPORT_ENABLED is not set"
+    if not _is_loaded(_GTL):
+        return False, f"MPICH_GPU_SUPPORT_ENABLED is set, but Cray's {_GTL}.so is not loaded: docs/gpu.md"
+    return True, f"MPICH_GPU_SUPPORT_ENABLED is set and {_GTL}.so is loaded"
+
+
+def _mpich(mpi: Any) -> tuple[bool, str]:
+    # Its MPIX_Query_cuda_support ends the process in MPICH 3.4, by an assertion the wrong way round.
+    query, flag = _function(mpi, "MPIX_GPU_query_support"), ctypes.c_int(0)
+    if query is None:
+        return False, "this MPICH has no MPIX_GPU_query_support"
+    status = query(_MPIX_GPU_SUPPORT_CUDA, ctypes.byref(flag))
+    if status != _MPI_SUCCESS:
+        return False, f"MPIX_GPU_query_support failed with error {status}"
+    answer = bool(flag.value)
+    return answer, f"MPIX_GPU_query_support says {'yes' if answer else 'no'}; MPIR_CVAR_ENABLE_GPU switches it on"
+
+
+def _open_mpi(mpi: Any) -> tuple[bool, str]:
+    query = _function(mpi, "MPIX_Query_cuda_support")
+    if query is None:
+        return False, "MPI does not say that it takes it"
+    answer = query() == 1
+    return answer, f"MPIX_Query_cuda_support says {'yes' if answer else 'no'}"
+
+
+def _function(mpi: Any, name: str) -> Any:
+    """Return a function of the library that mpi4py's module is linked to, None where it has none of that name."""
+    return getattr(ctypes.CDLL(mpi.__file__), name, None)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def _is_loaded(library: str) -> bool:
+    """Whether this process has loaded a library, from the beginning of its file name."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and f"/{library}." in maps.read_text()
+
+
+# RDMA in NCCL ---------------------------------------------------------------------------------------------------------
+
+
+_PORTS = "class/infiniband/*/ports/*"
+_SLINGSHOT = "class/cxi/*"
+_SLINGSHOT_GIGABITS = 200.0
+_VERBS = ("libibverbs.so", "libibverbs.so.1")
+_SYS, _VERBS_DEVICES = Path("/sys"), Path("/dev/infiniband")
+# What NCCL takes for its environment, too.
+_FILES = (Path("~/.nccl.conf"), Path("/etc/nccl.conf"))
+
+
+class Fabric(NamedTuple):
+    """A network that NCCL takes without the kernel."""
+
+    name: str
+    gigabits: float
+    """Of its fastest port, in a second."""
+
+
+def rdma_fabric() -> Fabric | None:
+    """Return what NCCL takes between nodes without the kernel; None where it takes sockets, and in doubt."""
+    wanted = setting("NCCL_NET").lower()
+    if wanted == "socket":
+        return None
+    if not wanted.startswith("ib"):
+        fabrics = behind_plugins()
+        plugin = net_plugin() if fabrics else None
+        if plugin is not None:
+            return Fabric(f"{fabrics[0].name} by {plugin}", max(fabric.gigabits for fabric in fabrics))
+    if wanted not in ("", "ib", "ibext") or setting("NCCL_IB_DISABLE") not in ("", "0"):
+        return None
+    fabrics = behind_verbs()
+    if not fabrics or not has_verbs() or not may_use_verbs():
+        return None
+    return Fabric(fabrics[0].name, max(fabric.gigabits for fabric in fabrics))
+
+
+def rdma_everywhere(comm: MPI.Intracomm) -> Steps[bool]:
+    """Return whether all ranks have such a network (collective)."""
+    return bool((yield from agreed_minimum(comm, int(rdma_fabric() is not None))))
+
+
+def behind_verbs() -> list[Fabric]:
+    """Return the ports in use that NCCL drives by itself: InfiniBand and RoCE."""
+    return _ports("InfiniBand", "Ethernet")
+
+
+def behind_plugins() -> list[Fabric]:
+    """Return the ports in use for which NCCL needs a plugin."""
+    # Amazon's EFA is listed among the devices of InfiniBand, and has neither of its link layers.
+    slingshot = [Fabric(path.name, _SLINGSHOT_GIGABITS) for path in sorted(_SYS.glob(_SLINGSHOT))]
+    return slingshot + _ports("Unknown", "Unspecified")
+
+
+def net_plugin() -> str | None:
+    """Return the first library that NCCL would load as its network, None where there is none."""
+    return next((name for name in _plugins() if _loads(name)), None)
+
+
+def has_verbs() -> bool:
+    """Whether the library for InfiniBand loads."""
+    return any(map(_loads, _VERBS))
+
+
+def setting(name: str) -> str:
+    """Return what a variable of NCCL is set to, by the environment or its files; empty where it is not."""
+    if name in os.environ:
+        return os.environ[name].strip()
+    for path in _FILES:
+        for line in _read(Path(os.path.expanduser(path))).splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == name:
+                return value.strip()
+    return ""
+
+
+def _ports(*link_layers: str) -> list[Fabric]:
+    """Return the ports in use that have one of these link layers."""
+    found = []
+    for port in sorted(_SYS.glob(_PORTS)):
+        # As in "4: ACTIVE" and "400 Gb/sec (4X NDR)".
+        if "ACTIVE" in _read(port / "state") and _read(port / "link_layer") in link_layers:
+            found.append(Fabric(port.parents[1].name, float(_read(port / "rate").partition(" ")[0] or 0)))
+    return found
+
+
+def _read(path: Path) -> str:
+    # Some are not there, or not for everybody, and ports come and go.
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _plugins() -> Iterator[str]:
+    """Yield the file names under which NCCL looks for plugins."""
+    given = setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+    for name in given.split(",") if given.lower() != "none" else ():
+        yield name
+        if "/" not in name and not (name.startswith("lib") and name.endswith(".so")):
+            yield f"libnccl-net-{name}.so"
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def may_use_verbs() -> bool:
+    """Whether this process may use any device of InfiniBand: in a container there may be none."""
+    return any(os.access(path, os.R_OK | os.W_OK) for path in _VERBS_DEVICES.glob("uverbs*"))
