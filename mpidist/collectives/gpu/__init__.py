@@ -1,1 +1,1 @@
-"""Arrays on GPUs: NCCL and its start, streams, staging in host memory, and the algorithms on the device."""
+"""Arrays on GPUs: NCCL, streams, staging in host memory, and the algorithms."""

@@ -1,6 +1,6 @@
-"""Reductions of arrays that lie on a GPU: what one call needs there, and the order of its work among the caller's own.
+"""One reduction of arrays on a GPU, and the interface of its algorithm.
 
-Made in the thread that calls, whose current stream tells what the arrays wait for. The collective itself runs on
+A call is made in the caller's thread, whose current stream the inputs depend on. The collective itself runs on
 streams of the communicator, perhaps in another thread; the caller's stream, never the host, waits for its results.
 
 Whatever may fail on one rank alone, for lack of memory above all, happens here, before the ranks meet: they would
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
-    """Return the kind and number of the device on which those of ``arrays`` lie that are not on the host.
+    """Return the kind and number of the device of those ``arrays`` not on the host.
 
     Raises:
         ValueError: They lie on different devices.
@@ -109,10 +109,10 @@ class ReductionCall(DeviceCall):
         self.enter()
 
     def _written_early(self, plan: ReductionPlan) -> set[int]:
-        """Return which inputs other results, or their own at another place, may be written over before they are read.
+        """Return the inputs that results may overwrite before they are read.
 
-        Those of packs that are copied into a flat array have been read by then, and one that is its own result is
-        nobody else's.
+        Another array's result may, or their own at another address. Those of packs that are copied into a flat array
+        have been read by then, and one that is its own result is nobody else's.
         """
         out = self._out
         if out is None:
@@ -139,7 +139,10 @@ class ReductionCall(DeviceCall):
         return self.streams.ops.empty(shape, dtype, self.streams.device)
 
     def _flat(self, plan: ReductionPlan, pack: DevicePack, multiple: int) -> Flat:
-        """Return the memory that a pack takes; what becomes results is that of the caller's stream."""
+        """Return the memory that a pack takes.
+
+        Memory of results belongs to the caller's stream.
+        """
         streams, itemsize = self.streams, pack.dtype.itemsize
         length = -(-pack.nbytes // multiple) * multiple // itemsize
         if pack.is_plain and length == pack.count:
@@ -159,7 +162,10 @@ class ReductionCall(DeviceCall):
         return Flat(flat, flat, [block], None)
 
     def load(self, pack: DevicePack, flat: Flat) -> None:
-        """Copy the inputs of a pack into its flat array, on the communicator's stream, unless they are that array."""
+        """Copy the inputs of a pack into its flat array, unless they are that array.
+
+        On the communicator's stream.
+        """
         if flat.source is flat.target:
             inputs = [self.inputs[index] for index in pack.indices]
             pack.load(self.streams.ops, inputs, flat.source, self.streams.stream)
@@ -191,11 +197,11 @@ class DeviceReduction:
     """One pack on its way through an algorithm for arrays on a GPU.
 
     Args:
-        pack: What travels.
+        pack: The arrays of one dtype.
         number: Of the pack in its plan.
         call: The arrays.
         op: The operation; a mean is a sum that is divided afterwards.
-        divisor: What a mean divides the sum by; None for other operations.
+        divisor: By which a mean divides the sum; None for other operations.
         options: Those of the call.
 
     Attributes:
@@ -222,7 +228,7 @@ class DeviceReduction:
         self.source, self.target = self._flat.source, self._flat.target
 
     def copy(self) -> None:
-        """Copy the source to the target, unless they are the same memory, on the communicator's stream."""
+        """Copy the source to the target on the communicator's stream, unless they are one."""
         streams = self.call.streams
         if self.source is not self.target and streams.ops.pointer(self.source) != streams.ops.pointer(self.target):
             streams.ops.unpack(self.source, [self.target], None, streams.stream)
@@ -239,12 +245,12 @@ class DeviceReduction:
 
 
 class DeviceSite(NamedTuple):
-    """Where an algorithm for arrays on GPUs is to work.
+    """The place of work of an algorithm for arrays on GPUs.
 
     Attributes:
         comm: The communicator.
         node: Its node of this rank.
-        between_nodes: The row of the table for what happens between nodes.
+        between_nodes: The row of the table for the ways between nodes.
         streams: Of the communicator, on its device.
         on_host: The choice for arrays in host memory.
         pool: Host memory.
@@ -259,10 +265,13 @@ class DeviceSite(NamedTuple):
 
 
 class DeviceAlgorithm(Protocol):
-    """What an algorithm for arrays on GPUs offers."""
+    """The interface of an algorithm for arrays on GPUs."""
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """Reduce over all ranks, which have met; returns the results once all work has been put on the streams."""
+        """Reduce over all ranks, which have met.
+
+        Returns the results once all work has been put on the streams.
+        """
 
     def close(self) -> None:
-        """Free what the algorithm holds (collective)."""
+        """Free the memory and communicators of the algorithm (collective)."""

@@ -1,4 +1,4 @@
-"""DeviceChoice: which algorithm a reduction of arrays on a GPU takes, and those that have been made for it."""
+"""The choice of an algorithm for arrays on a GPU, and those made so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _log = logging.getLogger("mpidist")
 
 
 def may_move_by_nccl(table: Table, place: str) -> bool:
-    """Whether several ranks move arrays by NCCL, if it works and has a network; the same on every rank."""
+    """Return whether several ranks move arrays by NCCL if it works and has a network.
+
+    The same on every rank.
+    """
     row: Row = getattr(table, place)
     return look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
 
@@ -61,21 +64,21 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     @property
     def multiple(self) -> int:
-        """Of which the bytes of flat arrays have to be a multiple: slices between nodes are of one length.
+        """Return the number that the bytes of flat arrays are a multiple of.
 
-        And each begins where NCCL reads many elements at a time.
+        So slices between nodes have one length, and each begins where NCCL reads many elements at a time.
         """
         rails = 1 if self.site.node.is_alone else min(len(ranks) for ranks in self.site.node.ranks)
         return 1 if rails == 1 else rails * SLICE_ALIGNMENT
 
     def names_for_pack(self, pack: DevicePack, options: CommunicationOptions) -> tuple[str, ...]:
-        """Return the algorithm for a pack, and what may take its place, in order; the same on every rank."""
+        """Return the algorithm for a pack, then its substitutes; the same on every rank."""
         if self.site.comm.Get_size() == 1:
             return ("alone",)
         return self.names_for(pack.nbytes, options, pack.suits_nccl)
 
     def settle(self) -> Steps[None]:
-        """Find out what the row of the table asks about the network, the first time (collective)."""
+        """Replace "by network" in the row of the table, the first time (collective)."""
         if any(name == BY_NETWORK for _, name in self.row):
             has_rdma = yield from rdma_everywhere(self.site.comm)
             self.row = resolved(self.row, has_rdma)
@@ -93,18 +96,21 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Whether NCCL moves arrays: where large reductions take it; the same on every rank after ``prepare``."""
+        """Return whether NCCL moves arrays, which it does where large reductions take it.
+
+        The same on every rank after ``prepare``.
+        """
         taken = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
         return self.site.comm.Get_size() > 1 and taken == "nccl"
 
     @property
     def nccl(self) -> NcclComm:
-        """NCCL over all ranks, where ``moves_by_nccl``."""
+        """Return NCCL over all ranks, where ``moves_by_nccl``."""
         made = self.made(("nccl",))
         assert isinstance(made, Nccl)
         return made.comm
 
     def close(self) -> None:
-        """Free what the algorithms hold, once it is all done (collective)."""
+        """Free the algorithms, once all work is done (collective)."""
         self.streams.close()
         super().close()

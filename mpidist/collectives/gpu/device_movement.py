@@ -1,4 +1,7 @@
-"""All-gather, broadcast and reduce-scatter of arrays on GPUs by NCCL, where NCCL is what large reductions take, too."""
+"""All-gather, broadcast and reduce-scatter of arrays on GPUs by NCCL.
+
+They take it where large reductions do.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class DeviceMovement:
         return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return the elements of this rank's rows of the reduction, for which ``call`` has the memory."""
+        """Return this rank's rows of the reduction, for which ``call`` has the memory."""
         return self._carried_out(call, self._reduce_scatter(plan, call))
 
     def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
@@ -143,7 +146,10 @@ class DeviceMovement:
         return self._choice.nccl
 
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
-        """Make the results, whose lengths nobody knew before; a rank that has no memory is an error on all ranks."""
+        """Make the results, whose lengths nobody knew before.
+
+        A rank that has no memory is an error on all ranks.
+        """
         failure: Exception | None = None
         looks = 0
         while call.caller.is_capturing:
@@ -163,7 +169,7 @@ class DeviceMovement:
 
 
 def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:
-    """Put the flat arrays of all ranks, of ``counts`` elements, one after the other into ``whole``."""
+    """Concatenate the flat arrays of all ranks, of ``counts`` elements, in ``whole``."""
     if len({*counts}) == 1:
         nccl.all_gather(mine, whole, stream)
         return

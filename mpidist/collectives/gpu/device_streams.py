@@ -1,14 +1,14 @@
-"""DeviceStreams: the streams of one communicator on its device, the calls under way there, and their order.
+"""The streams of a communicator on its device, and the order of calls there.
 
 Everything that a communicator does on its device is ordered on one stream; two more copy between the device and the
-host beside it. (CuPy's pool hands memory out again by stream, so what is made while the first is current may be let go
-as soon as its last use has been put on that stream.)
+host beside it. (CuPy's pool hands memory out again by stream, so arrays that are made while the first is current may be
+let go as soon as their last use has been put on that stream.)
 
 NCCL's calls on one device have to come in one order on all ranks, also those of several communicators, and a device
 does them one after the other. Works of several communicators are moved on as messages arrive, in any order, so each
-waits in the queue of its device. What holds on every rank is that the program makes its calls in the same order.
+waits in the queue of its device. The program makes its calls in the same order on every rank.
 
-The host does not wait for what NCCL does on the device, so it cannot give it up either: a rank that died leaves kernels
+The host does not wait for NCCL on the device, so it cannot give it up either: a rank that died leaves kernels
 of the others waiting, and whoever reads a result waits with them, in CUDA, where no deadline acts. A thread looks at
 the oldest call of each communicator now and then, says when it takes long, and ends the job when its deadline is over
 or the device has failed: the results that the program has been given would never be right.
@@ -44,7 +44,7 @@ class DeviceStreams:
     """The streams of a communicator on a device.
 
     Args:
-        ops: What handles arrays on it.
+        ops: The operations on its arrays.
         device: Its number.
         has_given_up: Whether the communicator carries out no more calls, also of those that other ranks do.
 
@@ -76,18 +76,24 @@ class DeviceStreams:
             return self.ops.empty((count,), dtype, self.device)
 
     def finish(self, call: DeviceCall) -> None:
-        """Note that all of a call so far has been put on ``stream``; its arrays are kept until that has run."""
+        """Note that a call so far is on ``stream``.
+
+        Its arrays are kept until that has run.
+        """
         call.done = self.stream.record()
         with self._lock:
             self._under_way.append((call.done, call))
         self.oldest()
 
     def watch(self, nccl: NcclComm) -> None:
-        """See to it that NCCL's errors are noticed, from now on."""
+        """Report errors of an NCCL communicator from now on."""
         self._nccl.append(nccl)
 
     def oldest(self) -> tuple[Event, DeviceCall] | None:
-        """Return what ends first of all that is under way, and let go of what has ended; from any thread."""
+        """Return the call that ends first and its event, or None.
+
+        Lets go of the calls that have ended; from any thread.
+        """
         with self.on(), self._lock:
             while self._under_way:
                 event, call = self._under_way[0]
@@ -107,7 +113,7 @@ class DeviceStreams:
             nccl.check_async_error()
 
     def abandon(self) -> None:
-        """Stop what NCCL does here; what is under way never ends right. May block where other ranks do not as well."""
+        """Abort NCCL; unfinished results are lost. May block where other ranks do not as well."""
         for nccl in self._nccl:
             nccl.abort()
 
@@ -161,7 +167,7 @@ class DeviceCall:
         self._queue.leave(self)
 
     def follow_caller(self) -> None:
-        """Have the streams wait for what the caller's stream has been given so far."""
+        """Have the streams wait for the work on the caller's stream so far."""
         self.ready = self.caller.record()
         self.streams.stream.wait(self.ready)
 
@@ -188,7 +194,7 @@ class DeviceCall:
 
 
 class Turn:
-    """A turn among the calls of a device for what is none: to start NCCL, or to close it.
+    """A place in the queue of a device, to start or to close NCCL.
 
     Args:
         streams: Where it happens.
@@ -258,7 +264,7 @@ def queue_of(device: int) -> DeviceQueue:
 
 
 class _Watched:
-    """One streams, and since when it is at the same call."""
+    """The streams of one communicator, and since when the same call is the oldest."""
 
     def __init__(self, streams: DeviceStreams) -> None:
         self.streams = streams
@@ -267,7 +273,7 @@ class _Watched:
         self._has_warned = False
 
     def look(self, warn_after: float) -> str | None:
-        """Return why the job has to end, None if it has not to."""
+        """Return why the job has to end, or None."""
         try:
             found = self.streams.oldest()
             now = time.monotonic()
@@ -294,7 +300,7 @@ class _Watched:
 
 
 class DeviceWatch:
-    """The thread, there as long as something is watched."""
+    """The thread that watches, there as long as there are streams."""
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
@@ -303,7 +309,7 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def watch(self, streams: DeviceStreams) -> None:
-        """Watch what is under way in a streams, from now on."""
+        """Watch the calls under way on streams, from now on."""
         with self._lock:
             self._watched.setdefault(id(streams), _Watched(streams))
             if self._thread is None:
@@ -314,7 +320,7 @@ class DeviceWatch:
                 self._thread.start()
 
     def forget(self, streams: DeviceStreams) -> None:
-        """Do not watch it any more; the last one ends the thread."""
+        """Stop watching streams; the last one ends the thread."""
         with self._lock:
             self._watched.pop(id(streams), None)
             thread = None if self._watched else self._thread
@@ -334,7 +340,7 @@ class DeviceWatch:
             thread.join()
 
     def lose(self) -> None:
-        """Begin anew in a forked child, which has no thread."""
+        """Reset itself in a forked child, which has no thread."""
         self.__init__()  # type: ignore[misc]
 
     def _run(self, stop: threading.Event) -> None:

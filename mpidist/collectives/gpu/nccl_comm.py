@@ -1,6 +1,6 @@
-"""NCCL communicators, of several ranks or of the GPUs of one process: CuPy's binding with checks before each call.
+"""NCCL communicators of several ranks, or of the GPUs of one process.
 
-A wrong call hangs or corrupts memory.
+CuPy's binding with checks before each call, since a wrong one hangs or corrupts memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NcclComm:
-    """The ranks of one NCCL communicator, as seen by one of them, which has one GPU.
+    """One rank's end of an NCCL communicator, with one GPU.
 
     Every method that moves data enqueues it on a stream and returns before it is done: the arrays must live, and stay
     as they are, until the stream is past it. All ranks must call the same methods with the same counts in the same
@@ -69,9 +69,9 @@ class NcclComm:
         patience_seconds: float = PATIENCE_SECONDS,
         has_given_up: Callable[[], bool] = lambda: False,
     ) -> Steps[NcclComm | str]:
-        """Return one of the ranks of ``comm``, or on every rank the same reason why there is none (collective).
+        """Return one, or on every rank the same reason why there is none (collective).
 
-        What NCCL holds is shared with others of the same ranks on the same GPUs.
+        The memory of NCCL is shared with others of the same ranks on the same GPUs.
 
         Args:
             comm: The ranks, which keep their numbers.
@@ -88,9 +88,9 @@ class NcclComm:
     # Data -------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
-        """Put the reduction of all ranks' ``source`` into ``target`` of every rank; they may be one array.
+        """Put the reduction of all ranks' ``source`` into ``target`` of every rank.
 
-        A mean is a SUM that is divided afterwards.
+        They may be one array. A mean is a SUM that is divided afterwards.
 
         Raises:
             ValueError: An array is not contiguous or on another GPU, or the two do not fit together.
@@ -109,8 +109,8 @@ class NcclComm:
     def reduce_scatter(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
         """Put this rank's piece of the reduction of all ranks' ``source`` into ``target``.
 
-        ``target`` may be that piece of ``source``: elements rank * n to (rank + 1) * n. Raises what ``all_reduce``
-        does.
+        ``target`` may be that piece of ``source``: elements rank * n to (rank + 1) * n. Raises the errors of
+        ``all_reduce``.
         """
         from_, to = self._addresses("reduce_scatter", source, target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
@@ -125,7 +125,7 @@ class NcclComm:
     def all_gather(self, source: Array, target: Array, stream: Stream) -> None:
         """Put the elements of all ranks' ``source`` into ``target``, in rank order; any dtype.
 
-        ``source`` may be this rank's piece of ``target``. Raises what ``all_reduce`` does.
+        ``source`` may be this rank's piece of ``target``. Raises the errors of ``all_reduce``.
         """
         from_, to = self._addresses("all_gather", source, target)
         count = source.size
@@ -136,9 +136,9 @@ class NcclComm:
             self._call("all_gather", self._raw.allGather, from_, to, source.nbytes, BYTES, stream.handle)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
-        """Put the reduction of all ranks' ``source`` into ``target`` of rank ``root``; the others may pass None.
+        """Put the reduction of all ranks' ``source`` into ``target`` of rank ``root``.
 
-        Raises what ``all_reduce`` does.
+        The others may pass None. Raises the errors of ``all_reduce``.
         """
         self._check_rank("reduce", "root", root)
         if target is None and self.rank == root:
@@ -161,7 +161,7 @@ class NcclComm:
             root: Whose source it is.
             stream: Where it is enqueued.
 
-        Raises what ``all_reduce`` does.
+        Raises the errors of ``all_reduce``.
         """
         self._check_rank("broadcast", "root", root)
         source = target if source is None or self.rank != root else source
@@ -173,10 +173,10 @@ class NcclComm:
             self._call("broadcast", self._raw.broadcast, from_, to, target.nbytes, BYTES, root, stream.handle)
 
     def group(self) -> NcclGroup:
-        """Return a context in which calls, also of other communicators, are collected and started together.
+        """Return a context in which calls, also of other communicators, are started together.
 
-        It starts them however its block ends: what was called before an error runs, and needs the same calls of the
-        other ranks as ever. An error of NCCL in one of them may come up at the end of the block.
+        It starts them however its block ends: calls before an error run, and need the same calls of the other ranks
+        as ever. An error of NCCL in one of them may come up at the end of the block.
         """
         return self._group
 
@@ -184,11 +184,11 @@ class NcclComm:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has been closed or aborted."""
+        """Return whether it has been closed or aborted."""
         return isinstance(self._raw, _Closed)
 
     def check_async_error(self) -> None:
-        """Raise NcclFailure if NCCL has found an error since the last call: a rank or a network was lost."""
+        """Raise NcclFailure if NCCL has found an error: a rank or a network was lost."""
         try:
             self._call("an earlier call", self._raw.check_async_error)
         except NcclFailure as error:
@@ -196,14 +196,17 @@ class NcclComm:
                 raise
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError where another user of what NCCL holds has given up; of one that ``made`` has returned."""
+        """Raise RuntimeError where another user of the shared communicator has given up.
+
+        For one that ``made`` has returned.
+        """
         self._raw.check_in_step()
 
     def abort(self) -> None:
-        """Stop what is under way, whose results are lost, for all who share it; any number of times.
+        """Abort NCCL for all who share it; unfinished results are lost.
 
-        The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May block until all of
-        them have.
+        Any number of times. The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May
+        block until all of them have.
         """
         raw = self._raw
         if not self.is_closed:
@@ -212,7 +215,10 @@ class NcclComm:
                 raw.abort()
 
     def close(self) -> None:
-        """Free it, if nobody shares it; any number of times. All that was enqueued must be done, on every rank."""
+        """Free it, if nobody shares it; any number of times.
+
+        All that was enqueued must be done, on every rank.
+        """
         raw = self._raw
         if not self.is_closed:
             self._raw = _Closed("it has been closed")
@@ -235,7 +241,10 @@ class NcclComm:
         return from_, to
 
     def address(self, name: str, role: str, array: Array) -> int:
-        """Return where ``array``, the ``role`` in call ``name``, begins, or raise what ``all_reduce`` would for it."""
+        """Check ``array``, the ``role`` in call ``name``, and return its address.
+
+        Raises the errors of ``all_reduce``.
+        """
         try:
             if self._device_of(array) == self.device and self._is_contiguous(array):
                 return self._pointer(array)
@@ -280,7 +289,7 @@ class NcclGroup:
 
 
 class _Closed:
-    """Stands where an NcclCommunicator was."""
+    """The substitute for an NcclCommunicator that is gone."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -295,7 +304,7 @@ def _kind(value: object) -> str:
 
 
 class LocalNccl:
-    """The GPUs of one process, joined by NCCL; waits for no other process. Has to be closed before it is dropped.
+    """The GPUs of one process, joined by NCCL. Waits for no other process; has to be closed before it is dropped.
 
     Methods take one array and one stream per GPU, in the order of ``devices``, enqueue, and return before anything is
     done: the arrays must live, and stay as they are, until the streams are past it.
@@ -308,7 +317,7 @@ class LocalNccl:
         comms: The end of the communicator on each GPU; calls of several go into one ``group()`` of any of them.
 
     Raises:
-        DeviceError: NCCL cannot be used in this process; the text says what to type.
+        DeviceError: NCCL cannot be used in this process; the text says how to install it.
         NcclFailure: NCCL refused.
     """
 
@@ -339,7 +348,10 @@ class LocalNccl:
         streams: Sequence[Stream],
         targets: Sequence[Array] | None = None,
     ) -> None:
-        """Put the reduction of ``arrays`` into each of ``targets``, or in place; raises what ``NcclComm`` does."""
+        """Put the reduction of ``arrays`` into each of ``targets``, or in place.
+
+        Raises the errors of ``NcclComm``.
+        """
         targets = arrays if targets is None else targets
         self._check("all_reduce", streams, arrays, targets)
         nccl_reduction(arrays[0].dtype, op)

@@ -1,4 +1,4 @@
-"""The NCCL library of this process: whether it can be used, its errors, and its communicators, which users share.
+"""The NCCL library of this process: its state, its errors and its shared communicators.
 
 A communicator holds hundreds of megabytes of its GPU and takes seconds to start, so Communicators of the same ranks
 on the same GPU share one. Its calls come in the order of the device's queue (``DeviceQueue``), which is the program's.
@@ -22,7 +22,7 @@ IN_PROGRESS = 7
 
 
 def nccl_problem() -> str | None:
-    """Return why NCCL cannot be used in this process, and what to type; None where it can."""
+    """Return why NCCL cannot be used here and how to install it, or None."""
     state = find_cupy()
     if state.module is None:
         return state.problem
@@ -57,7 +57,10 @@ def nccl_version(binding: Any) -> str:
 
 
 def failure(binding: Any, doing: str, error: Exception) -> NcclFailure:
-    """Return the error to raise for what the binding raised: an NcclError, or KeyError for a status it cannot name."""
+    """Return the error to raise for one of the binding.
+
+    That is an NcclError, or a KeyError for a status that it cannot name.
+    """
     if isinstance(error, binding.NcclError):
         return NcclFailure(f"{doing}: {error}", error.status)
     status = error.args[0]
@@ -86,7 +89,7 @@ class _Shared:
 
     @property
     def in_step(self) -> bool:
-        """Whether all its users have made their calls so far, or will."""
+        """Return whether all its users have made their calls so far, or will."""
         return not any([user.has_given_up() for user in self.users])
 
 
@@ -94,11 +97,11 @@ _open: dict[Key, list[_Shared]] = {}
 
 
 class NcclShare:
-    """What one user has of an NCCL communicator; in place of CuPy's NcclCommunicator.
+    """One user's share of an NCCL communicator, in place of CuPy's NcclCommunicator.
 
     Args:
         key: Its ranks and GPU.
-        shared: What it is a share of.
+        shared: The communicator.
         has_given_up: Whether the user makes no more calls, also of those that other ranks make.
     """
 
@@ -124,7 +127,7 @@ class NcclShare:
             )
 
     def check_async_error(self) -> None:
-        """Ask NCCL, whoever uses it."""
+        """Ask NCCL for an error of any user."""
         self._shared.raw.check_async_error()
 
     def destroy(self) -> None:
@@ -139,7 +142,7 @@ class NcclShare:
             self._shared.raw.abort()
 
     def _forget(self) -> bool:
-        """Take the communicator out of those that are open; whether it was there."""
+        """Remove the communicator from the open ones; return whether it was there."""
         sharing = _open.get(self._key, [])
         if self._shared not in sharing:
             return False
@@ -157,12 +160,15 @@ def first_share(key: Key, raw: Any, identity: Hashable, has_given_up: Callable[[
 
 
 def open_identities(key: Key) -> tuple[Hashable, ...]:
-    """Return what communicators there are to be shared; on other ranks there may be others."""
+    """Return the identities of communicators to share; other ranks may have others."""
     return tuple(shared.identity for shared in _open.get(key, []) if shared.in_step)
 
 
 def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
-    """Return a share of a communicator that ``open_identities`` has told of, in the same turn of the device's queue."""
+    """Return a share of a communicator out of ``open_identities``.
+
+    Both calls belong to one place in the queue of the device.
+    """
     (shared,) = [shared for shared in _open[key] if shared.identity == identity]
     return NcclShare(key, shared, has_given_up)
 

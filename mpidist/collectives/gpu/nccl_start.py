@@ -1,4 +1,4 @@
-"""Starting NCCL between ranks: all of them get a communicator, or all of them learn why there is none."""
+"""The start of NCCL: all ranks get a communicator, or all learn why not."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     from mpidist.arrays.device_ops import DeviceOps
 
 # Every MPI allows tags up to 32767; those of messages with data are below half of that.
-_NEWS_TAG = 32767
+_FAILURE_TAG = 32767
 # NCCL needs seconds for thousands of GPUs.
 PATIENCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What a rank tells of itself before anything is tried."""
+    """The facts that a rank tells the others before anything is tried."""
 
     problem: str | None
     version: str = ""
     host: str = ""
     bus_id: str = ""
     open: tuple[Hashable, ...] = ()
-    """What there is already of the same ranks on its GPU."""
+    """Communicators of the same ranks that its GPU has already."""
 
 
 class _Problem(NamedTuple):
-    """Why NCCL did not start."""
+    """A reason why NCCL did not start."""
 
     text: str
     is_late: bool
@@ -67,14 +67,14 @@ class _Problem(NamedTuple):
 def started(
     comm: MPI.Intracomm, device: int | None, patience_seconds: float, has_given_up: Callable[[], bool]
 ) -> Steps[NcclShare | str]:
-    """Return a share of the ranks' communicator, or on every rank the same reason why not (collective).
+    """Return a share of a communicator, or the reason why there is none (collective).
 
-    One that all ranks have already is shared.
+    The reason is the same on every rank. One that all ranks have already is shared.
 
     NCCL is told to begin only when every rank can, and blocks until all of them have; CuPy gives no way to stop it, so
     that happens in a thread, and with a first all-reduce, which is when NCCL connects. If it fails on a rank, or takes
-    longer than it may, all ranks turn away from it. A thread that still is inside NCCL then stays there until NCCL
-    itself gives up or the process ends, with what NCCL holds. Otherwise it is tried once more, with the memory that
+    longer than it may, all ranks give it up. A thread that still is inside NCCL then stays there until NCCL
+    itself gives up or the process ends, with its memory. Otherwise it is tried once more, with the memory that
     CuPy keeps for later arrays: NCCL asks the GPU for its own.
 
     A rank whose process dies leaves the others waiting in MPI: for the launcher to end the job, or for their deadline.
@@ -126,7 +126,7 @@ def _attempt(comm: MPI.Intracomm, device: int, patience_seconds: float) -> Steps
 
 
 def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
-    """Return what this rank has to tell. Raises nothing: the others wait for it."""
+    """Return the facts of this rank. Raises nothing: the others wait for it."""
     try:
         problem = nccl_problem()
         if device is None:
@@ -154,7 +154,7 @@ def _first_problem(everyone: list[_Candidate]) -> str | None:
 
 
 def _new_unique_id(binding: Any) -> Any:
-    """Return by what NCCL's ranks find one another (bytes, a tuple in older CuPy), or why there is none, as a str."""
+    """Return NCCL's unique id, or why there is none, a str."""
     try:
         return binding.get_unique_id()
     except (binding.NcclError, KeyError) as error:
@@ -162,7 +162,7 @@ def _new_unique_id(binding: Any) -> Any:
 
 
 def _shared_gpus(everyone: list[_Candidate]) -> str | None:
-    """Return what to say where two ranks have one GPU."""
+    """Return a report of two ranks that have one GPU, or None."""
     first: dict[tuple[str, str], int] = {}
     for rank, candidate in enumerate(everyone):
         other = first.setdefault((candidate.host, candidate.bus_id), rank)
@@ -181,12 +181,12 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 
 
 def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float) -> Steps[_Problem | None]:
-    """Return why NCCL did not start, the same on every rank; None where it did on all."""
+    """Return why NCCL did not start, the same on every rank, or None."""
     give_up = time.monotonic() + patience_seconds
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
         # A rank that failed says so, as NCCL may leave the others waiting for it.
-        is_called_off = comm.Iprobe(tag=_NEWS_TAG)
+        is_called_off = comm.Iprobe(tag=_FAILURE_TAG)
         is_late = time.monotonic() > give_up
         looks += 1
         relax(looks, 0)
@@ -199,12 +199,12 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float)
 
 
 def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Problem | None]:
-    """Call the others off if this rank has a problem, and return that of the first rank that has one."""
+    """Tell the others of this rank's problem, and return the first rank's problem."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
-    requests = [] if problem is None else [comm.Isend(nothing, other, _NEWS_TAG) for other in others]
+    requests = [] if problem is None else [comm.Isend(nothing, other, _FAILURE_TAG) for other in others]
     problems: list[_Problem | None] = yield from gather_objects(comm, problem)
-    requests += [comm.Irecv(nothing, other, _NEWS_TAG) for other in others if problems[other] is not None]
+    requests += [comm.Irecv(nothing, other, _FAILURE_TAG) for other in others if problems[other] is not None]
     for request in requests:
         yield from until_done(request)
     found = [problem for problem in problems if problem is not None]
@@ -246,7 +246,7 @@ class _Start:
         return raw
 
     def abandon(self) -> None:
-        """Abort, now or as soon as NCCL lets go of the thread, unless the communicator has been taken."""
+        """Abort, unless the communicator was taken, as soon as NCCL leaves the thread."""
         with self._lock:
             self._is_abandoned = True
             self._abort_if_abandoned()
@@ -267,7 +267,10 @@ class _Start:
         self.is_over = True
 
     def _sum_of_ones(self) -> float:
-        """Make the communicator and reduce one number per rank: NCCL connects only then, and that may fail, too."""
+        """Make the communicator and reduce one number per rank.
+
+        NCCL connects only then, and that may fail, too.
+        """
         ops, device = self._ops, self._device
         number = ops.from_host(np.ones(1, np.float32), device)
         stream = ops.stream(device)

@@ -1,4 +1,4 @@
-"""Probes of the network between GPUs: whether MPI takes pointers to their memory, and whether NCCL has RDMA.
+"""Probes of the network: whether MPI takes GPU memory, and NCCL has RDMA.
 
 An MPI library that does not take such pointers crashes on them, so it is asked and not tried. NCCL does not tell, so
 this looks where NCCL looks: at a plugin (``libnccl-net*.so``), such as the one for libfabric, at InfiniBand and RoCE;
@@ -55,7 +55,7 @@ def takes_device_memory(comm: MPI.Intracomm) -> Steps[bool]:
 
 
 def answer_here() -> tuple[bool, str]:
-    """Return this rank's answer, and what it comes from."""
+    """Return this rank's answer, and its source."""
     given: bool | None = settings.GPU_AWARE_MPI.read()
     if given is not None:
         return given, "as MPIDIST_GPU_AWARE_MPI says"
@@ -104,7 +104,7 @@ def _open_mpi(mpi: Any) -> tuple[bool, str]:
 
 
 def _function(mpi: Any, name: str) -> Any:
-    """Return a function of the library that mpi4py's module is linked to, None where it has none of that name."""
+    """Return a function of the library that mpi4py is linked to, or None."""
     return getattr(ctypes.CDLL(mpi.__file__), name, None)
 
 
@@ -113,7 +113,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _is_loaded(library: str) -> bool:
-    """Whether this process has loaded a library, from the beginning of its file name."""
+    """Return whether a library, the beginning of its file name, is loaded."""
     maps = Path("/proc/self/maps")
     return maps.exists() and f"/{library}." in maps.read_text()
 
@@ -139,7 +139,10 @@ class Fabric(NamedTuple):
 
 
 def rdma_fabric() -> Fabric | None:
-    """Return what NCCL takes between nodes without the kernel; None where it takes sockets, and in doubt."""
+    """Return the network that NCCL takes between nodes without the kernel.
+
+    None where it takes sockets, and in doubt.
+    """
     wanted = setting("NCCL_NET").lower()
     if wanted == "socket":
         return None
@@ -174,17 +177,17 @@ def behind_plugins() -> list[Fabric]:
 
 
 def net_plugin() -> str | None:
-    """Return the first library that NCCL would load as its network, None where there is none."""
+    """Return the first library that NCCL would load as its network, or None."""
     return next((name for name in _plugins() if _loads(name)), None)
 
 
 def has_verbs() -> bool:
-    """Whether the library for InfiniBand loads."""
+    """Return whether the library for InfiniBand loads."""
     return any(map(_loads, _VERBS))
 
 
 def setting(name: str) -> str:
-    """Return what a variable of NCCL is set to, by the environment or its files; empty where it is not."""
+    """Return a variable of NCCL, set by the environment or its files; empty otherwise."""
     if name in os.environ:
         return os.environ[name].strip()
     for path in _FILES:
@@ -230,5 +233,8 @@ def _loads(library: str) -> bool:
 
 
 def may_use_verbs() -> bool:
-    """Whether this process may use any device of InfiniBand: in a container there may be none."""
+    """Return whether this process may use a device of InfiniBand.
+
+    In a container there may be none.
+    """
     return any(os.access(path, os.R_OK | os.W_OK) for path in _VERBS_DEVICES.glob("uverbs*"))

@@ -1,4 +1,4 @@
-"""Arrays on a GPU on their way to the network and back: page-locked memory, the ring between nodes, copies on the host.
+"""The way between a GPU and the network: page-locked memory, and the ring of nodes.
 
 MPI is given memory of the device where it takes that; elsewhere chunks pass through page-locked memory of the same
 layout. NCCL and MPI are never at work on the same memory at once: the device is done with it before MPI begins, and
@@ -48,7 +48,7 @@ def staging_bytes() -> int:
 
 
 def agreed_staging_bytes(comm: MPI.Intracomm) -> Steps[int]:
-    """Return the bytes of a chunk, at most: the least that any rank sees fit (collective)."""
+    """Return the bytes of a chunk, at most, the least of all ranks (collective)."""
     return (yield from agreed_minimum(comm, staging_bytes()))
 
 
@@ -78,12 +78,12 @@ class PinnedBuffer:
 
 
 class StagingRing:
-    """A few slots that take turns.
+    """A few slots, each used again once its last content has been copied.
 
     Args:
         streams: Between whose device and the host.
         nbytes: Of a slot, a power of two.
-        received_bytes: Of what a slot has on the device, where ``streams.to_device`` has to be past ``is_made``.
+        received_bytes: Of the part of a slot on the device, where ``streams.to_device`` has to be past ``is_made``.
     """
 
     def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
@@ -97,7 +97,7 @@ class StagingRing:
             self.is_made = streams.to_device.record()
 
     def take(self) -> PinnedBuffer | None:
-        """Return a slot that nothing uses any more, None if there is none now."""
+        """Return a slot that nothing uses any more, or None."""
         for index, slot in enumerate(self._idle):
             if slot.free_after is None or slot.free_after.is_done:
                 return self._idle.pop(index)
@@ -113,7 +113,10 @@ class StagingRing:
 
 
 def received_bytes(slice_bytes: int, nodes: int) -> int:
-    """Return what a slot has to hold on the device: a segment of a slice, which may be one element longer."""
+    """Return the bytes of a slot on the device: a segment of a slice.
+
+    It may be one element longer than others.
+    """
     return slice_bytes // nodes + 16
 
 
@@ -139,7 +142,9 @@ class DeviceRing:
         self.takes_device_memory = takes_device_memory
 
     def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
-        """Reduce ``flat`` in place over all ranks; returns after what on ``streams.to_device`` it is there.
+        """Reduce ``flat`` in place over all ranks; return the event of its arrival.
+
+        The event is one of ``streams.to_device``.
 
         Args:
             flat: Contiguous, on the device.
@@ -180,7 +185,7 @@ class DeviceRing:
         yield from until_event(is_shown, relaxes=False)
 
     def _add(self, op: ReduceOp, segment: Array, received: Array, shown: Array) -> Steps[None]:
-        """Add what was received to a segment, on the device, and give MPI the sum."""
+        """Add the received elements to a segment, on the device, and give MPI the sum."""
         streams = self._streams
         with streams.on():
             if not self.takes_device_memory:
@@ -218,7 +223,7 @@ BringBack = Callable[[list[Array]], list[Array]]
 
 
 def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
-    """Return arrays in host memory, and what brings the results of a collective to where each array was.
+    """Return arrays in host memory, and the function that brings results back to the GPU.
 
     Blocks until the arrays are there.
 

@@ -1,4 +1,4 @@
-"""Plans of all-gather and broadcast: what all ranks have to agree on, worked out once per signature and kept.
+"""Plans of all-gather and broadcast, worked out once per signature and kept.
 
 See ``mpidist.collectives.reduce.plan`` for those of reductions.
 """
@@ -16,16 +16,16 @@ from mpidist.collectives.channel.description import Signature, describe, note_te
 
 
 class GatherPlan:
-    """How a list of arrays is concatenated over ranks.
+    """The plan for a list of arrays to be concatenated over ranks.
 
     Args:
         axis: Along which; the arrays of other ranks may differ in length there.
         signature: Shape and dtype of each array.
-        note: What else all ranks must agree on, such as the structure that the arrays came from.
+        note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
-        description: What all ranks have to agree on.
+        description: The text and id that all ranks have to agree on.
         row_sizes: Elements of each array per index of the axis.
 
     Raises:
@@ -65,16 +65,16 @@ class GatherPlan:
 
 
 class BroadcastPlan:
-    """What is broadcast.
+    """The plan for a list of arrays to be broadcast.
 
     Args:
         root: The rank whose arrays it is.
         signature: Shape and dtype of each array.
-        note: What else all ranks must agree on.
+        note: Further facts that all ranks must agree on.
         on_device: Whether they go from GPU to GPU, on all ranks.
 
     Attributes:
-        description: What all ranks have to agree on.
+        description: The text and id that all ranks have to agree on.
 
     Raises:
         TypeError: A dtype that cannot be sent.

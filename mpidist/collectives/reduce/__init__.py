@@ -1,1 +1,1 @@
-"""Reductions: plans and packs, which algorithm is taken at which size, and one file for each algorithm."""
+"""Reductions: plans, packs, the choice of an algorithm, and the algorithms."""

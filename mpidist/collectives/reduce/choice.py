@@ -1,4 +1,4 @@
-"""Choice: which algorithm a reduction takes on one communicator, and the algorithms that have been made for it."""
+"""The choice of an algorithm for each reduction, and the algorithms made so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.reduce.registry import (
-    Entry,
+    AlgorithmEntry,
     Registry,
     Row,
     check_name,
@@ -29,10 +29,12 @@ _log = logging.getLogger("mpidist")
 
 
 class Algorithm(Protocol):
-    """What every algorithm for arrays in host memory offers."""
+    """The interface of an algorithm for arrays in host memory."""
 
     def prepare(self, job: PackedReduction, may_share: bool) -> None:
-        """Do what this rank has to before all ranks meet; every rank passes a job of the same size.
+        """Prepare a reduction before all ranks meet.
+
+        Every rank passes a job of the same size.
 
         Args:
             job: The reduction.
@@ -40,13 +42,14 @@ class Algorithm(Protocol):
         """
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Reduce the prepared job over all ranks, which have met since; returns the flat results, as cut as the input.
+        """Reduce the prepared job over all ranks, which have met since.
 
-        They are the targets of the job, if it has any. ``job.took`` may name a part of it that was chosen.
+        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
+        name the part of it that was chosen.
         """
 
     def close(self) -> None:
-        """Free what the algorithm holds (collective)."""
+        """Free the memory and communicators of the algorithm (collective)."""
 
 
 class _Closable(Protocol):
@@ -76,7 +79,10 @@ def _is_ordered(name: str) -> bool:
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:
-    """Return the row of a table that counts for the ranks around ``node``, and arrays on devices of a kind."""
+    """Return the place of the ranks around ``node``, which names a row.
+
+    For arrays on devices of a kind.
+    """
     if kind == "gpu":
         return "one_node_gpu" if node.is_alone else "several_nodes_gpu"
     if not node.is_alone:
@@ -104,7 +110,7 @@ class Choice(Generic[A]):
         self._without: set[str] = set()
 
     def names_for(self, nbytes: int, options: CommunicationOptions, is_common: bool = True) -> tuple[str, ...]:
-        """Return the algorithm for a message, and what may take its place, in order; the same on every rank.
+        """Return the algorithm for a message, then its substitutes; the same on every rank.
 
         Args:
             nbytes: Of the message.
@@ -120,7 +126,7 @@ class Choice(Generic[A]):
         return names
 
     def names_from(self, name: str) -> tuple[str, ...]:
-        """Return the algorithm that the table names, and what may take its place, in order."""
+        """Return the algorithm that the table names, then its substitutes."""
         return self._suiting(name, may_differ=True, is_ordered=False, rounds=False, is_common=True)
 
     def _suiting(self, name: str, may_differ: bool, is_ordered: bool, rounds: bool, is_common: bool) -> tuple[str, ...]:
@@ -133,8 +139,8 @@ class Choice(Generic[A]):
         ]
         return tuple(dict.fromkeys(found)) if may_differ else (*found[:1],) or (name,)
 
-    def _entries_from(self, name: str) -> list[Entry]:
-        """Return the algorithm that does the work of the one named on this node, and those that take its place."""
+    def _entries_from(self, name: str) -> list[AlgorithmEntry]:
+        """Return the algorithm that serves for the named one, then its substitutes."""
         first = self._registry.get("hierarchical" if wire_algorithms.get(name) else name)
         if first is None:
             return []
@@ -147,7 +153,7 @@ class Choice(Generic[A]):
         return [entry for entry in serving if entry is not None]
 
     def first_working(self, names: Sequence[str]) -> str:
-        """Return the first of some algorithms that has not failed to work here, else the last."""
+        """Return the first algorithm that has not failed to work here, else the last."""
         return next((name for name in names if name not in self._without), names[-1])
 
     def made(self, names: Sequence[str]) -> A | None:
@@ -183,7 +189,7 @@ class Choice(Generic[A]):
         return self._made[name]
 
     def close(self) -> None:
-        """Free what the algorithms hold (collective)."""
+        """Free the algorithms (collective)."""
         for algorithm in self._made.values():
             algorithm.close()
         self._made.clear()

@@ -1,6 +1,6 @@
-"""Packs of arrays on a GPU: fused into one flat array and spread again, cast to a dtype that NCCL can reduce.
+"""Packs of arrays on a GPU, flat and in a dtype of NCCL.
 
-What is only moved, and not reduced, travels as bytes, whatever its dtype.
+Arrays that are only moved, and not reduced, travel as bytes, whatever their dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BYTES = 1
 
 
 class NcclCode(NamedTuple):
-    """What NCCL is told of a reduction.
+    """A reduction in the codes of NCCL.
 
     Args:
         datatype: The ncclDataType_t.
@@ -47,10 +47,10 @@ class NcclCode(NamedTuple):
 
 @lru_cache(maxsize=256)
 def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
-    """Return what NCCL is told to reduce elements of ``dtype`` by ``op``; a mean is a SUM that is divided afterwards.
+    """Return NCCL's codes of a reduction of ``dtype`` by ``op``.
 
-    NCCL adds and multiplies float16 and bfloat16 in their own precision, and lets MIN and MAX of floating point pass
-    over NaN.
+    A mean is a SUM that is divided afterwards. NCCL adds and multiplies float16 and bfloat16 in their own precision,
+    and lets MIN and MAX of floating point pass over NaN.
 
     Raises:
         TypeError: NCCL has no such reduction.
@@ -84,7 +84,7 @@ def _instead(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
-    """Return the dtype in which NCCL forms what mpidist means by ``op`` over ``dtype``; None where it cannot.
+    """Return the dtype in which NCCL reduces ``dtype`` by ``op``, or None.
 
     The values are to be cast to it, and back. Of floating point MIN and MAX are not formed here: NCCL loses NaN, which
     NumPy keeps. A mean counts as the sum that it is divided from.
@@ -157,7 +157,10 @@ class DevicePack:
         self._is_compiled = False
 
     def on_host(self, per_chunk: int) -> Sequence[Pack]:
-        """Return what travels on the host: flat chunks, of ``per_chunk`` elements but for the last; always as many."""
+        """Return flat chunks for the host, of ``per_chunk`` elements but for the last.
+
+        Always as many.
+        """
         if not self._on_host:
             for start in range(0, self.count, per_chunk):
                 count = min(per_chunk, self.count - start)
@@ -165,7 +168,7 @@ class DevicePack:
         return self._on_host
 
     def compile(self, ops: DeviceOps, divides: bool) -> None:
-        """Compile the kernels that put the arrays together and take them apart, on the current device.
+        """Compile the kernels that pack and unpack, on the current device.
 
         Only the first time, as a communicator keeps to one device.
         """
@@ -191,7 +194,10 @@ class DevicePack:
         self.gaps_from = gaps[0] if gaps else self.count
 
     def load(self, ops: DeviceOps, arrays: Sequence[Array], flat: Array, stream: Stream) -> None:
-        """Put the arrays of this pack, contiguous and in its order, into a flat array that may be longer."""
+        """Put the arrays of this pack, contiguous and in its order, into a flat array.
+
+        That may be longer.
+        """
         if self.gaps_from < flat.size:
             # They travel, too, and should be numbers.
             ops.blank(flat[self.gaps_from :], stream)

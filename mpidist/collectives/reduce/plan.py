@@ -1,6 +1,6 @@
-"""Plans: what one call of a reduction does, worked out once per signature and kept.
+"""Plans of reductions, worked out once per signature and kept.
 
-A plan is found by what the caller passed (operation, shapes, dtypes, options) and carries an id that is the
+A plan is found by the arguments of a call (operation, shapes, dtypes, options) and carries an id that is the
 same on all ranks that passed the same. It is never negotiated: the handshake compares the ids.
 """
 
@@ -33,21 +33,21 @@ def _options_text(options: CommunicationOptions) -> str:
 
 
 class ReductionPlan:
-    """How a list of arrays is reduced.
+    """The plan for a list of arrays to be reduced.
 
     Args:
         operation: ``"all_reduce"``, ``"reduce"`` or ``"reduce_scatter"``.
         op: The operation.
         signature: Shape and dtype of each array.
         options: Packing and algorithm.
-        divisor: What a mean divides the sum by.
+        divisor: By which a mean divides the sum.
         most_inline: How many numbers may travel in the handshake.
         on_device: See :func:`which_on_device`.
-        note: What else all ranks must agree on, such as the structure that the arrays came from.
+        note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         root: The rank that gets the result; None for all.
 
     Attributes:
-        description: What all ranks have to agree on.
+        description: The text and id that all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
@@ -124,7 +124,7 @@ class ReductionPlan:
     def reduction(
         self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool
     ) -> PackedReduction:
-        """Return what an algorithm has to do for ``pack``."""
+        """Return the work of an algorithm for ``pack``."""
         targets = None if out is None else pack.targets(out, pool)
         return PackedReduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
 
@@ -146,7 +146,7 @@ class ReductionPlan:
         return results
 
     def deliver_alone(self, arrays: Sequence[Array], results: list[Array], *, are_given: bool, pool: Pool) -> None:
-        """Put the results of a rank that has no others, those in host memory, into ``results``.
+        """Put the results in host memory of a lone rank into ``results``.
 
         Args:
             arrays: The arrays of the call.

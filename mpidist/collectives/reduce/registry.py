@@ -1,7 +1,7 @@
-"""The registry of algorithms: what each is called, where it works, what it can do, and how it is made.
+"""The registry of algorithms: their names, places, abilities and makers.
 
 An algorithm is one file, in ``reduce/algorithms`` for arrays in host memory or in ``gpu/algorithms`` for those on GPUs,
-which registers what is in it. All files there are imported with the package.
+which registers its algorithms. All files there are imported with the package.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
 
 
 class Site(NamedTuple):
-    """Where an algorithm is to work.
+    """The place of work of an algorithm.
 
     Attributes:
         comm: The communicator.
         node: Its node of this rank.
-        between_nodes: The row of the table for what happens between nodes.
+        between_nodes: The row of the table for the ways between nodes.
     """
 
     comm: MPI.Intracomm
@@ -42,11 +42,11 @@ class Site(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmEntry:
     """One algorithm.
 
     Args:
-        name: What users call it.
+        name: The name that users give.
         make: Returns the steps that make it for a site (collective), which end in an AlgorithmError on all ranks where
             it does not work. A way between nodes is made at once, of a communicator, the ranks of a rail there, the
             position of this one among them, and, where it rounds, the dtype in which sums travel.
@@ -55,7 +55,7 @@ class Entry:
         is_ordered: Whether sums are formed in a fixed order.
         rounds: Whether it can send sums between nodes in 16 bits.
         is_general: Whether it takes every dtype and operation that can be reduced.
-        instead: What takes its place where it does not suit or does not work: the first that does.
+        instead: Names of its substitutes, of which the first that works is taken.
         stands_for: Returns the name of the entry that does its work on a node, if that is another.
     """
 
@@ -81,21 +81,21 @@ class Registry:
     def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
         self.where = where
         self.say_instead = say_instead
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, AlgorithmEntry] = {}
 
-    def register(self, entry: Entry) -> None:
+    def register(self, entry: AlgorithmEntry) -> None:
         """Add an algorithm; its name must be new."""
         if entry.name in self._entries:
             raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
         self._entries[entry.name] = entry
 
-    def get(self, name: str) -> Entry | None:
-        """Return an algorithm, None where there is none of that name."""
+    def get(self, name: str) -> AlgorithmEntry | None:
+        """Return the algorithm of a name, or None."""
         return self._entries.get(name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that users may give, sorted."""
+        """Return the names that users may give, sorted."""
         return tuple(sorted(name for name, entry in self._entries.items() if entry.places))
 
     def at(self, place: str) -> tuple[str, ...]:
@@ -124,7 +124,10 @@ wire_algorithms = Registry("between nodes", _say_instead)
 
 
 def at_once(make: Callable[[Any], Any]) -> Callable[[Any], Steps[Any]]:
-    """Return the ``make`` of an algorithm that needs no messages to be made, such as a class that takes a site."""
+    """Return the ``make`` of an algorithm that needs no messages to be made.
+
+    Such as a class that takes a site.
+    """
 
     def made(site: Any) -> Steps[Any]:
         yield from ()
@@ -134,13 +137,13 @@ def at_once(make: Callable[[Any], Any]) -> Callable[[Any], Steps[Any]]:
 
 
 def import_files(package: str, path: Iterable[str]) -> None:
-    """Import all files of a package of algorithms, which register what is in them."""
+    """Import all files of a package of algorithms, which register them."""
     for module in iter_modules(path):
         import_module(f"{package}.{module.name}")
 
 
 def algorithms_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that a row of the table may name, the name of the row given."""
+    """Return the algorithms that the row of a place may name."""
     registries = (host_algorithms, gpu_algorithms, wire_algorithms)
     return next((names for registry in registries if (names := registry.at(place))), ())
 

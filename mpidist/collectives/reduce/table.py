@@ -1,4 +1,4 @@
-"""Which algorithm a collective takes: rows of sizes and names, the table that is shipped, and what a row may hold.
+"""Tables of algorithms by size: the shipped one, their checks, their text and JSON.
 
 Each row is a list of ``(largest number of bytes, algorithm)``, in rising order; None is any number. The crossing
 points of the shipped table are where the measured curves of ``python -m benchmarks`` cross on a 2-core x86-64 virtual
@@ -27,7 +27,7 @@ class Table(NamedTuple):
     several_nodes: Row
     """Ranks on several nodes."""
     between_nodes: Row
-    """What ``hierarchical`` does between nodes, by the bytes of one slice."""
+    """The ways between nodes of ``hierarchical``, by the bytes of one slice."""
     one_node_gpu: Row
     """Arrays on GPUs, all ranks on one node."""
     several_nodes_gpu: Row
@@ -93,7 +93,7 @@ def row_text(row: Row) -> str:
 
 
 def table_text(table: Table, place: str) -> str:
-    """Return what of a table counts at a place, the name of one of its rows, as text."""
+    """Return the part of a table that counts at a place, as text."""
     text = row_text(getattr(table, place))
     if place != "several_nodes":
         return text
@@ -101,7 +101,7 @@ def table_text(table: Table, place: str) -> str:
 
 
 def check_table(table: Any) -> None:
-    """Raise unless ``table`` is None or a Table of which every row is as it must be."""
+    """Raise unless ``table`` is None or a table whose rows are all valid."""
     if table is None:
         return
     if not isinstance(table, Table):
@@ -113,7 +113,7 @@ def check_table(table: Any) -> None:
 
 
 def table_to_json(table: Table) -> dict[str, list[list[Any]]]:
-    """Return the rows of a table by place, of what JSON knows.
+    """Return the rows of a table by place, as lists for JSON.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
     [[131072, 'mpi'], [None, 'hierarchical']]
@@ -122,10 +122,10 @@ def table_to_json(table: Table) -> dict[str, list[list[Any]]]:
 
 
 def table_from_json(rows: Any, where: str) -> Table:
-    """Return the table that :func:`table_to_json` made ``rows`` of.
+    """Return the table whose :func:`table_to_json` is ``rows``.
 
     Args:
-        rows: What was read.
+        rows: The content of a file.
         where: File and place in it, for the report.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tuning files: the tables that were measured on a cluster, by where they were; which table a communicator takes.
+"""Tuning files: the tables that were measured on a cluster, by place.
 
 One file serves a cluster: it holds a table for each kind of host, MPI library and layout of ranks.
 """
@@ -30,7 +30,7 @@ _logged: set[str] = set()
 
 
 class Setup(NamedTuple):
-    """Where a table was measured."""
+    """The hosts, MPI library and layout for which a table was measured."""
 
     host: str
     """Model of the CPU and number of cores."""
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(node: Node) -> Setup:
-    """Return where the ranks around ``node`` are; hosts are taken to be like this one."""
+    """Return the setup of the ranks around ``node``. Other hosts are taken to be like this one."""
     counts = {len(ranks) for ranks in node.ranks}
     nodes = len(node.ranks)
     per_node = str(min(counts)) if len(counts) == 1 else "uneven"
@@ -98,7 +98,7 @@ def _setup_from_json(entry: Any, where: str) -> Setup:
 
 
 def read_if_there(path: str | Path) -> dict[Setup, Table]:
-    """Return the tables of a file that is to be written, none where it does not exist yet.
+    """Return the tables of a file to be written; none if it does not exist.
 
     Raises:
         ValueError: It is not a tuning file, or there can be none at this place.
@@ -116,7 +116,9 @@ def read_if_there(path: str | Path) -> dict[Setup, Table]:
 
 
 def merge(path: str | Path, setup: Setup, table: Table) -> None:
-    """Put a table into a file, in place of what it has for the same setup; other tables stay as they are.
+    """Put a table into a file, in place of one for the same setup.
+
+    Other tables stay as they are.
 
     Raises:
         ValueError: The file is not a tuning file, or cannot be written.
@@ -143,9 +145,10 @@ def _text(entries: list[dict[str, Any]]) -> str:
 
 
 def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[Table | ValueError]:
-    """Return the table that a communicator takes, which is what rank 0 finds (collective; MPI_Ibcast).
+    """Return the table of a communicator, as rank 0 finds it (collective; MPI_Ibcast).
 
-    Only rank 0 reads ``MPIDIST_TUNING_FILE`` and what it names, whatever the environment of the other ranks says.
+    Only rank 0 reads ``MPIDIST_TUNING_FILE`` and the file that it names, whatever the environment of the other ranks
+    says.
 
     Args:
         comm: The communicator.
@@ -164,7 +167,7 @@ def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[
 
 
 def _found(node: Node, given: Table | None) -> Table | ValueError:
-    """Return the table in force, after having logged it; or what is wrong with the file."""
+    """Log and return the table in force, or return the error of the file."""
     path = TUNING_FILE.read()
     setup = setup_of(node)
     table, origin = given or SHIPPED, "the given table" if given else "the shipped table"

@@ -1,19 +1,18 @@
-"""All-reduce of arrays on GPUs in two levels: NCCL inside each node, MPI between the nodes, overlapped by chunks.
+"""All-reduce of arrays on GPUs in two levels: NCCL inside each node, MPI between them.
 
 The flat array is cut into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces the slices
 of a chunk to the ranks of the node that have them; each passes through page-locked memory to its rail and back, or
 straight from and to the device where MPI takes its memory; NCCL spreads the slices over the node. The host waits for
 the device only where MPI needs the bytes. NCCL calls are made in the same order on all ranks of a node: first the
-reductions of all chunks, then, chunk by chunk, the spreading. What comes from another node in a ring is added on the
-GPU; small slices, and those that are rounded, on the host.
+reductions of all chunks, then, chunk by chunk, the spreading. The sums of a ring are formed on the GPU; those of small
+slices, and of slices that are rounded, on the host.
 
-The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
+Chunks overlap. The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,11 +29,8 @@ from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.pipeline import Wire
 from mpidist.collectives.reduce.algorithms.two_level import Wires
-from mpidist.collectives.reduce.registry import Entry, gpu_algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
-
-if TYPE_CHECKING:
-    pass
 
 
 class DeviceHierarchical:
@@ -43,10 +39,10 @@ class DeviceHierarchical:
     Args:
         node: The node of this rank.
         level: NCCL in the node.
-        wires: What happens between nodes on host memory.
-        ring: What happens between nodes on the device.
+        wires: The ways between nodes for host memory.
+        ring: The way between nodes for memory of the device.
         streams: Where it works.
-        staging: What slices pass through.
+        staging: The page-locked memory of slices under way.
     """
 
     def __init__(
@@ -120,7 +116,7 @@ class DeviceHierarchical:
 
 
 class _InNode:
-    """What NCCL does in one node.
+    """NCCL in one node.
 
     Args:
         nccl: Its communicator; None for a rank that is alone on its node.
@@ -145,7 +141,10 @@ class _InNode:
         return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
 
     def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
-        """Reduce each slice of a chunk to the rank that has it; a rank that is alone on its node has copied it."""
+        """Reduce each slice of a chunk to the rank that has it.
+
+        A rank that is alone on its node has copied it.
+        """
         nccl, targets = self._nccl, self._slices(target)
         if nccl is None:
             return
@@ -175,14 +174,14 @@ class _InNode:
 
 
 class _Run:
-    """One reduction: how far each of its chunks has got.
+    """One reduction, and the progress of each of its chunks.
 
     Args:
         job: The reduction.
         level: NCCL in the node.
-        wire: What happens between nodes on host memory.
-        ring: What happens between nodes on the device, which is then taken; or None.
-        staging: What chunks pass through.
+        wire: The way between nodes for host memory.
+        ring: The way between nodes for memory of the device, which is then taken; or None.
+        staging: The page-locked memory of slices under way.
         streams: Where it works.
     """
 
@@ -200,7 +199,7 @@ class _Run:
         self._is_mpi_on_device = ring is not None and ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
-        self._crossing: deque[_Crossing] = deque()
+        self._in_flight: deque[_SliceInFlight] = deque()
         self._begun = self._spread = 0
 
     def start(self, per_slice: int) -> None:
@@ -217,16 +216,16 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether all chunks have been handed to NCCL to be spread."""
+        """Return whether all chunks have been handed to NCCL to be spread."""
         return self._spread == len(self._chunks)
 
     def move(self) -> bool:
-        """Move chunks on; whether any has got further."""
+        """Move chunks on; return whether any has got further."""
         moved = self._begin()
-        for crossing in self._crossing:
-            crossing.move()
-        while self._crossing and self._crossing[0].is_done and not self._waits_for_mpi():
-            arrived = self._crossing.popleft().arrived
+        for part in self._in_flight:
+            part.move()
+        while self._in_flight and self._in_flight[0].is_done and not self._waits_for_mpi():
+            arrived = self._in_flight.popleft().arrived
             if arrived is not None:
                 self._streams.stream.wait(arrived)
             self._level.spread(self._chunks[self._spread])
@@ -235,16 +234,16 @@ class _Run:
         return moved
 
     def _nccl_is_done(self) -> bool:
-        """Whether all chunks have been reduced in the node."""
+        """Return whether all chunks have been reduced in the node."""
         return self._reduced[-1].is_done
 
     def _waits_for_mpi(self) -> bool:
-        """Whether NCCL has to wait: it and MPI are not to be at work on one device at the same time."""
-        all_crossed = self._begun == len(self._chunks) and all(crossing.is_done for crossing in self._crossing)
-        return self._is_mpi_on_device and not all_crossed
+        """Return whether NCCL has to wait: it and MPI never use one device at once."""
+        all_arrived = self._begun == len(self._chunks) and all(part.is_done for part in self._in_flight)
+        return self._is_mpi_on_device and not all_arrived
 
     def _begin(self) -> bool:
-        """Begin the crossing of the next chunk, if there is one and room for it."""
+        """Begin to send the next chunk if there is room; return whether it began."""
         chunk = self._begun
         if chunk == len(self._chunks):
             return False
@@ -259,7 +258,7 @@ class _Run:
             steps = (
                 self._through(slot, part, chunk) if self._ring is None else self._around(self._ring, slot, part, chunk)
             )
-        self._crossing.append(_Crossing(steps))
+        self._in_flight.append(_SliceInFlight(steps))
         self._begun += 1
         return True
 
@@ -291,11 +290,11 @@ class _Run:
         return residuals[chunk]
 
 
-class _Crossing:
-    """A chunk between having been reduced in this node and having been reduced over all.
+class _SliceInFlight:
+    """A slice of a chunk on its way between the nodes.
 
     Args:
-        steps: What is left to do, which returns what its arrival on the device is told by; None for nothing.
+        steps: The steps left, which return the event of its arrival on the device; None for a rank without a slice.
     """
 
     def __init__(self, steps: Steps[Event] | None) -> None:
@@ -316,7 +315,7 @@ class _Crossing:
 
 
 gpu_algorithms.register(
-    Entry(
+    AlgorithmEntry(
         "hierarchical",
         DeviceHierarchical.made,
         ("several_nodes_gpu",),

@@ -1,4 +1,4 @@
-"""All-reduce of arrays on GPUs by NCCL over all ranks of the communicator, and without it by a rank alone."""
+"""All-reduce of arrays on GPUs by NCCL over all ranks, or by one rank alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, at_once, gpu_algorithms
+from mpidist.collectives.reduce.registry import GPU_PLACES, AlgorithmEntry, at_once, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
@@ -53,7 +53,7 @@ class Nccl:
 
 
 gpu_algorithms.register(
-    Entry("nccl", Nccl.made, GPU_PLACES, GPU_PLACES, is_general=False, instead=("hierarchical", "staged"))
+    AlgorithmEntry("nccl", Nccl.made, GPU_PLACES, GPU_PLACES, is_general=False, instead=("hierarchical", "staged"))
 )
 
 
@@ -78,4 +78,4 @@ class Alone:
         """Nothing to free."""
 
 
-gpu_algorithms.register(Entry("alone", at_once(Alone), ()))
+gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))

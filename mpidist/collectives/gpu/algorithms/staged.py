@@ -1,4 +1,7 @@
-"""All-reduce of arrays on GPUs by way of host memory: what works without NCCL, on any device and for any dtype."""
+"""All-reduce of arrays on GPUs by way of host memory.
+
+It works without NCCL, on any device and for any dtype.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.staging import agreed_staging_bytes
 from mpidist.collectives.mpi.waiting import Steps, until_event
 from mpidist.collectives.node.packing import Pack, PackedReduction
-from mpidist.collectives.reduce.registry import GPU_PLACES, Entry, gpu_algorithms, gpu_names
+from mpidist.collectives.reduce.registry import GPU_PLACES, AlgorithmEntry, gpu_algorithms, gpu_names
 
 # Chunks that are in host memory at a time: one is copied there while the one before is reduced.
 _ROOMS = 2
 
 
 class Staged:
-    """The pack passes in chunks through page-locked memory, where an algorithm for the host reduces them.
+    """All-reduce in chunks by an algorithm for the host, in page-locked memory.
 
     Args:
         site: Where it works.
@@ -92,4 +95,6 @@ class Staged:
         self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
 
 
-gpu_algorithms.register(Entry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=()))
+gpu_algorithms.register(
+    AlgorithmEntry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=())
+)

@@ -1,4 +1,4 @@
-"""The algorithms of an all-reduce of arrays in host memory, and the ways between nodes: one file each."""
+"""The all-reduce algorithms for host memory, and the ways between nodes, one file each."""
 
 from mpidist.collectives.reduce.registry import import_files
 

@@ -1,4 +1,4 @@
-"""All-reduce of small messages inside a node: every rank shows its input to all, and each reduces all of it.
+"""All-reduce of small messages inside a node: each rank reads the inputs of all.
 
 The input is copied into a slot before the ranks meet, so the meeting that opens the collective is the only one.
 """
@@ -13,12 +13,12 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.node.slots import InlineSlots
-from mpidist.collectives.reduce.registry import ONE_NODE, Entry, Site, host_algorithms
+from mpidist.collectives.reduce.registry import ONE_NODE, AlgorithmEntry, Site, host_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
 class GatherReduce:
-    """Works where all ranks are on one node, with room for slots; what does not fit into one takes several turns.
+    """All-reduce through the slots of one node. A message larger than a slot takes several rounds.
 
     Args:
         node: The node.
@@ -95,4 +95,6 @@ class GatherReduce:
         """Nothing to free: the slots are the node's."""
 
 
-host_algorithms.register(Entry("gather_reduce", GatherReduce.made, ONE_NODE, ONE_NODE, is_ordered=True, rounds=True))
+host_algorithms.register(
+    AlgorithmEntry("gather_reduce", GatherReduce.made, ONE_NODE, ONE_NODE, is_ordered=True, rounds=True)
+)

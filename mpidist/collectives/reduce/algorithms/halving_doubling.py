@@ -1,7 +1,7 @@
 """Between nodes, for middle sizes: recursive halving, then recursive doubling, in 2 log2(n) steps.
 
-Partners at half the distance each time exchange halves of what they still have to reduce, then the same way back what
-they have. Ranks beyond a power of two hand their input to a partner first and get the result from it last.
+Partners at half the distance each time exchange halves of the part that they still have to reduce, then the same way
+back the sums. Ranks beyond a power of two hand their input to a partner first and get the result from it last.
 (Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521)
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
-from mpidist.collectives.reduce.registry import Entry, wire_algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HalvingDoubling:
             yield from until_all_done([self._comm.Isend(message(flat), self._ranks[me + self._power], tag)])
 
     def _halve(self, flat: Array, received: Array, op: ReduceOp, tag: int) -> Steps[list[tuple[int, int, int]]]:
-        """Reduce ever smaller parts; returns for each step what was held before it and where it was cut."""
+        """Reduce ever smaller parts; return the borders of each and where it was cut."""
         start, stop, steps = 0, flat.size, []
         distance = self._power // 2
         while distance:
@@ -90,4 +90,4 @@ class HalvingDoubling:
         )
 
 
-wire_algorithms.register(Entry("halving_doubling", HalvingDoubling, ("between_nodes",), ("several_nodes",)))
+wire_algorithms.register(AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), ("several_nodes",)))

@@ -6,7 +6,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.reduce.registry import HOST_PLACES, Entry, Site, at_once, host_algorithms
+from mpidist.collectives.reduce.registry import HOST_PLACES, AlgorithmEntry, Site, at_once, host_algorithms
 
 
 class Mpi:
@@ -35,4 +35,4 @@ class Mpi:
         """Nothing to free: the communicator is the caller's."""
 
 
-host_algorithms.register(Entry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))
+host_algorithms.register(AlgorithmEntry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))

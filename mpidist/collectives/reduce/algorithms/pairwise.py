@@ -1,8 +1,8 @@
-"""Between nodes, every rank with every other: each sends its part of a segment to the rank that sums that segment.
+"""Between nodes, every rank with every other, which sums one segment.
 
-As many bytes as the ring, in two steps. A segment is summed in one place and in the order of the nodes, so the bits do
-not depend on where in a message an element travels; and each contribution crosses the wire once, so with a 16-bit wire
-it is rounded once, and the sum once.
+Each sends its part of a segment to the rank that sums that segment. As many bytes as the ring, in two steps. A segment
+is summed in one place and in the order of the nodes, so the bits do not depend on where in a message an element
+travels; and each contribution crosses the wire once, so with a 16-bit wire it is rounded once, and the sum once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpidist.arrays.dtypes import DType
 from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.reduce.registry import Entry, wire_algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Pairwise:
         return self._wire_dtype if rounds and self._wire_dtype is not None else dtype
 
     def _exchange(self, send: list[Array], receive: list[Array], chunk: int) -> Steps[None]:
-        """Send each other rank its array of ``send``, and receive from it into its array of ``receive``."""
+        """Send each other rank its array of ``send``, and receive into ``receive``."""
         tag, comm, ranks = tag_of(chunk), self._comm, self._ranks
         requests = [comm.Irecv(message(receive[other]), ranks[other], tag) for other in self._others]
         requests += [comm.Isend(message(send[other]), ranks[other], tag) for other in self._others]
@@ -89,5 +89,5 @@ class Pairwise:
 
 
 wire_algorithms.register(
-    Entry("pairwise", Pairwise, ("between_nodes",), ("several_nodes",), is_ordered=True, rounds=True)
+    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), ("several_nodes",), is_ordered=True, rounds=True)
 )

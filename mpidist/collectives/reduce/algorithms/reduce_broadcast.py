@@ -8,7 +8,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.reduce.registry import HOST_PLACES, Entry, Site, at_once, host_algorithms
+from mpidist.collectives.reduce.registry import HOST_PLACES, AlgorithmEntry, Site, at_once, host_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ReduceBroadcast:
         """Nothing to free: the communicator is the caller's."""
 
 
-host_algorithms.register(Entry("reduce_broadcast", at_once(ReduceBroadcast), HOST_PLACES))
+host_algorithms.register(AlgorithmEntry("reduce_broadcast", at_once(ReduceBroadcast), HOST_PLACES))
 
 
 def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:

@@ -1,8 +1,8 @@
-"""All-reduce in two levels, chunk by chunk: inside each node, between the nodes, and inside each node again.
+"""All-reduce in two levels: inside each node, between the nodes, inside again.
 
 The elements are cut into chunks, and each chunk into one slice per *rail*: the ranks with the same number on every
 node. A rank reduces its slice over its node, then over its rail, and the ranks of the node copy one another's slices.
-Several chunks are on their way at a time, so what happens inside a node hides behind the wire; on a single node there
+Several chunks are on their way at a time, so the work inside a node hides behind the wire; on a single node there
 is no wire, and every rank has a slice. (The scheme of BlueConnect, doi:10.1147/JRD.2019.2947013, with shared memory as
 its first level; on one node the reduce-scatter and all-gather of Rabenseifner's algorithm.)
 """
@@ -37,7 +37,7 @@ from mpidist.collectives.node.stage import (
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
     ONE_NODE,
-    Entry,
+    AlgorithmEntry,
     Row,
     Site,
     host_algorithms,
@@ -73,7 +73,7 @@ class Wires:
         self._made: dict[tuple[str, str | None], Wire] = {}
 
     def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
-        """Return the name of the way that slices of this size take, and the way."""
+        """Return the way for slices of this size, after its name."""
         if options.wire_dtype is not None or options.deterministic:
             name = _IN_ORDER
         elif options.algorithm is not None and wire_algorithms.get(options.algorithm):
@@ -109,14 +109,14 @@ _TAKES_SHARED, _HELD, _PLACES = range(3)
 
 
 class TwoLevel:
-    """One all-reduce after the other through the levels.
+    """All-reduces in two levels, one after the other.
 
     Args:
         node: The node of this rank.
-        wires: What happens between nodes.
-        slice_bytes: What one rank reduces of a chunk.
-        lanes: Where reduced slices lie on their way; None for the ranks' own results.
-        slots: What private input passes through; None where it is read out of the ranks' own memory.
+        wires: The ways between nodes.
+        slice_bytes: Bytes of a chunk that one rank reduces.
+        slices: Memory of reduced slices on their way; None for the ranks' own results.
+        slots: Memory that private input passes through; None where it is read out of the ranks' own memory.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def _depth(node: Node) -> int:
 
 
 def _made_slots(comm: MPI.Intracomm, node: Node) -> Steps[tuple[int, ChunkBuffers]]:
-    """Return a size of slices for which every node has room, and the slots of this node (collective)."""
+    """Return the size of slices that fits on every node, and the slots (collective)."""
     room, size, rails, depth = room_for_segments(), _slice_bytes(node), _rails(node), _depth(node)
     room = _MOST_SLOT_BYTES if room is None else min(room, _MOST_SLOT_BYTES)
     while depth * size * (rails + 1) * node.size > room and size >= _SMALLEST_SLICE_BYTES:
@@ -271,8 +271,8 @@ def _by_memory(node: Node) -> str:
 
 
 for _entry in (
-    Entry("neighbours", partial(TwoLevel.made, in_place=True), ONE_NODE[:1], ONE_NODE[:1]),
-    Entry("window", partial(TwoLevel.made, in_place=False), HOST_PLACES, ONE_NODE),
-    Entry("hierarchical", TwoLevel.made, HOST_PLACES, stands_for=_by_memory),
+    AlgorithmEntry("neighbours", partial(TwoLevel.made, in_place=True), ONE_NODE[:1], ONE_NODE[:1]),
+    AlgorithmEntry("window", partial(TwoLevel.made, in_place=False), HOST_PLACES, ONE_NODE),
+    AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, stands_for=_by_memory),
 ):
     host_algorithms.register(replace(_entry, is_ordered=True, rounds=True))
