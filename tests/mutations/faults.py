@@ -139,7 +139,7 @@ _COLLECTIVES = (
     Fault(
         "the later parts of a message are read from the slots of the part before",
         "mpidist/collectives/reduce/algorithms/gather_reduce.py",
-        "                yield from self._node.board.meet()\n                self._slots.turn()\n",
+        "                yield from self._node.board.meet()\n                self._slots.flip()\n",
         "                yield from self._node.board.meet()\n",
         ("tests/collectives/test_algorithms.py",),
         ranks=2,

@@ -1,1 +1,1 @@
-"""The ranks of one node: the board on which they meet, the memory they share, and how data move among them."""
+"""The ranks of one node: their board, their shared memory, and data among them."""

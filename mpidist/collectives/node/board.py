@@ -1,8 +1,10 @@
-"""Board: where the ranks of a node meet, numbers of 8 bytes in shared memory that one rank writes and all read.
+"""The board of a node, on which its ranks meet.
+
+It consists of numbers of 8 bytes in shared memory, each written by one rank and read by all.
 
 Every rank has a row: counters, each in a cache line of its own, that only grow and that the others wait for; and two
-pages for what the rank tells the others before they meet. The pages take turns: a page is written again only after
-the next meeting, to which nobody comes before having read it.
+pages for the numbers that the rank tells the others before they meet. The pages alternate: a page is written again only
+after the next meeting, to which nobody comes before having read it.
 """
 
 from __future__ import annotations
@@ -97,14 +99,17 @@ class Board:
         return window, memory
 
     def fence(self) -> None:
-        """Order what this rank writes and reads before and after (MPI_Win_sync)."""
+        """Order the writes and reads of this rank before and after (MPI_Win_sync)."""
         if self._window is not None:
             self._window.Sync()
 
     # Telling ----------------------------------------------------------------------------------------------------
 
     def tell(self, words: Sequence[int]) -> None:
-        """Put whole numbers on this rank's next page, for the others to read after the next meeting."""
+        """Put whole numbers on this rank's next page.
+
+        The others read them after the next meeting.
+        """
         self._words[1 - self._page][self.rank, : len(words)] = words
 
     def told(self, count: int) -> list[list[int]]:
@@ -122,7 +127,7 @@ class Board:
         return row
 
     def all_announced(self, identity: int) -> bool:
-        """Whether every rank announced this identity before the last meeting."""
+        """Return whether every rank announced this identity before the last meeting."""
         cells = self._cells
         return all([cells[place] == identity for place in self._identities[self._page]])
 
@@ -143,14 +148,17 @@ class Board:
     # Meeting ----------------------------------------------------------------------------------------------------
 
     def meet(self) -> Steps[None]:
-        """Yield until all ranks of the node have come; what they wrote before is then seen by all."""
+        """Yield until all ranks of the node have come.
+
+        Each then sees all earlier writes of the others.
+        """
         if not self.arrive():
             yield from self.rest_of_meeting()
 
     def arrive(self) -> bool:
-        """Begin a meeting; whether it is over already: the others often are there, or about to come.
+        """Begin a meeting; return whether it is over already.
 
-        If not, ``rest_of_meeting`` has to follow.
+        The others often are there, or about to come. If not, ``rest_of_meeting`` has to follow.
         """
         self._meetings = meeting = self._meetings + 1
         self.count(MET, meeting)
@@ -165,7 +173,7 @@ class Board:
         return True
 
     def rest_of_meeting(self) -> Steps[None]:
-        """Yield until all ranks of the node have come to the meeting that this one has arrived at."""
+        """Yield until all ranks have come to the meeting that this one has begun."""
         yield from self.until(MET, self._meetings)
         self.turn()
 
@@ -175,12 +183,15 @@ class Board:
         self.fence()
 
     def count(self, counter: int, value: int) -> None:
-        """Set one of this rank's counters, after all that it wrote before."""
+        """Set one of this rank's counters, after all its earlier writes."""
         self.fence()
         self._cells[self._row + counter * _LINE] = value
 
     def reached(self, counter: int, value: int, ranks: Sequence[int]) -> bool:
-        """Whether the counters of ``ranks`` have reached ``value``; what they wrote before is then seen."""
+        """Return whether the counters of ``ranks`` have reached ``value``.
+
+        Their earlier writes are then seen.
+        """
         cells, at = self._cells, counter * _LINE
         for rank in ranks:
             if cells[rank * _ROW + at] < value:
@@ -198,7 +209,7 @@ class Board:
                 yield
 
     def pause(self, looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
-        """Let others have the core, and MPI its turn, after having looked in vain so many times."""
+        """Yield the core, and let MPI make progress, after so many looks in vain."""
         relax(looks, min(patience, self._patience))
         if looks % _LOOKS_BETWEEN_MPI == 0:
             self._comm.Iprobe()

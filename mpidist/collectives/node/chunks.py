@@ -1,4 +1,4 @@
-"""Cutting: which elements each rank reduces, and pieces of them that stay in cache and lie in one piece of memory."""
+"""The elements that each rank reduces, and pieces of them that fit in cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ Piece = tuple[int, int, int, int]
 
 @lru_cache(maxsize=256)
 def slices(count: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the range of elements that each rank reduces: equal lengths, the first ones one longer.
+    """Return the range of elements that each rank reduces.
+
+    They have equal lengths, the first ones one longer.
 
     >>> slices(5, 2)
     ((0, 3), (3, 5))
@@ -22,7 +24,9 @@ def slices(count: int, ranks: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def pieces(counts: tuple[int, ...], start: int, stop: int, limit: int) -> tuple[Piece, ...]:
-    """Cut elements ``start`` to ``stop`` of concatenated parts into pieces of one part, at most ``limit`` long.
+    """Cut elements ``start`` to ``stop`` of concatenated parts into pieces of one part.
+
+    Each is at most ``limit`` long.
 
     Returns:
         For each piece: the part, the first element in it, the number of elements, the offset in the whole.

@@ -1,4 +1,7 @@
-"""Mapping a file into memory without keeping it open: each ``mmap.mmap`` of Python before 3.13 holds a descriptor."""
+"""Mapping a file into memory without keeping it open.
+
+Each ``mmap.mmap`` of Python before 3.13 holds a descriptor.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_shared(descriptor: int, nbytes: int) -> Array:
-    """Return the first ``nbytes`` of a file as an array; what is written to it is seen by all who map the file.
+    """Return the first ``nbytes`` of a file as an array.
 
-    The file may be closed. It stays mapped while any array over it is there.
+    All who map the file see writes to it. The file may be closed. It stays mapped while any array over it is there.
 
     Raises:
         OSError: The system refuses; also where ``nbytes`` is 0.

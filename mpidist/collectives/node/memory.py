@@ -1,4 +1,7 @@
-"""Memory that is used again, for results and packed input, so that no step waits for the kernel to hand out pages."""
+"""Memory that is used again, for results and packed input.
+
+So no step waits for the kernel to hand out pages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _IDLE_REFERENCES = _references([object()], 0)
 
 
 def is_held(holder: list[Any], index: int) -> bool:
-    """Whether anything but the list ``holder`` refers to its element.
+    """Return whether anything but the list ``holder`` refers to its element.
 
     NumPy arrays that are views refer to the array that owns the memory, or was first made over it, however they were
     made. So an array that is not held is one whose memory nobody can see.
@@ -53,7 +56,7 @@ class _Shelf:
         self._highest = 0
 
     def free_block(self) -> int | None:
-        """Return the index of a block that nobody holds, None where there is none."""
+        """Return the index of a block that nobody holds, or None."""
         blocks = self.blocks
         for i in range(len(blocks)):
             if not is_held(blocks, i):
@@ -61,7 +64,7 @@ class _Shelf:
         return None
 
     def note(self, index: int) -> None:
-        """Count a request that was given the block at ``index``, and now and then drop those that are never reached."""
+        """Count a request that got the block at ``index``; now and then drop idle blocks."""
         self._highest = max(self._highest, index)
         self._requests += 1
         if self._requests > max(_IDLE_REQUESTS, 2 * len(self.blocks)):
@@ -72,10 +75,11 @@ class _Shelf:
 
 
 class Pool:
-    """Gives out arrays over blocks of memory; a block is used again once the caller has dropped all arrays over it.
+    """A pool of blocks of memory, over which it gives out arrays.
 
-    Blocks that were needed at one time and not again go back to the system as more of their size are asked for; those
-    of a size that nobody asks for when there are new ones to be made.
+    A block is used again once the caller has dropped all arrays over it. Blocks that were needed at one time and
+    not again go back to the system as more of their size are asked for; those of a size that nobody asks for when there
+    are new ones to be made.
     """
 
     def __init__(self) -> None:
@@ -109,6 +113,9 @@ class Pool:
 
 
 def _rounded(nbytes: int) -> int:
-    """Return the size of the block for a request: at most an eighth more, so that similar sizes share blocks."""
+    """Return the size of the block for a request.
+
+    It is at most an eighth more, so that similar sizes share blocks.
+    """
     step = max(SMALLEST, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

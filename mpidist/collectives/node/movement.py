@@ -1,8 +1,7 @@
 """Copies between the arrays of the ranks of one node, for all-gather, broadcast and reduce-scatter.
 
-Small arrays are shown in the slots of the node. What a rank wants of a larger one of another's it reads out of shared
-memory, or out of the other's own memory where the kernel allows that; otherwise the array passes through the slots,
-chunk by chunk.
+Small arrays are shown in the slots of the node. Elements of larger ones are read out of shared memory, or out of the
+other rank's own memory where the kernel allows that; otherwise the array passes through the slots, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Movement:
-    """What moves inside one node, which has to hold all ranks.
+    """The copies inside one node, which has to hold all ranks.
 
     Args:
         node: The node.
@@ -36,14 +35,15 @@ class Movement:
         self._node = node
 
     def can_tell(self, numbers: int) -> bool:
-        """Whether the board has room for so many numbers of each rank."""
+        """Return whether the board has room for so many numbers of each rank."""
         return self._node.is_alone and numbers <= WORDS
 
     def show(self, arrays: Sequence[Array]) -> list[int]:
-        """Return the places of contiguous arrays of this rank, from where the others read after the ranks have met.
+        """Show contiguous arrays of this rank to the others, and return their places.
 
-        A place is an address in this rank's memory, or a shared location down from -1. All arrays of a rank are in
-        its slot or none: those that pass through it later would overwrite what is there.
+        The others read there after the ranks have met. A place is an address in this rank's memory, or a shared
+        location down from -1. All arrays of a rank are in its slot or none: those that pass through it later would
+        overwrite the slot.
         """
         slots = self._node.slots
         if slots is None or sum([array.nbytes for array in arrays]) > slots.nbytes:
@@ -60,15 +60,15 @@ class Movement:
         return address_of(array) if location is None else -1 - location
 
     def met(self) -> Steps[bool]:
-        """Turn to what was shown, after the ranks have met; returns whether larger arrays can be copied at all."""
+        """Flip the slots after a meeting; return whether larger arrays can be copied."""
         node = self._node
         if node.slots is not None:
-            node.slots.turn()
+            node.slots.flip()
         yield from node.make_slots()
         return node.reads_neighbours or node.slots is not None
 
     def finish(self, places: Iterable[int]) -> Steps[None]:
-        """Return once the arrays at these places, told by any of the ranks, may be written again."""
+        """Wait until arrays at these places, told by any rank, may be written again."""
         slots = self._node.slots
         for place in places:
             if place >= 0 or slots is None or not slots.hold(-1 - place):
@@ -119,7 +119,7 @@ class Movement:
                 part = source[start:stop]
                 slots.mine(part.size, _BYTE)[:] = part
             yield from self._node.board.meet()
-            slots.turn()
+            slots.flip()
             for rank, target in wanted:
                 part = target[start:stop]
                 part[:] = slots.shown(part.size, _BYTE)[rank]
@@ -152,7 +152,9 @@ class Movement:
     def reduce_rows_through_slots(
         self, mine: Array, borders: Sequence[tuple[int, int]], result: Array, op: ReduceOp
     ) -> Steps[None]:
-        """Reduce to every rank its elements of all ranks' flat arrays, in rank order (collective over the node).
+        """Reduce to every rank its elements of all ranks' flat arrays, in rank order.
+
+        Collective over the node.
 
         Args:
             mine: This rank's array.
@@ -162,18 +164,18 @@ class Movement:
         """
         slots, rank, combine = self._node.slots, self._node.rank, numpy_op(op)
         assert slots is not None
-        per_turn = slots.nbytes // mine.itemsize // self._node.size
+        per_round = slots.nbytes // mine.itemsize // self._node.size
         longest = max(stop - start for start, stop in borders)
-        for offset in range(0, longest, per_turn):
-            room = slots.mine(per_turn * self._node.size, mine.dtype)
+        for offset in range(0, longest, per_round):
+            room = slots.mine(per_round * self._node.size, mine.dtype)
             for other, (start, stop) in enumerate(borders):
-                part = mine[start + offset : min(start + offset + per_turn, stop)]
-                room[other * per_turn : other * per_turn + part.size] = part
+                part = mine[start + offset : min(start + offset + per_round, stop)]
+                room[other * per_round : other * per_round + part.size] = part
             yield from self._node.board.meet()
-            slots.turn()
+            slots.flip()
             rooms = slots.shown(room.size, mine.dtype)
-            target = result[offset : offset + per_turn]
-            total, *others = [room[rank * per_turn : rank * per_turn + target.size] for room in rooms]
+            target = result[offset : offset + per_round]
+            total, *others = [room[rank * per_round : rank * per_round + target.size] for room in rooms]
             for value in others:
                 total = combine(total, value, out=target)
             if total is not target:

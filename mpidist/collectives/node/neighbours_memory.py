@@ -14,13 +14,13 @@ class _IoVec(ctypes.Structure):
 
 
 def address_of(array: Array) -> int:
-    """Return where the elements of a contiguous array lie in this process."""
+    """Return the address of a contiguous array in this process."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 class NeighboursMemory:
-    """Copies bytes out of the address space of another process."""
+    """The memory of other processes, out of which bytes are copied."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,10 @@ class NeighboursMemory:
 
     @property
     def exists(self) -> bool:
-        """Whether this system has the call at all; whether it is allowed shows when it is used."""
+        """Return whether this system has the call at all.
+
+        Whether it is allowed shows when it is used.
+        """
         return self._read is not None
 
     def read(self, pid: int, remote_address: int, local_address: int, nbytes: int) -> None:

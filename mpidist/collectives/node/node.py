@@ -1,4 +1,4 @@
-"""The ranks of a communicator that share a node: their board, their shared memory, and what they may do."""
+"""The ranks of a communicator that share a node, their board and shared memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Node:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it holds all ranks of the communicator."""
+        """Return whether it holds all ranks of the communicator."""
         return self.topology.num_nodes == 1
 
     def make_slots(self) -> Steps[None]:
@@ -84,7 +84,7 @@ class Node:
         self.topology.close()
 
     def _can_read(self) -> bool:
-        """Whether this rank can read a number that each neighbour has put somewhere in its own memory."""
+        """Return whether this rank can read a number out of each neighbour's memory."""
         mine = np.array([_MAGIC + self.rank], np.int64)
         addresses = self.comm.allgather(address_of(mine) if self.memory.exists else 0)
         works = all(addresses)
@@ -102,7 +102,10 @@ class Node:
 
 
 def _shared_topology(comm: MPI.Intracomm) -> Topology:
-    """Return the topology of ``comm``, in nodes of one rank each where a node lacks room for its board."""
+    """Return the topology of ``comm``.
+
+    It has nodes of one rank each where a node lacks room for its board.
+    """
     topology = Topology(comm)
     with revoking(topology.node):
         fits = has_room(topology.node, bytes_needed(topology.local_size))

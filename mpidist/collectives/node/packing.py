@@ -1,4 +1,4 @@
-"""Packs: which arrays travel together, in which pieces of memory, and how the results get out again."""
+"""Packs: arrays that travel together, their pieces of memory, and their results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def divided(flat: Array, divisor: int | None) -> Array:
 
 
 def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
-    """Return ``arrays`` with copies, in memory of ``pool``, of those that may share memory with one of ``out``.
+    """Return ``arrays`` with copies of those that may share memory with ``out``.
+
+    Copies lie in memory of ``pool``.
 
     >>> whole = np.zeros(4)
     >>> start, end = whole[:2], whole[1:]
@@ -72,7 +74,7 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
 
 
 def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | None:
-    """Return which arrays overlap with ``out``, None where that takes their addresses.
+    """Return which arrays overlap with ``out``, or None where that takes addresses.
 
     Memory that NumPy has given to one array is no other's: only views of one owner need a closer look, unless one is in
     both lists. Asking for an address takes ten times as long as asking for the owner.
@@ -105,7 +107,9 @@ def _copied(array: Array, pool: Pool) -> Array:
 
 
 def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
-    """Return with how many of ``others`` each of ``arrays`` may share memory; all of one device.
+    """Return with how many of ``others`` each of ``arrays`` may share memory.
+
+    All lie on one device.
 
     >>> whole = np.zeros(4)
     >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
@@ -118,7 +122,10 @@ def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
 
 
 def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
-    """Return the addresses of the first byte of each array and behind its last; 0 and 0 for one without elements."""
+    """Return the addresses of the first byte of each array and behind its last.
+
+    0 and 0 for one without elements.
+    """
     pointers: dict[type, Callable[[Array], int]] = {}
     bounds = []
     for array in arrays:
@@ -185,7 +192,7 @@ class Pack:
         self.residuals: dict[int, Array] = {}
 
     def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """Return where in the buffer each small array lies: its index, first element, end, shape."""
+        """Return the place of each small array in the buffer: index, start, end, shape."""
         slots, start = [], 0
         for index in self._together:
             stop = start + self._sizes[index]
@@ -245,22 +252,22 @@ class PackedReduction:
     """One pack on its way through an algorithm.
 
     Args:
-        pack: What travels.
+        pack: The arrays of one dtype.
         pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
         targets: Where the result goes, flat arrays of the same lengths; None for new memory.
         op: The operation.
-        divisor: What a mean divides the sum by; None for other operations.
+        divisor: By which a mean divides the sum; None for other operations.
         options: Those of the call.
         pool: Where new memory comes from.
 
     Attributes:
-        residuals: What rounding lost last time, by the first element of each slice; None to let it go.
+        residuals: Losses of rounding last time, by the first element of each slice; None to let them go.
         counts, count, nbytes, dtype: Of the pack.
         has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
-        took: What part of its algorithm was chosen, such as a way between nodes; None where there is nothing to choose.
+        took: The chosen part of its algorithm, such as a way between nodes; None where there is nothing to choose.
         own_results: Memory of this rank for the result, once an algorithm has made it before the ranks meet.
-        tell_chunk: What is to be told of each chunk, if anything.
+        tell_chunk: Called with the name, number, start and bytes of each chunk; or None.
     """
 
     def __init__(
@@ -294,7 +301,7 @@ class PackedReduction:
         return np.concatenate(self.pieces, out=self.pool.take(self.count, self.dtype))
 
     def flat_result(self) -> Array:
-        """Return memory for the result in one piece: the target if there is a single one."""
+        """Return memory for the result in one piece, a single target itself."""
         if self.given is not None and len(self.given) == 1:
             return self.given[0]
         return self.pool.take(self.count, self.dtype)
@@ -314,7 +321,7 @@ class PackedReduction:
         return pieces
 
     def finish(self, flat: Array) -> list[Array]:
-        """Divide a flat result by the divisor and return its pieces, in the targets where there are any."""
+        """Divide a flat result by the divisor; return its pieces, in the targets if any."""
         pieces = self.cut(divided(flat, self.divisor))
         if self.given is None:
             return pieces

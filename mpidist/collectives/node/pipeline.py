@@ -1,4 +1,4 @@
-"""Pipeline: one reduction in two levels on its way, chunk by chunk, each moving on as soon as it can."""
+"""One reduction in two levels, whose chunks move on as soon as they can."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Wire(Protocol):
             flat: The result.
             op: The operation.
             chunk: Tells several apart that are on their way.
-            residual: Of the size of ``flat``: what rounding lost last time, added to the input, and replaced by what
-                it loses now; None to let it go. For a way that rounds.
+            residual: Of the size of ``flat``: the loss of rounding last time, added to the input, and replaced by the
+                loss now; None to let it go. For a way that rounds.
         """
 
 
 class Pipeline:
-    """One reduction: how far each of its chunks has got.
+    """One reduction, and the progress of its chunks.
 
     Args:
         node: The node of this rank.
         job: The reduction.
         inputs: Where the input of each rank of the node is read.
         results: Where reduced slices lie.
-        wire: What happens between nodes; None on one node.
+        wire: The way between nodes; None on one node.
         rails: Slices of a chunk: the ranks of the node that have one, and as many on every node.
         per_chunk: Elements of a chunk.
         per_piece: Elements that are reduced in one go, at most.
@@ -76,13 +76,13 @@ class Pipeline:
         self._first = self._board.chunks
         self._end = self._first - (-job.count // per_chunk)
         self._filled = self._reduced = self._published = self._taken = self._first
-        self._crossing: deque[_Crossing] = deque()
+        self._in_flight: deque[InFlight] = deque()
 
     def steps(self) -> Steps[None]:
         """Move all chunks on until this rank has its result."""
         looks, patience = 0, LOOKS_BEFORE_YIELD if self._wire is None else LOOKS_BEFORE_YIELD_ON_WIRE
         while self._taken < self._end:
-            moved = self._cross() if self._crossing else False
+            moved = self._move_in_flight() if self._in_flight else False
             moved = self._fill() or moved
             moved = self._reduce() or moved
             moved = self._take() or moved
@@ -102,7 +102,7 @@ class Pipeline:
         return start + a, start + b
 
     def _fill(self) -> bool:
-        """Copy this rank's input of the next chunk to its slot, once nobody reads what is there."""
+        """Copy this rank's input of the next chunk to its slot, once nobody reads it."""
         chunk, inputs = self._filled, self._inputs
         if not inputs.pass_slots or not self._has_room(chunk):
             return False
@@ -119,13 +119,13 @@ class Pipeline:
         self._inputs.fill(chunk, start, own_stop, stop)
 
     def _reduce(self) -> bool:
-        """Reduce this rank's slice of the next chunk over the node, and hand it to the wire."""
+        """Reduce this rank's next slice over the node, and hand it to the wire."""
         chunk = self._reduced
         if not self._has_room(chunk):
             return False
         if self._inputs.pass_slots and not self._board.reached(FILLED, chunk + 1, self._all):
             return False
-        crossing: Steps[None] | None = None
+        on_wire: Steps[None] | None = None
         if self._has_slice:
             start, stop = self._slice(chunk, self._node.rank)
             source = None
@@ -137,12 +137,12 @@ class Pipeline:
                 flat = self._results.flat(chunk, start, stop)
                 residual = None if self._job.residuals is None else self._residual(self._job.residuals, start, flat)
                 source = flat if source is None else source
-                crossing = self._wire.all_reduce(source, flat, self._job.op, chunk, residual)
+                on_wire = self._wire.all_reduce(source, flat, self._job.op, chunk, residual)
         self._reduced += 1
-        if crossing is None and not self._crossing:
+        if on_wire is None and not self._in_flight:
             self._finish(chunk)
         else:
-            self._crossing.append(_Crossing(chunk, crossing))
+            self._in_flight.append(InFlight(chunk, on_wire))
         return True
 
     def _residual(self, residuals: dict[int, Array], start: int, flat: Array) -> Array:
@@ -151,7 +151,10 @@ class Pipeline:
         return residuals[start]
 
     def _has_room(self, chunk: int) -> bool:
-        """Whether ``chunk`` exists and may be begun: so many are on their way at most, on any rank."""
+        """Return whether ``chunk`` exists and may be begun.
+
+        Only ``depth`` are on their way at a time, on any rank.
+        """
         before = chunk - self._depth + 1
         if chunk >= self._end or self._taken < before:
             return False
@@ -171,13 +174,13 @@ class Pipeline:
             if self._wire is None and job.divisor is not None:
                 np.true_divide(target, job.divisor, out=target)
 
-    def _cross(self) -> bool:
-        """Move what is on the wire; whether a chunk has arrived. They are published in order."""
-        for crossing in self._crossing:
-            crossing.move()
+    def _move_in_flight(self) -> bool:
+        """Move chunks on the wire; return whether one has arrived. They are published in order."""
+        for part in self._in_flight:
+            part.move()
         arrived = False
-        while self._crossing and self._crossing[0].is_done:
-            self._finish(self._crossing.popleft().chunk)
+        while self._in_flight and self._in_flight[0].is_done:
+            self._finish(self._in_flight.popleft().chunk)
             arrived = True
         return arrived
 
@@ -191,7 +194,7 @@ class Pipeline:
         self._board.count(REDUCED, self._published)
 
     def _take(self) -> bool:
-        """Copy what all ranks of the node have reduced of the next chunk into this rank's result."""
+        """Copy the reduced slices of the next chunk into this rank's result."""
         chunk = self._taken
         if chunk >= self._published or not self._board.reached(REDUCED, chunk + 1, range(self._rails)):
             return False
@@ -205,7 +208,7 @@ class Pipeline:
 
 
 class WatchedPipeline(Pipeline):
-    """A reduction of which every chunk is seen."""
+    """A reduction whose chunks are all reported."""
 
     def _fill(self) -> bool:
         return self._watch("fill chunk", self._filled, super()._fill)
@@ -216,20 +219,20 @@ class WatchedPipeline(Pipeline):
     def _take(self) -> bool:
         return self._watch("copy chunk", self._taken, super()._take)
 
-    def _watch(self, what: str, chunk: int, step: Callable[[], bool]) -> bool:
+    def _watch(self, name: str, chunk: int, step: Callable[[], bool]) -> bool:
         start = time.perf_counter_ns()
         moved = step()
         if moved and self._job.tell_chunk is not None:
-            self._job.tell_chunk(what, chunk, start, 0)
+            self._job.tell_chunk(name, chunk, start, 0)
         return moved
 
 
 class WatchedWire:
-    """A wire of which every chunk is seen.
+    """A wire whose chunks are all reported.
 
     Args:
         wire: The wire.
-        tell_chunk: What is told.
+        tell_chunk: Called with the name, number, start and bytes of each chunk.
     """
 
     def __init__(self, wire: Wire, tell_chunk: Callable[[str, int, int, int], None]) -> None:
@@ -243,12 +246,12 @@ class WatchedWire:
         self._tell_chunk("chunk", chunk, start, flat.nbytes)
 
 
-class _Crossing:
-    """A chunk between having been reduced on this node and having been reduced over all.
+class InFlight:
+    """A chunk on its way between the nodes.
 
     Args:
         chunk: Its number.
-        steps: What is left to do; None for nothing.
+        steps: The steps left; None for none.
     """
 
     def __init__(self, chunk: int, steps: Steps[None] | None) -> None:
@@ -257,8 +260,10 @@ class _Crossing:
 
     @property
     def is_done(self) -> bool:
+        """Return whether it has arrived."""
         return self._steps is None
 
     def move(self) -> None:
+        """Take one more step."""
         if self._steps is not None and next(self._steps, self) is self:
             self._steps = None

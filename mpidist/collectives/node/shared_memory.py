@@ -1,9 +1,9 @@
-"""Shared memory of the ranks of one node: segments that every rank maps, and arrays found in them again.
+"""Shared memory of the ranks of one node: segments that every rank maps.
 
-MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So what is
-needed once work is under way is made here: files in /dev/shm whose pages are reserved before anybody relies on them,
-and which lose their names as soon as all ranks have mapped them, so that a job that is killed leaves nothing behind.
-What one that is killed in that very moment leaves is removed by the next that makes one: makers hold locks on theirs.
+MPI makes shared windows by blocking calls only, and one that fails on a rank leaves the others waiting. So memory that
+is needed later is made here: files in /dev/shm whose pages are reserved before anybody relies on them, and which lose
+their names as soon as all ranks have mapped them, so that a job that is killed leaves nothing behind. The leftovers of
+one that is killed in that very moment are removed by the next that makes one: makers hold locks on theirs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Place:
 
 
 class SharedMemory:
-    """The segments of one node, and what lies where in them.
+    """The segments of one node, and the places of arrays in them.
 
     Args:
         board: Of the node.
@@ -66,13 +66,14 @@ class SharedMemory:
 
     @property
     def has_arrays(self) -> bool:
-        """Whether anything has been allocated."""
+        """Return whether any array has been allocated."""
         return any(place.is_heap for place in self._places)
 
     def allocate(self, nbytes: int) -> Steps[Array | None]:
-        """Return ``nbytes`` of this rank's segment, or None on every rank where there is no room (collective).
+        """Return ``nbytes`` of this rank's segment, or None (collective).
 
-        Every rank of the node gets as much, at the same place of its own segment.
+        None, on every rank, where there is no room. Every rank of the node gets as much, at the same place of its own
+        segment.
         """
         needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         place = next((p for p in self._places if p.is_heap and p.segments[0].size - p.used >= needed), None)
@@ -89,7 +90,10 @@ class SharedMemory:
         return place.segments[self._rank][start : start + nbytes]
 
     def segments(self, nbytes: int) -> Steps[list[Array] | None]:
-        """Return a new segment of ``nbytes`` for every rank, or None on all ranks without room (collective)."""
+        """Return a new segment of ``nbytes`` for every rank, or None (collective).
+
+        None, on all ranks, where there is no room.
+        """
         stride = -(-nbytes // _PAGE) * _PAGE
         whole = yield from self._make(stride * self._size, self._rank * stride, self._rank * stride + nbytes)
         if whole is None:
@@ -97,9 +101,10 @@ class SharedMemory:
         return [whole[rank * stride : rank * stride + nbytes] for rank in range(self._size)]
 
     def common(self, nbytes: int) -> Steps[Array | None]:
-        """Return one new segment for all ranks, its pages reserved in equal shares by each rank (collective).
+        """Return one new segment for all ranks, or None (collective).
 
-        So they lie near the rank that reduces that share. None on all ranks where there is no room.
+        Each rank reserves an equal share of its pages, so they lie near the rank that reduces that share. None, on all
+        ranks, where there is no room.
         """
         whole = yield from self.unlisted(nbytes)
         if whole is not None:
@@ -107,7 +112,10 @@ class SharedMemory:
         return whole
 
     def unlisted(self, nbytes: int) -> Steps[Array | None]:
-        """Return what ``common`` does, in which nothing can be located: it goes as soon as nobody holds it."""
+        """Return a segment like ``common``, but one that goes once nobody holds it.
+
+        Arrays in it cannot be located.
+        """
         return (yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank]))
 
     def register(self, segments: list[Array]) -> int:
@@ -116,7 +124,10 @@ class SharedMemory:
         return (len(self._places) - 1) << _SEGMENT_SHIFT
 
     def locate(self, array: Array) -> int | None:
-        """Return a number that tells every rank of the node where ``array`` lies; None if it is not shared."""
+        """Return the location of ``array``, the same number for every rank, or None.
+
+        None if it is not shared.
+        """
         address = address_of(array)
         for number, place in enumerate(self._places):
             offset = address - place.start
@@ -156,7 +167,10 @@ def _name(pid: int, number: int) -> str:
 
 @contextmanager
 def _temporary_file(nbytes: int) -> Iterator[int]:
-    """Make a file that exists while the block runs; gives its number, 0 where there is no room or none is wanted."""
+    """Make a file that exists while the block runs; gives its number.
+
+    That is 0 where there is no room or none is wanted.
+    """
     room = free_bytes()
     number, descriptor = 0, -1
     if nbytes and (room is None or nbytes + _RESERVE_BYTES <= room):
@@ -170,7 +184,10 @@ def _temporary_file(nbytes: int) -> Iterator[int]:
 
 
 def _create(nbytes: int) -> tuple[int, int]:
-    """Make a file; returns its number and its descriptor, by which it is locked, or 0 and nothing where that fails."""
+    """Make a file, and return its number and its locked descriptor.
+
+    0 and -1 where that fails.
+    """
     remove_leftovers()
     for number in _numbers:
         path = _name(os.getpid(), number)
@@ -195,7 +212,7 @@ def _create(nbytes: int) -> tuple[int, int]:
 
 @cache
 def remove_leftovers() -> None:
-    """Remove the files of this user whose makers have been killed while they made them; once."""
+    """Remove this user's files whose makers were killed while they made them; once."""
     for path in Path(_DIRECTORY).glob("mpidist-*-*"):
         # Of another user, or removed by its maker meanwhile.
         with contextlib.suppress(OSError):
@@ -208,7 +225,10 @@ def remove_leftovers() -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Take the lock of a file, which ends with its process; whether nobody else has it."""
+    """Take the lock of a file; return whether nobody else has it.
+
+    It ends with its process.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,9 +237,9 @@ def _lock(descriptor: int) -> bool:
 
 
 def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
-    """Map a file after reserving some of its bytes, so that there is no error when memory lacks later; None if it does.
+    """Map a file after reserving some of its bytes, or return None.
 
-    That is then said on all ranks together.
+    So a lack of memory is no error later, but None here, which all ranks then report together.
     """
     try:
         descriptor = open_regular(name, os.O_RDWR)
@@ -233,23 +253,26 @@ def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
         return None
 
 
-# What is free -------------------------------------------------------------------------------------------------------
+# Free space -------------------------------------------------------------------------------------------------------
 
 
 def has_room(comm: MPI.Intracomm, nbytes: int) -> bool:
-    """Whether ``nbytes`` more of shared memory are free; all ranks of the node get the same answer (collective)."""
+    """Return whether ``nbytes`` of shared memory are free (collective).
+
+    All ranks of the node get the same answer.
+    """
     room: int | None = comm.bcast(free_bytes() if comm.Get_rank() == 0 else None)
     return comm.Get_size() == 1 or room is None or nbytes <= room
 
 
 def room_for_segments() -> int | None:
-    """Return the bytes that segments may still take on this node, None where that is not known."""
+    """Return the bytes that segments may still take, or None if unknown."""
     room = free_bytes()
     return None if room is None else max(0, room - _RESERVE_BYTES)
 
 
 def free_bytes() -> int | None:
-    """Return the free space of what shared memory is made in, None where that is not known."""
+    """Return the free bytes of the folder of shared memory, or None if unknown."""
     try:
         info = os.statvfs(_DIRECTORY)
     except OSError:

@@ -1,4 +1,7 @@
-"""Results that all ranks of a node share: slots of shared memory, used again when every rank has dropped its array."""
+"""Results that all ranks of a node share, in slots of shared memory.
+
+A slot is used again when every rank has dropped its array.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,13 @@ class SharedResults:
         return mask
 
     def take(self, nbytes: int, held_by_rank: list[int]) -> Steps[Array | None]:
-        """Return a slot that no rank holds, None on all ranks where there is none and no memory for one (collective).
+        """Return a slot that no rank holds, or None (collective).
+
+        None, on all ranks, where there is none and no memory for one.
 
         Args:
             nbytes: Its size.
-            held_by_rank: What ``held()`` said on every rank, before the last meeting.
+            held_by_rank: ``held()`` of every rank, told before the last meeting.
         """
         for index, slot in enumerate(self._slots):
             if slot.size >= nbytes and not any(held >> index & 1 for held in held_by_rank):

@@ -1,8 +1,8 @@
-"""InlineSlots: where a rank shows the others of its node a little data, in memory that all of them map.
+"""Slots in which a rank shows small arrays to the others of its node.
 
-Every rank has two, which take turns. What is shown before the ranks meet lies in the next slot, and is read after the
-meeting; the slot is written again only before a later meeting, to which nobody comes before having read it. So one
-meeting is all that a collective of small arrays needs.
+All ranks map them. Every rank has two, which alternate: data shown before the ranks meet lie in the next slot, and are
+read after the meeting; the slot is written again only before a later meeting, to which nobody comes before having read
+it. So one meeting is all that a collective of small arrays needs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class InlineSlots:
         """Return ``count`` elements of this rank's next slot, to be written before the ranks meet."""
         return self._of_all(self._next, count, dtype)[self._rank]
 
-    def turn(self) -> None:
-        """Turn to what was shown, after the ranks have met (on every rank of the node)."""
+    def flip(self) -> None:
+        """Flip the slots after a meeting, on every rank of the node."""
         self._next = 1 - self._next
 
     def shown(self, count: int, dtype: DType) -> list[Array]:
@@ -60,16 +60,16 @@ class InlineSlots:
         return self._first_location + self._next * self.nbytes + start
 
     def hold(self, location: int) -> bool:
-        """Whether that is where a slot lies."""
+        """Return whether a slot lies at a location."""
         return 0 <= location - self._first_location < 2 * self.nbytes
 
-    def _of_all(self, turn: int, count: int, dtype: DType) -> list[Array]:
-        key = (turn, count, dtype)
+    def _of_all(self, slot: int, count: int, dtype: DType) -> list[Array]:
+        key = (slot, count, dtype)
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            first = turn * self.nbytes
+            first = slot * self.nbytes
             stop = first + count * dtype.itemsize
             views = self._views[key] = [segment[first:stop].view(dtype) for segment in self._segments]
         return views

@@ -1,4 +1,4 @@
-"""Inside a node: where the input of each rank is read, and where the others find what a rank has reduced.
+"""The places inside a node of inputs and of reduced slices.
 
 The input of another rank is read out of shared memory where mpidist allocated it, out of the rank's own memory where
 the kernel allows that, and otherwise out of slots in shared memory that the rank copies it to, chunk by chunk.
@@ -20,27 +20,27 @@ from mpidist.collectives.node.packing import PackedReduction
 Places = list[list[int]]
 
 
-class Lanes(Protocol):
-    """Memory for what each rank has reduced of the chunks on their way."""
+class SliceBuffers(Protocol):
+    """The memory of reduced slices of the chunks on their way."""
 
     depth: int
     """How many chunks may be on their way."""
 
     def reduced(self, chunk: int, nbytes: int) -> Array:
-        """Return the bytes of what this rank has reduced of a chunk."""
+        """Return the bytes of this rank's reduced slice of a chunk."""
 
     def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
-        """Copy what ``rank`` has reduced of a chunk, from byte ``first`` on, into ``target``."""
+        """Copy ``rank``'s reduced slice of a chunk, from byte ``first`` on, into ``target``."""
 
 
 class ChunkBuffers:
-    """Shared memory of a node that chunks pass through: for each rank ``depth`` copies of its input and results.
+    """Shared memory of a node for the inputs and results of ``depth`` chunks.
 
     Args:
         rank: In the node.
         segments: Of every rank.
         chunk_bytes: Size of a chunk.
-        slice_bytes: What one rank reduces of a chunk, at most.
+        slice_bytes: Bytes of a chunk that one rank reduces, at most.
     """
 
     def __init__(self, rank: int, segments: list[Array], chunk_bytes: int, slice_bytes: int) -> None:
@@ -56,21 +56,21 @@ class ChunkBuffers:
         return self._segments[rank][start : start + nbytes]
 
     def reduced(self, chunk: int, nbytes: int) -> Array:
-        """See ``Lanes``."""
+        """See ``SliceBuffers``."""
         start = chunk % self.depth * self._stride + self._chunk_bytes
         return self._segments[self._rank][start : start + nbytes]
 
     def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
-        """See ``Lanes``."""
+        """See ``SliceBuffers``."""
         start = chunk % self.depth * self._stride + self._chunk_bytes + first
         target.view(np.uint8)[:] = self._segments[rank][start : start + target.nbytes]
 
 
 class Scratch:
-    """Memory for what is read of other ranks and used at once.
+    """Memory for elements of other ranks that are used at once.
 
     Args:
-        nbytes: Of what is read in one go, at most.
+        nbytes: Read in one go, at most.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -78,7 +78,10 @@ class Scratch:
         self._addresses = [address_of(room) for room in self._rooms]
 
     def room(self, is_first: bool) -> tuple[Array, int]:
-        """Return bytes and their address; ``is_first`` keeps the first of several out of the way of the others."""
+        """Return bytes and their address.
+
+        ``is_first`` keeps the first of several out of the way of the others.
+        """
         return self._rooms[is_first], self._addresses[is_first]
 
 
@@ -90,8 +93,8 @@ class Inputs:
         job: The reduction.
         places: Of every rank, where each piece of its input lies: an address, or a shared location counted down
             from -1.
-        slots: What private input passes through; None where it is read out of the ranks' memory.
-        scratch: Where what is read goes.
+        slots: Memory that private input passes through; None where it is read out of the ranks' memory.
+        scratch: Memory for elements of other ranks.
     """
 
     def __init__(
@@ -111,7 +114,10 @@ class Inputs:
         """Whether some rank reads another's arrays themselves."""
 
     def fill(self, chunk: int, chunk_start: int, start: int, stop: int) -> None:
-        """Copy this rank's elements ``start`` to ``stop`` to its slot for ``chunk``, whose first is ``chunk_start``."""
+        """Copy this rank's elements ``start`` to ``stop`` to its slot for ``chunk``.
+
+        The first element of the chunk is ``chunk_start``.
+        """
         assert self.slots is not None
         job, rank = self._job, self._node.rank
         places, itemsize = self._places[rank], job.dtype.itemsize
@@ -122,7 +128,7 @@ class Inputs:
                 slot.view(job.dtype)[:] = job.pieces[piece][begin : begin + count]
 
     def value(self, rank: int, chunk: int, chunk_start: int, piece: tuple[int, int, int, int], is_first: bool) -> Array:
-        """Return a rank's elements of ``piece``: where they lie, or a copy of them.
+        """Return a rank's elements of ``piece``, in place or as a copy.
 
         Args:
             rank: In the node.
@@ -148,20 +154,20 @@ class Inputs:
 
 
 class Results(Protocol):
-    """Where reduced slices lie, and how they get to the other ranks of the node."""
+    """The places of reduced slices, and their way to the other ranks of the node."""
 
     def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
-        """Return where this rank puts a piece of its slice of a chunk."""
+        """Return the memory for a piece of this rank's slice of a chunk."""
 
     def flat(self, chunk: int, start: int, stop: int) -> Array:
-        """Return this rank's slice of a chunk, elements ``start`` to ``stop``, in one piece of memory."""
+        """Return this rank's slice of a chunk, ``start`` to ``stop``, in one piece."""
 
     def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
-        """Put the slice of a chunk that ``rank`` has reduced where this rank wants it."""
+        """Copy the slice of a chunk that ``rank`` has reduced to this rank's result."""
 
 
 class InTargets:
-    """Each rank reduces into its own result, and the others read it there.
+    """Results of which the others read each rank's slices in place.
 
     Args:
         node: The node.
@@ -221,48 +227,48 @@ class InShared:
         """See ``Results``: it is there."""
 
 
-class InLanes:
-    """Each rank reduces into a lane of its own for each chunk on its way, and all copy their results out of lanes.
+class InSliceBuffers:
+    """Results that all ranks copy out of slice buffers, one per chunk.
 
     Args:
         job: The reduction.
         targets: This rank's result, in pieces.
-        lanes: Where the lanes lie.
+        buffers: The slice buffers.
     """
 
-    def __init__(self, job: PackedReduction, targets: list[Array], lanes: Lanes) -> None:
+    def __init__(self, job: PackedReduction, targets: list[Array], buffers: SliceBuffers) -> None:
         self._job = job
         self._targets = targets
-        self._lanes = lanes
+        self._buffers = buffers
 
     def target(self, chunk: int, slice_start: int, piece: tuple[int, int, int, int]) -> Array:
         """See ``Results``."""
         _, _, count, offset = piece
         first = offset - slice_start
-        return self._lane(chunk, first + count)[first:]
+        return self._buffer(chunk, first + count)[first:]
 
     def flat(self, chunk: int, start: int, stop: int) -> Array:
         """See ``Results``."""
-        return self._lane(chunk, stop - start)
+        return self._buffer(chunk, stop - start)
 
-    def _lane(self, chunk: int, count: int) -> Array:
+    def _buffer(self, chunk: int, count: int) -> Array:
         dtype = self._job.dtype
-        return self._lanes.reduced(chunk, count * dtype.itemsize).view(dtype)
+        return self._buffers.reduced(chunk, count * dtype.itemsize).view(dtype)
 
     def collect(self, rank: int, chunk: int, start: int, stop: int) -> None:
         """See ``Results``."""
         for part, begin, count, offset in pieces(self._job.counts, start, stop, stop - start):
             target = self._targets[part][begin : begin + count]
-            self._lanes.read(rank, chunk, (offset - start) * self._job.dtype.itemsize, target)
+            self._buffers.read(rank, chunk, (offset - start) * self._job.dtype.itemsize, target)
 
 
-class InOwnTargets(InLanes):
-    """The only rank of its node: slices that lie in one piece of its result are there already.
+class InOwnTargets(InSliceBuffers):
+    """The result of a lone rank, whose slices often lie there already.
 
     Args:
         job: The reduction.
         targets: The result, in pieces.
-        lanes: For slices that do not.
+        buffers: For slices that do not lie in one piece of it.
     """
 
     def flat(self, chunk: int, start: int, stop: int) -> Array:
@@ -277,19 +283,22 @@ class InOwnTargets(InLanes):
 
 
 def in_one_piece(job: PackedReduction, arrays: list[Array], start: int, stop: int) -> Array | None:
-    """Return elements ``start`` to ``stop`` of the input or the result of ``job``; None if they lie in several."""
+    """Return elements ``start`` to ``stop`` of the input or result, or None.
+
+    None if they lie in several pieces.
+    """
     (part, begin, count, _), *others = pieces(job.counts, start, stop, stop - start)
     return None if others else arrays[part][begin : begin + count]
 
 
-class PrivateLanes:
-    """Lanes in each rank's own memory, for nodes whose ranks read one another's.
+class PrivateSliceBuffers:
+    """Slice buffers in each rank's own memory, for nodes whose ranks read one another's.
 
     Args:
         node: The node.
-        memory: The lanes of this rank, in bytes.
+        memory: The buffers of this rank, in bytes.
         addresses: Where those of each rank lie.
-        slice_bytes: Size of a lane.
+        slice_bytes: Size of a buffer.
     """
 
     def __init__(self, node: Node, memory: Array, addresses: list[int], slice_bytes: int) -> None:
@@ -300,7 +309,7 @@ class PrivateLanes:
         self._addresses = addresses
 
     @classmethod
-    def made(cls, node: Node, slice_bytes: int, depth: int) -> Steps[PrivateLanes]:
+    def made(cls, node: Node, slice_bytes: int, depth: int) -> Steps[PrivateSliceBuffers]:
         """Return new ones (collective over the node)."""
         memory = np.empty(depth * slice_bytes, np.uint8)
         node.board.tell([address_of(memory)])
@@ -308,12 +317,12 @@ class PrivateLanes:
         return cls(node, memory, [address for (address,) in node.board.told(1)], slice_bytes)
 
     def reduced(self, chunk: int, nbytes: int) -> Array:
-        """See ``Lanes``."""
+        """See ``SliceBuffers``."""
         start = chunk % self.depth * self._slice_bytes
         return self._memory[start : start + nbytes]
 
     def read(self, rank: int, chunk: int, first: int, target: Array) -> None:
-        """See ``Lanes``."""
+        """See ``SliceBuffers``."""
         start = chunk % self.depth * self._slice_bytes + first
         if rank == self._node.rank:
             target.view(np.uint8)[:] = self._memory[start : start + target.nbytes]

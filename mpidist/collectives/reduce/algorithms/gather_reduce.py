@@ -63,20 +63,20 @@ class GatherReduce:
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
-        # Not before the ranks have met and agreed: a rank that was told of an error instead has not taken its turn.
-        self._slots.turn()
+        # Not before the ranks have met and agreed: a rank that was told of an error instead has not flipped its own.
+        self._slots.flip()
         result = job.flat_result()
-        per_turn = self._slots.nbytes // job.dtype.itemsize
-        if job.count <= per_turn:
+        per_round = self._slots.nbytes // job.dtype.itemsize
+        if job.count <= per_round:
             self._reduce(job, result)
             return job.finish(result)
         send = job.flat_input()
-        for start in range(0, job.count, per_turn):
+        for start in range(0, job.count, per_round):
             if start:
                 self._show(send, start)
                 yield from self._node.board.meet()
-                self._slots.turn()
-            self._reduce(job, result[start : start + per_turn])
+                self._slots.flip()
+            self._reduce(job, result[start : start + per_round])
         return job.finish(result)
 
     def _show(self, send: Array, start: int) -> None:

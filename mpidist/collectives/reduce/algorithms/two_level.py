@@ -24,15 +24,15 @@ from mpidist.collectives.node.pipeline import Pipeline, WatchedPipeline, Watched
 from mpidist.collectives.node.shared_memory import room_for_segments
 from mpidist.collectives.node.stage import (
     ChunkBuffers,
-    InLanes,
     InOwnTargets,
     Inputs,
     InShared,
+    InSliceBuffers,
     InTargets,
-    Lanes,
-    PrivateLanes,
+    PrivateSliceBuffers,
     Results,
     Scratch,
+    SliceBuffers,
 )
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
@@ -89,8 +89,8 @@ class Wires:
         return name, self._made[key]
 
 
-# What one rank reduces of a chunk, at most. On one node best between 256 KiB and 1 MiB on the machines measured: large
-# enough for the call, small enough for the cache. Between nodes it is cut once more into messages.
+# Bytes of a chunk that one rank reduces, at most. On one node best between 256 KiB and 1 MiB on the machines measured:
+# large enough for the call, small enough for the cache. Between nodes it is cut once more into messages.
 SLICE_BYTES = 512 << 10
 SLICE_BYTES_BETWEEN_NODES = 1 << 20
 # Between nodes less than this is not worth a message to each of them.
@@ -99,11 +99,11 @@ _SMALLEST_SLICE_BYTES = 16 << 10
 # Chunks on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
 _DEPTH_ON_ONE_NODE = 2
 _DEPTH_BETWEEN_NODES = 16
-# What the slots of a node take, at most, where smaller slices make do with less.
+# Bytes of the slots of a node, at most, where smaller slices make do with less.
 _MOST_SLOT_BYTES = 128 << 20
 # Slices are cut at multiples of the largest element.
 _ALIGNMENT = 64
-# What a rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
+# A rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
 # then where each piece of its input lies, and of its result.
 _TAKES_SHARED, _HELD, _PLACES = range(3)
 
@@ -115,17 +115,17 @@ class TwoLevel:
         node: The node of this rank.
         wires: The ways between nodes.
         slice_bytes: Bytes of a chunk that one rank reduces.
-        slices: Memory of reduced slices on their way; None for the ranks' own results.
+        buffers: Memory of reduced slices on their way; None for the ranks' own results.
         slots: Memory that private input passes through; None where it is read out of the ranks' own memory.
     """
 
     def __init__(
-        self, node: Node, wires: Wires, slice_bytes: int, lanes: Lanes | None, slots: ChunkBuffers | None
+        self, node: Node, wires: Wires, slice_bytes: int, buffers: SliceBuffers | None, slots: ChunkBuffers | None
     ) -> None:
         self._node = node
         self._wires = wires
         self._slice_bytes = slice_bytes
-        self._lanes = lanes
+        self._buffers = buffers
         self._slots = slots
         self._rails = _rails(node)
         self._depth = _depth(node)
@@ -151,10 +151,10 @@ class TwoLevel:
                 "algorithm 'neighbours' reads the memory of other ranks, which the kernel forbids here (ptrace scope, "
                 "or containers of their own), or MPIDIST_READ_NEIGHBOURS=0; leave algorithm out"
             )
-        lanes = None
+        buffers = None
         if not node.is_alone:
-            lanes = yield from PrivateLanes.made(node, _slice_bytes(node), _depth(node))
-        return cls(node, wires, _slice_bytes(node), lanes, None)
+            buffers = yield from PrivateSliceBuffers.made(node, _slice_bytes(node), _depth(node))
+        return cls(node, wires, _slice_bytes(node), buffers, None)
 
     def prepare(self, job: PackedReduction, may_share: bool) -> None:
         """See ``Algorithm``."""
@@ -171,8 +171,8 @@ class TwoLevel:
         self._node.board.tell([takes_shared, held, *inputs, *self._result_places(job.own_results)])
 
     def _result_places(self, results: list[Array] | None) -> list[int]:
-        # What passes lanes is not read out of the ranks' results.
-        return [] if results is None or self._lanes is not None else [address_of(result) for result in results]
+        # Slices that pass buffers are not read out of the ranks' results.
+        return [] if results is None or self._buffers is not None else [address_of(result) for result in results]
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
@@ -185,15 +185,15 @@ class TwoLevel:
             shared = yield from node.results.take(job.nbytes, [row[_HELD] for row in told])
         if shared is not None:
             flat = shared.view(job.dtype)
-            yield from self._run(job, inputs, InShared(flat), lanes=None)
+            yield from self._run(job, inputs, InShared(flat), buffers=None)
             flat.flags.writeable = False
             return job.cut(flat)
         targets = job.targets() if job.own_results is None else job.own_results
         result_places = [row[_PLACES + number :] for row in told]
         results: Results
-        if self._lanes is not None:
+        if self._buffers is not None:
             lone = node.size == 1 and not node.is_alone
-            results = InOwnTargets(job, targets, self._lanes) if lone else InLanes(job, targets, self._lanes)
+            results = InOwnTargets(job, targets, self._buffers) if lone else InSliceBuffers(job, targets, self._buffers)
         else:
             if any(takes):
                 # There is no shared result after all.
@@ -201,10 +201,10 @@ class TwoLevel:
                 yield from node.board.meet()
                 result_places = node.board.told(number)
             results = InTargets(node, job, targets, result_places)
-        yield from self._run(job, inputs, results, self._lanes)
+        yield from self._run(job, inputs, results, self._buffers)
         return targets if job.given is None else job.given
 
-    def _run(self, job: PackedReduction, inputs: Inputs, results: Results, lanes: Lanes | None) -> Steps[None]:
+    def _run(self, job: PackedReduction, inputs: Inputs, results: Results, buffers: SliceBuffers | None) -> Steps[None]:
         slice_bytes = self._slice_bytes
         if not self._node.is_alone:
             # Of a small message, too, several chunks shall be on their way.
@@ -223,7 +223,7 @@ class TwoLevel:
             make = WatchedPipeline
             wire = None if wire is None else WatchedWire(wire, job.tell_chunk)
         run = make(
-            self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, lanes is not None
+            self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, buffers is not None
         )
         yield from run.steps()
         if inputs.are_read_in_place or isinstance(results, (InTargets, InShared)):
@@ -232,7 +232,7 @@ class TwoLevel:
 
     def close(self) -> None:
         """Let go of the memory; shared memory belongs to the node."""
-        self._slots = self._lanes = None
+        self._slots = self._buffers = None
 
 
 def _rails(node: Node) -> int:
