@@ -10,7 +10,8 @@ wait for it on their devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,17 +20,13 @@ from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_o
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reduce.choice import Algorithm, Choice
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Row
+from mpidist.collectives.reduce.registry import Site
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
@@ -244,7 +241,8 @@ class DeviceReduction:
         return [self.call.results[index] for index in self.pack.indices]
 
 
-class DeviceSite(NamedTuple):
+@dataclass(frozen=True)
+class DeviceSite(Site):
     """The place of work of an algorithm for arrays on GPUs.
 
     Attributes:
@@ -256,9 +254,6 @@ class DeviceSite(NamedTuple):
         pool: Host memory.
     """
 
-    comm: MPI.Intracomm
-    node: Node
-    between_nodes: Row
     streams: DeviceStreams
     on_host: Choice[Algorithm]
     pool: Pool

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, failure, nccl_binding, nccl_problem
-from mpidist.collectives.gpu.nccl_start import PATIENCE_SECONDS, started
+from mpidist.collectives.gpu.nccl_library import (
+    IN_PROGRESS,
+    NcclCommunicator,
+    NcclShare,
+    failure,
+    nccl_binding,
+    nccl_problem,
+)
+from mpidist.collectives.gpu.nccl_start import START_SECONDS, started
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
     from mpi4py import MPI
 
@@ -45,12 +52,20 @@ class NcclComm:
         ops: The operations on arrays of its kind.
     """
 
-    def __init__(self, binding: Any, raw: Any, device: int, rank: int, size: int, ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        binding: ModuleType,
+        raw: NcclCommunicator | NcclShare,
+        device: int,
+        rank: int,
+        size: int,
+        ops: DeviceOps,
+    ) -> None:
         self.device = device
         self.rank = rank
         self.size = size
         self._binding = binding
-        self._raw = raw
+        self._raw: NcclCommunicator | NcclShare | _Closed = raw
         self._errors = (binding.NcclError, KeyError)
         self._is_contiguous, self._device_of, self._pointer = ops.is_contiguous, ops.device_of, ops.pointer
         self._group = NcclGroup(binding)
@@ -66,7 +81,7 @@ class NcclComm:
         cls,
         comm: MPI.Intracomm,
         device: int | None,
-        patience_seconds: float = PATIENCE_SECONDS,
+        start_seconds: float = START_SECONDS,
         has_given_up: Callable[[], bool] = lambda: False,
     ) -> Steps[NcclComm | str]:
         """Return one, or on every rank the same reason why there is none (collective).
@@ -76,10 +91,10 @@ class NcclComm:
         Args:
             comm: The ranks, which keep their numbers.
             device: Number of this rank's GPU; None where it has none.
-            patience_seconds: How long NCCL may take to start.
+            start_seconds: How long NCCL may take to start.
             has_given_up: Whether its user makes no more calls, also of those that other ranks make.
         """
-        raw = yield from started(comm, device, patience_seconds, has_given_up)
+        raw = yield from started(comm, device, start_seconds, has_given_up)
         if isinstance(raw, str):
             return raw
         assert device is not None
@@ -200,7 +215,9 @@ class NcclComm:
 
         For one that ``made`` has returned.
         """
-        self._raw.check_in_step()
+        raw = self._raw
+        if isinstance(raw, (NcclShare, _Closed)):
+            raw.check_in_step()
 
     def abort(self) -> None:
         """Abort NCCL for all who share it; unfinished results are lost.
@@ -273,7 +290,7 @@ class NcclGroup:
         binding: The module ``cupy.cuda.nccl``.
     """
 
-    def __init__(self, binding: Any) -> None:
+    def __init__(self, binding: ModuleType) -> None:
         self._binding = binding
 
     def __enter__(self) -> None:
@@ -294,7 +311,7 @@ class _Closed:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(f"this NCCL communicator can no longer be used: {self._why}")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from mpidist.arrays.cupy_module import find_cupy, require_cupy
 from mpidist.core.errors import NcclFailure
@@ -19,6 +20,19 @@ from mpidist.core.errors import NcclFailure
 
 IN_PROGRESS = 7
 """ncclInProgress: no error, but that NCCL is at work. CuPy has no name for it."""
+
+
+class NcclCommunicator(Protocol):
+    """The interface of CuPy's NcclCommunicator, one rank's end."""
+
+    allReduce: Callable[..., None]  # noqa: N815
+    allGather: Callable[..., None]  # noqa: N815
+    reduceScatter: Callable[..., None]  # noqa: N815
+    reduce: Callable[..., None]
+    broadcast: Callable[..., None]
+    check_async_error: Callable[[], None]
+    abort: Callable[[], None]
+    destroy: Callable[[], None]
 
 
 def nccl_problem() -> str | None:
@@ -37,7 +51,7 @@ def nccl_problem() -> str | None:
     )
 
 
-def nccl_binding() -> Any:
+def nccl_binding() -> ModuleType:
     """Return the module ``cupy.cuda.nccl``; the first call in a process loads the NCCL library.
 
     Raises:
@@ -50,13 +64,13 @@ def nccl_binding() -> Any:
         return importlib.import_module("cupy.cuda.nccl")
 
 
-def nccl_version(binding: Any) -> str:
+def nccl_version(binding: ModuleType) -> str:
     """Return the version of the NCCL library as NVIDIA writes it: "2.28.9"."""
     number = int(binding.get_version())
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def failure(binding: Any, doing: str, error: Exception) -> NcclFailure:
+def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
     """Return the error to raise for one of the binding.
 
     That is an NcclError, or a KeyError for a status that it cannot name.
@@ -82,7 +96,7 @@ class _Shared:
         identity: By which all its ranks know it, and no other.
     """
 
-    def __init__(self, raw: Any, identity: Hashable) -> None:
+    def __init__(self, raw: NcclCommunicator, identity: Hashable) -> None:
         self.raw = raw
         self.identity = identity
         self.users: list[NcclShare] = []
@@ -152,7 +166,7 @@ class NcclShare:
         return True
 
 
-def first_share(key: Key, raw: Any, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
+def first_share(key: Key, raw: NcclCommunicator, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
     """Return the first share of a new communicator."""
     shared = _Shared(raw, identity)
     _open.setdefault(key, []).append(shared)

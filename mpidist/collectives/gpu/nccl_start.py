@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_library import (
+    NcclCommunicator,
     NcclShare,
     failure,
     first_share,
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 # Every MPI allows tags up to 32767; those of messages with data are below half of that.
 _FAILURE_TAG = 32767
 # NCCL needs seconds for thousands of GPUs.
-PATIENCE_SECONDS = 120.0
+START_SECONDS = 120.0
+UniqueId = bytes | tuple[int, ...]
+"""As CuPy gives it; a tuple in older versions."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class _Problem(NamedTuple):
 
 
 def started(
-    comm: MPI.Intracomm, device: int | None, patience_seconds: float, has_given_up: Callable[[], bool]
+    comm: MPI.Intracomm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
 ) -> Steps[NcclShare | str]:
     """Return a share of a communicator, or the reason why there is none (collective).
 
@@ -82,7 +86,7 @@ def started(
     Args:
         comm: The ranks, in NCCL's order too.
         device: Number of this rank's GPU; None where it has none.
-        patience_seconds: How long NCCL may take.
+        start_seconds: How long NCCL may take.
         has_given_up: Whether the user of the share makes no more calls, also of those that other ranks make.
     """
     ranks = ranks_in_job(comm)
@@ -96,27 +100,29 @@ def started(
         if all(identity in candidate.open for candidate in everyone):
             return share_of_open(key, identity, has_given_up)
     shared_gpu = _shared_gpus(everyone)
-    made = yield from _attempt(comm, device, patience_seconds)
+    made = yield from _attempt(comm, device, start_seconds)
     if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
         with ops_for("gpu").on(device):
             require_cupy().get_default_memory_pool().free_all_blocks()
-        made = yield from _attempt(comm, device, patience_seconds)
+        made = yield from _attempt(comm, device, start_seconds)
     if isinstance(made, _Problem):
         return made.text if shared_gpu is None else f"{shared_gpu} NCCL's own words: {made.text}"
     raw, identity = made
     return first_share(key, raw, identity, has_given_up)
 
 
-def _attempt(comm: MPI.Intracomm, device: int, patience_seconds: float) -> Steps[tuple[Any, Hashable] | _Problem]:
+def _attempt(
+    comm: MPI.Intracomm, device: int, start_seconds: float
+) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
     """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
-    unique_id = yield from broadcast_pickle(comm, mine, 0)
+    unique_id: UniqueId | str = yield from broadcast_pickle(comm, mine, 0)
     if isinstance(unique_id, str):
         return _Problem(unique_id, is_late=False)
     start = _Start(binding, ops_for("gpu"), device, comm.Get_rank(), comm.Get_size(), unique_id)
     try:
-        problem = yield from _agreed_outcome(comm, start, patience_seconds)
+        problem = yield from _agreed_outcome(comm, start, start_seconds)
         return (start.take(), unique_id) if problem is None else problem
     finally:
         start.abandon()
@@ -153,10 +159,11 @@ def _first_problem(everyone: list[_Candidate]) -> str | None:
     return None
 
 
-def _new_unique_id(binding: Any) -> Any:
+def _new_unique_id(binding: ModuleType) -> UniqueId | str:
     """Return NCCL's unique id, or why there is none, a str."""
     try:
-        return binding.get_unique_id()
+        unique_id: UniqueId = binding.get_unique_id()
+        return unique_id
     except (binding.NcclError, KeyError) as error:
         return str(failure(binding, "NCCL could not open a socket on rank 0 (NCCL_SOCKET_IFNAME names one)", error))
 
@@ -180,9 +187,9 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 # Starting -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float) -> Steps[_Problem | None]:
+def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
     """Return why NCCL did not start, the same on every rank, or None."""
-    give_up = time.monotonic() + patience_seconds
+    give_up = time.monotonic() + start_seconds
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
         # A rank that failed says so, as NCCL may leave the others waiting for it.
@@ -193,7 +200,7 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float)
         yield
     problem = None if start.problem is None else _Problem(start.problem, is_late=False)
     if is_late and not start.is_over:
-        text = f"NCCL was not ready on rank {comm.Get_rank()} of {comm.Get_size()} after {patience_seconds:g} s"
+        text = f"NCCL was not ready on rank {comm.Get_rank()} of {comm.Get_size()} after {start_seconds:g} s"
         problem = _Problem(text, is_late=True)
     return (yield from _first_failure(comm, problem))
 
@@ -227,22 +234,25 @@ class _Start:
         problem: Then: why NCCL did not start; None where it did.
     """
 
-    def __init__(self, binding: Any, ops: DeviceOps, device: int, rank: int, size: int, unique_id: Any) -> None:
+    def __init__(
+        self, binding: ModuleType, ops: DeviceOps, device: int, rank: int, size: int, unique_id: UniqueId
+    ) -> None:
         self.is_over = False
         self.problem: str | None = None
         self._binding, self._ops, self._device, self._unique_id = binding, ops, device, unique_id
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
-        self._raw: Any = None
+        self._raw: NcclCommunicator | None = None
         # NCCL lets another thread abort while it waits for the GPU, and not while it is inside one of its functions.
         self._is_inside = True
         self._is_abandoned = False
         threading.Thread(target=self._run, name="mpidist-nccl-start", daemon=True).start()
 
-    def take(self) -> Any:
+    def take(self) -> NcclCommunicator:
         """Return the communicator, which from now on is the caller's to close."""
-        assert self.is_over, "all ranks agreed that NCCL started, while it has not here"
         raw, self._raw = self._raw, None
+        assert self.is_over, "all ranks agreed that NCCL started, while it has not here"
+        assert raw is not None
         return raw
 
     def abandon(self) -> None:

@@ -11,9 +11,10 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
@@ -83,7 +84,7 @@ def _cray() -> tuple[bool, str]:
     return True, f"MPICH_GPU_SUPPORT_ENABLED is set and {_GTL}.so is loaded"
 
 
-def _mpich(mpi: Any) -> tuple[bool, str]:
+def _mpich(mpi: ModuleType) -> tuple[bool, str]:
     # Its MPIX_Query_cuda_support ends the process in MPICH 3.4, by an assertion the wrong way round.
     query, flag = _function(mpi, "MPIX_GPU_query_support"), ctypes.c_int(0)
     if query is None:
@@ -95,7 +96,7 @@ def _mpich(mpi: Any) -> tuple[bool, str]:
     return answer, f"MPIX_GPU_query_support says {'yes' if answer else 'no'}; MPIR_CVAR_ENABLE_GPU switches it on"
 
 
-def _open_mpi(mpi: Any) -> tuple[bool, str]:
+def _open_mpi(mpi: ModuleType) -> tuple[bool, str]:
     query = _function(mpi, "MPIX_Query_cuda_support")
     if query is None:
         return False, "MPI does not say that it takes it"
@@ -103,9 +104,10 @@ def _open_mpi(mpi: Any) -> tuple[bool, str]:
     return answer, f"MPIX_Query_cuda_support says {'yes' if answer else 'no'}"
 
 
-def _function(mpi: Any, name: str) -> Any:
+def _function(mpi: ModuleType, name: str) -> Callable[..., int] | None:
     """Return a function of the library that mpi4py is linked to, or None."""
-    return getattr(ctypes.CDLL(mpi.__file__), name, None)
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(mpi.__file__), name, None)
+    return found
 
 
 def _is_set(variable: str) -> bool:

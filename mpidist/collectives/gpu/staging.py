@@ -8,7 +8,7 @@ MPI before the device begins. Waiting for the device keeps MPI going and the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -208,7 +208,7 @@ class DeviceRing:
             ]
         )
 
-    def _message(self, array: Array) -> Any:
+    def _message(self, array: Array) -> list[object]:
         if not self.takes_device_memory:
             return message(array)
         mpi = import_mpi()

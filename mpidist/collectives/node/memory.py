@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ SMALLEST = 64 << 10
 _IDLE_REQUESTS = 64
 
 
-def _references(holder: list[Any], index: int) -> int:
+def _references(holder: Sequence[object], index: int) -> int:
     return sys.getrefcount(holder[index])
 
 
@@ -28,7 +28,7 @@ def _references(holder: list[Any], index: int) -> int:
 _IDLE_REFERENCES = _references([object()], 0)
 
 
-def is_held(holder: list[Any], index: int) -> bool:
+def is_held(holder: Sequence[object], index: int) -> bool:
     """Return whether anything but the list ``holder`` refers to its element.
 
     NumPy arrays that are views refer to the array that owns the memory, or was first made over it, however they were

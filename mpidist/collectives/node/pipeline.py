@@ -71,7 +71,7 @@ class Pipeline:
         self._reuses_memory = reuses_memory
         self._all = range(node.size)
         self._has_slice = node.rank < rails
-        self._combine: Any = numpy_op(job.op)
+        self._combine = numpy_op(job.op)
         # Chunks are numbered through all reductions of the node.
         self._first = self._board.chunks
         self._end = self._first - (-job.count // per_chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.waiting import Steps
@@ -15,6 +15,7 @@ from mpidist.collectives.reduce.registry import (
     AlgorithmEntry,
     Registry,
     Row,
+    Site,
     check_name,
     gpu_algorithms,
     host_algorithms,
@@ -100,7 +101,7 @@ class Choice(Generic[A]):
         row: Its content.
     """
 
-    def __init__(self, registry: Registry, site: Any, place: str, row: Row) -> None:
+    def __init__(self, registry: Registry, site: Site, place: str, row: Row) -> None:
         self._registry = registry
         self.site = site
         self._place = place

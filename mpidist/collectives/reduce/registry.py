@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
@@ -18,6 +18,8 @@ from mpidist.collectives.node.node import Node
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+S = TypeVar("S")
+T = TypeVar("T")
 Row = tuple[tuple[int | None, str], ...]
 
 ONE_NODE = ("one_node_readable", "one_node")
@@ -27,7 +29,8 @@ GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
 """The rows of a table for arrays on GPUs."""
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True)
+class Site:
     """The place of work of an algorithm.
 
     Attributes:
@@ -123,13 +126,13 @@ wire_algorithms = Registry("between nodes", _say_instead)
 """Ways between nodes; as the name of an algorithm each is ``hierarchical`` with that way."""
 
 
-def at_once(make: Callable[[Any], Any]) -> Callable[[Any], Steps[Any]]:
+def at_once(make: Callable[[S], T]) -> Callable[[S], Steps[T]]:
     """Return the ``make`` of an algorithm that needs no messages to be made.
 
     Such as a class that takes a site.
     """
 
-    def made(site: Any) -> Steps[Any]:
+    def made(site: S) -> Steps[T]:
         yield from ()
         return make(site)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpidist.collectives.reduce.registry import Row, algorithms_at
 
@@ -100,7 +100,7 @@ def table_text(table: Table, place: str) -> str:
     return f"{text}; between nodes, slices: {row_text(table.between_nodes)}"
 
 
-def check_table(table: Any) -> None:
+def check_table(table: object) -> None:
     """Raise unless ``table`` is None or a table whose rows are all valid."""
     if table is None:
         return
@@ -112,7 +112,7 @@ def check_table(table: Any) -> None:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def table_to_json(table: Table) -> dict[str, list[list[Any]]]:
+def table_to_json(table: Table) -> dict[str, list[list[int | str | None]]]:
     """Return the rows of a table by place, as lists for JSON.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
@@ -121,7 +121,7 @@ def table_to_json(table: Table) -> dict[str, list[list[Any]]]:
     return {place: [list(entry) for entry in row] for place, row in table._asdict().items()}
 
 
-def table_from_json(rows: Any, where: str) -> Table:
+def table_from_json(rows: object, where: str) -> Table:
     """Return the table whose :func:`table_to_json` is ``rows``.
 
     Args:
@@ -137,7 +137,7 @@ def table_from_json(rows: Any, where: str) -> Table:
     return Table(**{place: _row_from_json(rows[place], place, where) for place in Table._fields})
 
 
-def _row_from_json(row: Any, place: str, where: str) -> Row:
+def _row_from_json(row: object, place: str, where: str) -> Row:
     def wrong(expected: str) -> ValueError:
         return ValueError(f"{where}: {place} is {json.dumps(row)}; expected {expected}")
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.collectives.mpi.objects import broadcast_pickle
 from mpidist.collectives.mpi.waiting import Steps
@@ -90,7 +90,7 @@ def read(path: str | Path) -> dict[Setup, Table]:
     return tables
 
 
-def _setup_from_json(entry: Any, where: str) -> Setup:
+def _setup_from_json(entry: object, where: str) -> Setup:
     names = Setup._fields
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
         raise ValueError(f"{where}, is {json.dumps(entry)}; expected texts {', '.join(names)} and the rows of a table")
@@ -132,7 +132,7 @@ def merge(path: str | Path, setup: Setup, table: Table) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _text(entries: list[dict[str, Any]]) -> str:
+def _text(entries: list[dict[str, object]]) -> str:
     """Return the content of a file, a line per row."""
     tables = []
     for entry in entries:
