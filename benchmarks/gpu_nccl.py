@@ -12,8 +12,9 @@ from benchmarks.timing import Case
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.mpi.waiting import Deadline, drive
+from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.core.deadline import Deadline
 from mpidist.core.enums import ReduceOp
 
 COUNT = 1024
@@ -27,7 +28,7 @@ def run(session: Session) -> None:
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
-    made = drive(NcclComm.made(base, device), lambda: Deadline(_LIMIT_SECONDS, _LIMIT_SECONDS, str, _expire))
+    made = drive(NcclComm.made(base, device), lambda: Deadline(lambda _: None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
         session.skipped.append(f"calls of NCCL: {made}")
         base.Free()
@@ -57,5 +58,5 @@ def run(session: Session) -> None:
     base.Free()
 
 
-def _expire(waited: float) -> None:
-    raise TimeoutError(f"NCCL did not start within {waited:.0f} s")
+def _failure(waited: float) -> TimeoutError:
+    return TimeoutError(f"NCCL did not start within {waited:.0f} s")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.snapshot import Snapshot, describe_objects, restore_snapshot, take_snapshot
 from mpidist.topology import world_topology
-from mpidist.topology.patience import limited
+from mpidist.topology.limited_calls import limited
 from mpidist.topology.topology import has_world
 
 if TYPE_CHECKING:

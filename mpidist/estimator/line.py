@@ -6,21 +6,18 @@ the program tells all. Messages are small and rare; whoever waits for one looks 
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.mpi.waiting import Deadline
-from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.estimator.cast import Cast
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -107,13 +104,9 @@ class Line:
             Exception: As :meth:`hear`, and what ``meanwhile`` raises.
         """
         me, site = self._cast.name(self._cast.rank), user_call_site()
-
-        def say(waited: float) -> None:
-            if waiting_for:
-                text = f"mpidist: {me} has waited {waited:.0f} s for {waiting_for}, at {site}"
-                print(text, file=sys.stderr, flush=True)
-
-        deadline = Deadline(math.inf, settings.WARN_AFTER.read(), say, lambda _: None)
+        deadline = Deadline(
+            lambda waited: f"{me} has waited {waited:.0f} s for {waiting_for}, at {site}" if waiting_for else None
+        )
         nap = _SHORTEST_NAP_SECONDS
         while True:
             self.hear()

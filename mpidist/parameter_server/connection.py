@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import pickle
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,11 +12,13 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.channel.shutdown import EXIT_SECONDS
-from mpidist.collectives.mpi.waiting import Deadline, Steps, all_done, drive, until_all_done, until_done
+from mpidist.collectives.mpi.waiting import Steps, all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
+from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.messages import (
     BYTES,
     CONTROL,
@@ -184,7 +184,7 @@ class Connection:
         failed, results = self._take_reply()
         if failed and not self._is_given_up:
             error = self._failure(results[0], _doing(request))
-            print(f"mpidist: a request that was not waited for: {error}", file=sys.stderr, flush=True)
+            tell_user(f"a request that was not waited for: {error}")
 
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and what came; may be called again where it was broken off."""
@@ -262,18 +262,12 @@ class Connection:
 
     def _deadline(self) -> Deadline:
         doing, rank, site = _doing(self._sent), self._comm.Get_rank(), user_call_site()
-
-        def warn(waited: float) -> None:
-            print(
-                f"mpidist: rank {rank} has waited {waited:.0f} s for {self.name} in {doing}, at {site}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        def expire(waited: float) -> None:
-            raise RequestTimeoutError(f"{self.name} in {doing}, at {site}", waited, rank)
-
-        return Deadline(self._timeout, self._warn_after, warn, expire)
+        return Deadline(
+            lambda waited: f"rank {rank} has waited {waited:.0f} s for {self.name} in {doing}, at {site}",
+            lambda waited: RequestTimeoutError(f"{self.name} in {doing}, at {site}", waited, rank),
+            self._timeout,
+            self._warn_after,
+        )
 
     def _check_lost(self, error: BaseException) -> None:
         """Raise RankLostError if that is what MPI's ``error`` means."""
@@ -295,11 +289,7 @@ class Connection:
 
 def report_only(what: str) -> Deadline:
     """Return the deadline of a wait that depends on another program: it reports, once, and does not give up."""
-
-    def warn(waited: float) -> None:
-        print(f"mpidist: waited {waited:.0f} s for {what}, and goes on waiting", file=sys.stderr, flush=True)
-
-    return Deadline(math.inf, settings.WARN_AFTER.read(), warn, lambda _: None)
+    return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
 def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:

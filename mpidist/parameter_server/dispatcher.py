@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpidist.collectives.channel.shutdown import abort_job
 from mpidist.core import settings
+from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
+from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
 from mpidist.parameter_server.patience import Patience
@@ -85,8 +87,8 @@ class Dispatcher:
         self._is_stopping = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="mpidist-coordinator", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        self._thread = start_daemon("coordinator", self._run)
 
     # What the program asks ------------------------------------------------------------------------------------
 
@@ -119,22 +121,15 @@ class Dispatcher:
 
     def wait_for(self, event: threading.Event) -> None:
         """Wait for a result, which comes, or fails."""
-        if event.is_set():
-            return
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        while not event.wait(warn_after):
-            self._report(start, "a result")
+        self._wait(event.wait, "a result")
 
     def stop(self) -> None:
         """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        self._thread.join(warn_after)
-        while self._thread.is_alive():
-            self._report(start, "functions that are under way as the program ends")
-            self._thread.join(warn_after)
+        self._wait(self._ended.wait, "functions that are under way as the program ends")
+        self._thread.join()
         if self._failure is not None and self._workers:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
@@ -147,9 +142,7 @@ class Dispatcher:
         return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        while not self._changed.wait_for(lambda: is_so() or self._failure is not None, warn_after):
-            self._report(start, what)
+        self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
         self._check_alive()
 
     def _raise_error(self) -> None:
@@ -166,15 +159,20 @@ class Dispatcher:
                 "coordinator.schedule() and join()"
             )
 
-    def _report(self, start: float, what: str) -> None:
+    def _wait(self, wait: Callable[[float], bool], what: str) -> None:
+        """Call ``wait`` with some seconds until it returns True; report each time it does not."""
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
+        while not wait(warn_after):
+            self._report(time.monotonic() - start, what)
+
+    def _report(self, waited: float, what: str) -> None:
         now = time.monotonic()
-        queued = f"{len(self._queue)} functions are queued"
-        lines = [f"mpidist: the coordinator has waited {now - start:.0f} s for {what}; {queued}"]
+        lines = [f"the coordinator has waited {waited:.0f} s for {what}; {len(self._queue)} functions are queued"]
         for worker in list(self._workers):
             closure = worker.closure
             doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"
             lines.append(f"  {worker.name} {doing}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        tell_user("\n".join(lines))
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -195,6 +193,8 @@ class Dispatcher:
                     if worker.closure is not None:
                         worker.closure.result._fail(failure)
                 self._cancel_queue()
+        finally:
+            self._ended.set()
 
     def _dispatch(self) -> None:
         patience = Patience()
@@ -295,11 +295,7 @@ class Dispatcher:
             assert closure is not None
             self._workers.remove(worker)
             self._running -= 1
-            print(
-                f"mpidist: {worker.name} was lost in {closure.name}; {len(self._workers)} workers are left",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell_user(f"{worker.name} was lost in {closure.name}; {len(self._workers)} workers are left")
             if not self._workers:
                 error = RankLostError(
                     f"{worker.name}, the last worker, was lost in {closure.name}; start the job again and restore the "

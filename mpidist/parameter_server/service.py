@@ -7,7 +7,6 @@ is moved on a little each time around, so that a client that stops in the middle
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.waiting import all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.errors import PeerError, RankLostError
+from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.clocks import NOT_YET
 from mpidist.parameter_server.messages import (
     CONTROL,
@@ -275,7 +275,7 @@ class Service:
 
     def _lose(self, client: _Client) -> None:
         """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
-        print(f"mpidist: {client.name} was lost; this server serves it no more", file=sys.stderr, flush=True)
+        tell_user(f"{client.name} was lost; this server serves it no more")
         self._clients.remove(client)
         self._moving.pop(client, None)
         self._store.clocks.forget(client.rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpidist.topology.patience import limited
+from mpidist.topology.limited_calls import limited
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import AlgorithmError, MismatchError, PeerError
+from mpidist.core.tell_user import tell_user
 
 
 class Work:
@@ -91,10 +91,9 @@ class Work:
 
     def __del__(self) -> None:
         if self._error is not None and not self._was_told:
-            print(
-                f"mpidist: {self.operation.text}, started at {self.operation.call_site} and never waited for, ended "
-                f"with {type(self._error).__name__}: {self._error}",
-                file=sys.stderr,
+            tell_user(
+                f"{self.operation.text}, started at {self.operation.call_site} and never waited for, ended with "
+                f"{type(self._error).__name__}: {self._error}"
             )
 
     def settle(self, error: BaseException) -> None:

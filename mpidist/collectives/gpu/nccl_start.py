@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu import nccl_sharing
 from mpidist.collectives.gpu.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
@@ -22,6 +21,7 @@ from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Steps, relax, until_done
 from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
 
@@ -229,7 +229,7 @@ class _Start:
         # NCCL lets another thread abort while it waits for the GPU, and not while it is inside one of its functions.
         self._is_inside = True
         self._is_abandoned = False
-        threading.Thread(target=self._run, name="mpidist-nccl-start", daemon=True).start()
+        start_daemon("nccl-start", self._run)
 
     def take(self) -> Any:
         """Return the communicator, which from now on is the caller's to close."""
@@ -244,7 +244,6 @@ class _Start:
             self._abort_if_abandoned()
 
     def _run(self) -> None:
-        mark_own_thread()
         doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
         try:
             with self._ops.on(self._device):

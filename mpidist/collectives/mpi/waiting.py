@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from mpidist.core.deadline import Deadline
 from mpidist.topology import cores_are_short
 
 if TYPE_CHECKING:
@@ -85,47 +86,6 @@ def until_event(event: Event, relaxes: bool = True) -> Steps[None]:
         if relaxes:
             relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
         yield
-
-
-class Deadline:
-    """When a wait says that it takes long, and when it gives up.
-
-    Args:
-        limit_seconds: After this long ``on_expiry`` is called, which must raise.
-        warn_seconds: After this long ``on_warning`` is called, once.
-        on_warning: Says what is waited for, given the seconds waited.
-        on_expiry: Raises, given the seconds waited.
-        meanwhile: Called now and then.
-    """
-
-    def __init__(
-        self,
-        limit_seconds: float,
-        warn_seconds: float,
-        on_warning: Callable[[float], object],
-        on_expiry: Callable[[float], None],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._limit = limit_seconds
-        self._warn = warn_seconds
-        self._on_warning = on_warning
-        self._on_expiry = on_expiry
-        self._meanwhile = meanwhile
-        self._start: float | None = None
-        self._warned = False
-
-    def check(self) -> None:
-        """Act if it is time to; called every few polls."""
-        now = time.monotonic()
-        if self._start is None:
-            self._start = now
-        waited = now - self._start
-        if waited > self._warn and not self._warned:
-            self._warned = True
-            self._on_warning(waited)
-        if waited > self._limit:
-            self._on_expiry(waited)
-        self._meanwhile()
 
 
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:

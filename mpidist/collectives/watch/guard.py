@@ -27,6 +27,7 @@ from mpidist.collectives.watch.side_thread import side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
 from mpidist.core.errors import MismatchError
+from mpidist.core.tell_user import tell_user
 from mpidist.core.wording import ranks_text
 
 # How long a rank may take to answer, and the one that is to ask all others to say that it will.
@@ -218,7 +219,7 @@ class Guard(Observer):
         if question.purpose == _PRINT:
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
-            print(f"mpidist: {report}{more}", file=sys.stderr, flush=True)
+            tell_user(f"{report}{more}")
         for asker in inquiry.askers:
             self._tell(asker, question, report)
 

@@ -18,6 +18,7 @@ from mpidist.collectives.watch.flight_file import FlightFile
 from mpidist.collectives.watch.report import Tallies, Tally, report_text
 from mpidist.collectives.watch.trace_file import Span, TraceFile
 from mpidist.core import settings
+from mpidist.core.tell_user import tell_user
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi, world_topology
 
@@ -156,7 +157,7 @@ class Recorder:
         by_rank = self._tell()
         if self.rank == 0:
             if self.reports:
-                print(report_text(by_rank, self.ranks, time.monotonic() - self._start), file=sys.stderr, flush=True)
+                tell_user(report_text(by_rank, self.ranks, time.monotonic() - self._start))
             if folder is not None:
                 self._merge(folder, by_rank)
 
@@ -190,7 +191,7 @@ class Recorder:
                 return
             except (OSError, ValueError) as error:
                 reason = str(error)
-        print(f"mpidist: the traces are not merged: {reason}; {trace_merge.how(folder)}", file=sys.stderr, flush=True)
+        tell_user(f"the traces are not merged: {reason}; {trace_merge.how(folder)}")
 
 
 class _Hook:

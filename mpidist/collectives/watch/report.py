@@ -47,7 +47,7 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
     missing = sorted(set(range(ranks)) - set(by_rank))
     if missing:
         told = f"{len(by_rank)} of {told} (without {ranks_text(missing)})"
-    lines = [f"mpidist: collectives of {told}, means over ranks, in {seconds:.1f} s"]
+    lines = [f"collectives of {told}, means over ranks, in {seconds:.1f} s"]
     rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
     by_operation: dict[str, dict[int, Tally]] = {}
     for rank, tallies in by_rank.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist.collectives.watch.side_thread import side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
