@@ -28,7 +28,7 @@ def run(session: Session) -> None:
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
-    made = drive(NcclComm.made(base, device), lambda: Deadline(lambda _: None, _failure, _LIMIT_SECONDS))
+    made = drive(NcclComm.made(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
         session.skipped.append(f"calls of NCCL: {made}")
         base.Free()

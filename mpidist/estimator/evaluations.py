@@ -12,7 +12,7 @@ from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.naming import checkpoints_in
 from mpidist.checkpoint.storage import read_manifest
 from mpidist.core.context import outside
-from mpidist.core.deadline import Deadline
+from mpidist.core.deadline import Deadline, wait_until
 from mpidist.estimator.results import EvalResult, append, plain_metrics
 from mpidist.estimator.specs import EvalSpec
 
@@ -140,12 +140,12 @@ class Evaluations:
                 f"runs, after {waited:.0f} s; expected a checkpoint_dir that all nodes share"
             ),
         )
-        while (name, sequence) not in [(path.name, manifest.sequence) for path, manifest in self._all()]:
-            deadline.check()
-            time.sleep(_LOOK_SECONDS / 5)
 
-    def _all(self) -> list[tuple[Path, Manifest]]:
-        return checkpoints_in(self._directory).checkpoints
+        def is_seen() -> bool:
+            found = checkpoints_in(self._directory).checkpoints
+            return (name, sequence) in [(path.name, manifest.sequence) for path, manifest in found]
+
+        wait_until(is_seen, deadline, _LOOK_SECONDS / 5)
 
 
 def _is_still_there(path: Path, manifest: Manifest) -> bool:

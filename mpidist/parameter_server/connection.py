@@ -14,7 +14,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.channel.shutdown import EXIT_SECONDS
 from mpidist.collectives.mpi.waiting import Steps, all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool
-from mpidist.core import settings
+from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
@@ -27,11 +27,6 @@ from mpidist.parameter_server.messages import (
     GIVE_UP,
     LEAVE,
     PREAMBLE,
-    TAG_DATA,
-    TAG_GIVE_UP,
-    TAG_REPLY,
-    TAG_REPLY_DATA,
-    TAG_REQUEST,
     Kind,
     Part,
     Request,
@@ -79,7 +74,7 @@ class Connection:
         self._warn_after: float = settings.WARN_AFTER.read()
         self.lock = threading.Lock()
         self._reply = bytearray(FIRST_MESSAGE_BYTES)
-        self._await_reply = comm.Recv_init(self._reply, server, TAG_REPLY)
+        self._await_reply = comm.Recv_init(self._reply, server, message_tags.REPLY)
         self._sending: list[MPI.Request] = []
         self._sent = Request([])
         self._number = 0
@@ -152,15 +147,15 @@ class Connection:
         try:
             # First of all, so that the server is busy with it meanwhile.
             self._number += 1
-            self._send(request.first, TAG_REQUEST)
+            self._send(request.first, message_tags.REQUEST)
             for message in request.following:
                 for piece in pieces_of(message):
-                    self._send(piece, TAG_DATA)
+                    self._send(piece, message_tags.REQUEST_DATA)
             self._await_reply.Start()
             if request.comes_apart:
                 # They come straight to where they will lie.
                 self._results = results
-                self._receiving = receives_of(self._comm, results, self._server, TAG_REPLY_DATA)
+                self._receiving = receives_of(self._comm, results, self._server, message_tags.REPLY_DATA)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
@@ -218,7 +213,7 @@ class Connection:
         """Have the server leave alone the arrays that it does not have yet: they may change from now on."""
         if self._sent.following and not self._is_given_up and not all_done(self._sending):
             self._is_given_up = True
-            self._send(GIVE_UP.pack(self._number), TAG_GIVE_UP)
+            self._send(GIVE_UP.pack(self._number), message_tags.GIVE_UP)
 
     def _wait_for_reply(self) -> None:
         has_come = self._await_reply.Test
@@ -255,7 +250,7 @@ class Connection:
             self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
         else:
             self._results = self._room(kinds)
-            self._receiving = receives_of(self._comm, self._results, self._server, TAG_REPLY_DATA)
+            self._receiving = receives_of(self._comm, self._results, self._server, message_tags.REPLY_DATA)
 
     def _wait(self, steps: Steps[None]) -> None:
         drive(steps, self._deadline)

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from mpidist.collectives.channel.shutdown import abort_job
-from mpidist.core import settings
+from mpidist.core import message_tags, settings
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
 from mpidist.parameter_server.patience import Patience
 from mpidist.parameter_server.post import Post
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
@@ -59,7 +58,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.post = Post(link.comm, rank, TAG_TO_WORKER, TAG_FROM_WORKER)
+        self.post = Post(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # The numbers of its own values, and those of them that it may drop.
         self.knows: set[int] = set()
         self.drops: list[int] = []

@@ -22,8 +22,6 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TAG_REQUEST, TAG_DATA, TAG_REPLY, TAG_REPLY_DATA, TAG_GIVE_UP, TAG_TO_WORKER, TAG_FROM_WORKER = range(1, 8)
-
 # The most that travels in the first message; above it a copy costs more than another message.
 FIRST_MESSAGE_BYTES = 16 << 10
 # Of a request: number of parts, whether they are in this message, and whether their arrays are. Of a reply: bytes of

@@ -16,6 +16,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.waiting import all_done
 from mpidist.collectives.node.memory import Pool
+from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.clocks import NOT_YET
@@ -31,11 +32,6 @@ from mpidist.parameter_server.messages import (
     OPERATIONS,
     PART,
     PREAMBLE,
-    TAG_DATA,
-    TAG_GIVE_UP,
-    TAG_REPLY,
-    TAG_REPLY_DATA,
-    TAG_REQUEST,
     TICK,
     Kind,
     arrays_in,
@@ -61,7 +57,7 @@ class _Client:
         self.rank = rank
         self.name = name
         self.request = bytearray(FIRST_MESSAGE_BYTES)
-        self.receive = comm.Recv_init(self.request, rank, TAG_REQUEST)
+        self.receive = comm.Recv_init(self.request, rank, message_tags.REQUEST)
         self.sending: list[MPI.Request] = []
         self.requests = 0
 
@@ -207,9 +203,9 @@ class Service:
         """Raise PeerError if the client has given this request up while its arrays were on their way."""
         *_, data_inline = PREAMBLE.unpack_from(client.request)
         number = bytearray(GIVE_UP.size)
-        while not data_inline and self._comm.Iprobe(client.rank, TAG_GIVE_UP):
+        while not data_inline and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
             # It was sent before the arrays could change, and says of which request; that of an earlier one is late.
-            self._comm.Recv([number, self._byte], client.rank, TAG_GIVE_UP)
+            self._comm.Recv([number, self._byte], client.rank, message_tags.GIVE_UP)
             if GIVE_UP.unpack(number) == (client.requests,):
                 raise PeerError("the request was given up before all of it had come; nothing was done")
 
@@ -233,7 +229,7 @@ class Service:
             ) from error
 
     def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
-        receives = receives_of(self._comm, arrays, client.rank, TAG_DATA)
+        receives = receives_of(self._comm, arrays, client.rank, message_tags.REQUEST_DATA)
         try:
             while not all_done(receives):
                 yield
@@ -252,14 +248,14 @@ class Service:
             yield
         if is_inline:
             whole: list[Any] = [preamble, *arrays]
-            client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, TAG_REPLY))
+            client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, message_tags.REPLY))
             client.receive.Start()
             return
         # The client is ready for them, and need not wait for what says that they come.
         for array in arrays:
             for piece in pieces_of(array):
-                client.sending.append(self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA))
-        client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, TAG_REPLY))
+                client.sending.append(self._comm.Isend([piece, self._byte], client.rank, message_tags.REPLY_DATA))
+        client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, message_tags.REPLY))
         client.receive.Start()
         while not all_done(client.sending):
             yield

@@ -8,12 +8,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives.mpi.waiting import drive
+from mpidist.core import message_tags
 from mpidist.core.context import variable_creator_scope
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.patience import Patience
 from mpidist.parameter_server.post import Post
@@ -54,7 +54,7 @@ class WorkerLoop:
         self._link = link
         self._strategy = strategy
         self._names = Names(link, strategy, self._own_value)
-        self._post = Post(link.comm, link.workers[0], TAG_FROM_WORKER, TAG_TO_WORKER)
+        self._post = Post(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._definitions: dict[int, bytes] = {}
         self._own: dict[int, Any] = {}
 

@@ -22,9 +22,7 @@ _LEAVING_SECONDS = 5.0
 
 def finished(steps: Steps[T]) -> T:
     """Run ``steps`` to the end, and fail where that takes too long."""
-    return drive(
-        steps, lambda: Deadline(lambda _: None, lambda waited: TimeoutError(f"not done after {waited:.0f} s"), 30.0)
-    )
+    return drive(steps, lambda: Deadline(None, lambda waited: TimeoutError(f"not done after {waited:.0f} s"), 30.0))
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class _Rank:
         self.cupy, _ = machine.join()
         self.device = int(self.cupy.cuda.Device().id)
         world = MPI.COMM_WORLD.Dup()
-        made = drive(NcclComm.made(world, self.device), lambda: Deadline(lambda _: None, failure, 60.0))
+        made = drive(NcclComm.made(world, self.device), lambda: Deadline(None, failure, 60.0))
         assert isinstance(made, NcclComm), made
         self.comm, self.ops = made, ops_for("gpu")
         self.stream = self.ops.stream(self.device)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from mpidist.core.message_tags import DOCTOR_CONTENT, DOCTOR_LENGTH, DOCTOR_VERDICT
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _LOOKS_BEFORE_NAP = 1000
 _LENGTH_BYTES = 8
 # Requests that were given up: MPI may still write into their buffers, which they hold.
 _given_up: list[MPI.Request] = []
-LENGTH_TAG, CONTENT_TAG, VERDICT_TAG, HELLO_TAG, PING_TAG = range(7101, 7106)
 
 
 class NoAnswerError(RuntimeError):
@@ -85,22 +85,25 @@ def meet(comm: MPI.Intracomm, seconds: float, doing: str) -> None:
 def send_report(comm: MPI.Intracomm, content: bytes, seconds: float) -> bool:
     """Send this rank's report to rank 0; whether it went out in time."""
     length = len(content).to_bytes(_LENGTH_BYTES, "little")
-    requests = {0: comm.Isend(length, 0, LENGTH_TAG), 1: comm.Isend(content, 0, CONTENT_TAG)}
+    requests = {
+        0: comm.Isend(length, 0, DOCTOR_LENGTH),
+        1: comm.Isend(content, 0, DOCTOR_CONTENT),
+    }
     return len(finished(requests, seconds)) == len(requests)
 
 
 def receive_reports(comm: MPI.Intracomm, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
     """Return the reports of ``ranks`` that came to rank 0 in time."""
     lengths = {rank: bytearray(_LENGTH_BYTES) for rank in ranks}
-    announced = finished({rank: comm.Irecv(length, rank, LENGTH_TAG) for rank, length in lengths.items()}, seconds)
+    announced = finished({rank: comm.Irecv(length, rank, DOCTOR_LENGTH) for rank, length in lengths.items()}, seconds)
     contents = {rank: bytearray(int.from_bytes(lengths[rank], "little")) for rank in announced}
-    came = finished({rank: comm.Irecv(content, rank, CONTENT_TAG) for rank, content in contents.items()}, seconds)
+    came = finished({rank: comm.Irecv(content, rank, DOCTOR_CONTENT) for rank, content in contents.items()}, seconds)
     return {rank: bytes(contents[rank]) for rank in came}
 
 
 def send_verdict(comm: MPI.Intracomm, verdict: bytes) -> None:
     """Send a verdict of one byte from rank 0 to all others; does not wait for them."""
-    give_up([comm.Isend(verdict, rank, VERDICT_TAG) for rank in range(1, comm.Get_size())])
+    give_up([comm.Isend(verdict, rank, DOCTOR_VERDICT) for rank in range(1, comm.Get_size())])
 
 
 def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
@@ -110,5 +113,5 @@ def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
         NoAnswerError: It did not come in time.
     """
     verdict = bytearray(1)
-    wait_for(comm.Irecv(verdict, 0, VERDICT_TAG), 0, seconds, "waiting for what it has to say")
+    wait_for(comm.Irecv(verdict, 0, DOCTOR_VERDICT), 0, seconds, "waiting for what it has to say")
     return bytes(verdict)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.cli.doctor_facts.facts import Reach
-from mpidist.cli.doctor_facts.messages import HELLO_TAG, finished, give_up
+from mpidist.cli.doctor_facts.messages import finished, give_up
+from mpidist.core.message_tags import DOCTOR_HELLO
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,8 +62,8 @@ def exchange(comm: MPI.Intracomm, partners: Iterable[int], host: str, seconds: f
     chosen = tuple(partners)
     hello = host.encode()[:_HELLO_BYTES].ljust(_HELLO_BYTES, b"\0")
     answers = {rank: bytearray(_HELLO_BYTES) for rank in chosen}
-    requests = {rank: comm.Irecv(answer, rank, HELLO_TAG) for rank, answer in answers.items()}
-    sent = {rank: comm.Isend(hello, rank, HELLO_TAG) for rank in chosen}
+    requests = {rank: comm.Irecv(answer, rank, DOCTOR_HELLO) for rank, answer in answers.items()}
+    sent = {rank: comm.Isend(hello, rank, DOCTOR_HELLO) for rank in chosen}
     heard = finished(requests, seconds)
     # A send to somebody who did not answer may never be complete.
     give_up(sent.values())

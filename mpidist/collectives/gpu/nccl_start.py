@@ -23,6 +23,7 @@ from mpidist.collectives.mpi.waiting import Steps, relax, until_done
 from mpidist.collectives.reduce.nccl_types import nccl_reduction
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import NCCL_START
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from mpidist.arrays.device_ops import DeviceOps
 
-# Every MPI allows tags up to 32767; those of messages with data are below half of that.
-_NEWS_TAG = 32767
 # NCCL needs seconds for thousands of GPUs.
 PATIENCE_SECONDS = 120.0
 
@@ -178,7 +177,7 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, patience_seconds: float)
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
         # A rank that failed says so, as NCCL may leave the others waiting for it.
-        is_called_off = comm.Iprobe(tag=_NEWS_TAG)
+        is_called_off = comm.Iprobe(tag=NCCL_START)
         is_late = time.monotonic() > give_up
         looks += 1
         relax(looks, 0)
@@ -194,9 +193,9 @@ def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Prob
     """Call the others off if this rank has a problem, and return that of the first rank that has one."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
-    requests = [] if problem is None else [comm.Isend(nothing, other, _NEWS_TAG) for other in others]
+    requests = [] if problem is None else [comm.Isend(nothing, other, NCCL_START) for other in others]
     problems: list[_Problem | None] = yield from gather_objects(comm, problem)
-    requests += [comm.Irecv(nothing, other, _NEWS_TAG) for other in others if problems[other] is not None]
+    requests += [comm.Irecv(nothing, other, NCCL_START) for other in others if problems[other] is not None]
     for request in requests:
         yield from until_done(request)
     found = [problem for problem in problems if problem is not None]

@@ -23,9 +23,10 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
 from mpidist.collectives.watch.deadlock import Deadlock, Whereabouts, find_deadlock, note_thread, whereabouts
-from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.collectives.watch.side_thread import Line, side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
+from mpidist.core.deadline import wait_at_most
 from mpidist.core.errors import MismatchError
 from mpidist.core.tell_user import tell_user
 from mpidist.core.wording import ranks_text
@@ -92,7 +93,6 @@ class Guard(Observer):
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.comm = channel.comm
         self._channel = channel
         self._connections = Connections(channel.rank, channel.node.ranks)
         self._rank, self._size = channel.rank, channel.size
@@ -111,7 +111,7 @@ class Guard(Observer):
             "deadlock": self._on_deadlock,
         }
         _guards.append(self)
-        side_thread.watch(self)
+        self._line = Line(channel.comm, lambda source, kind, content: self._handlers[kind](source, *content))
 
     # In the thread that waits -----------------------------------------------------------------------------------
 
@@ -138,25 +138,19 @@ class Guard(Observer):
         """Return what keeps the collective from going on; None if nobody has told in time."""
         question = _Question(operation.number, _REPORT)
         side_thread.call(lambda: self._turn_to(question))
-        give_up = time.monotonic() + _ANSWER_SECONDS + 2 * _HEARD_SECONDS
-        while question not in self._reports and time.monotonic() < give_up:
-            time.sleep(0.01)
+        wait_at_most(_ANSWER_SECONDS + 2 * _HEARD_SECONDS, lambda: question in self._reports, 0.01)
         return self._reports.get(question)
 
     def closed(self) -> None:
         """Ask and answer no more."""
-        side_thread.forget(self)
+        self._line.close()
         if self in _guards:
             _guards.remove(self)
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def hear(self, source: int, kind: str, content: Any) -> None:
-        """See ``Line``."""
-        self._handlers[kind](source, *content)
-
     def _send(self, rank: int, kind: str, *content: Any) -> None:
-        side_thread.send(self, rank, kind, content)
+        self._line.send(rank, kind, content)
 
     def _turn_to(self, question: _Question, turn: int = 0) -> None:
         """Have the rank whose turn it is, or the next one that answers, ask all others."""

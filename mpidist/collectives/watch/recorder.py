@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from mpidist.collectives.channel.shutdown import after_the_end
+from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.watch import trace_merge
 from mpidist.collectives.watch.flight_file import FlightFile
 from mpidist.collectives.watch.report import Tallies, Tally, report_text
 from mpidist.collectives.watch.trace_file import Span, TraceFile
-from mpidist.core import settings
+from mpidist.core import message_tags, settings
+from mpidist.core.deadline import wait_at_most
 from mpidist.core.tell_user import tell_user
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi, world_topology
@@ -31,7 +33,6 @@ _KEEP_SECONDS = 1.0
 # How long rank 0 waits, at its end, for what the others tell at theirs.
 _EXIT_SECONDS = 5.0
 _NAP_SECONDS = 1e-4
-_TAG = 0x7ACE
 _recorders: list[Recorder] = []
 
 
@@ -164,21 +165,17 @@ class Recorder:
     def _tell(self) -> dict[int, Tallies]:
         """Return what the ranks told, on rank 0; one that does not come in time is left out."""
         by_rank = {self.rank: self.tallies}
-        world, give_up = self._world, time.monotonic() + _EXIT_SECONDS
-        if world is None or import_mpi().Is_finalized():
+        if self._world is None or import_mpi().Is_finalized():
             return by_rank
+        mailbox = Mailbox(self._world, message_tags.TALLIES, on_loss=lambda _: None)
         if self.rank:
-            request = world.isend(self.tallies, 0, _TAG)
-            while not request.Test() and time.monotonic() < give_up:
-                time.sleep(_NAP_SECONDS)
-            return by_rank
-        status = import_mpi().Status()
-        while len(by_rank) < self.ranks and time.monotonic() < give_up:
-            if world.iprobe(tag=_TAG, status=status):
-                source = status.Get_source()
-                by_rank[source] = world.recv(source=source, tag=_TAG)
-            else:
-                time.sleep(_NAP_SECONDS)
+            mailbox.send(0, self.tallies)
+
+        def is_over() -> bool:
+            by_rank.update(mailbox.received())
+            return mailbox.all_sent() and (self.rank > 0 or len(by_rank) == self.ranks)
+
+        wait_at_most(_EXIT_SECONDS, is_over, _NAP_SECONDS)
         return by_rank
 
     def _merge(self, folder: str, by_rank: dict[int, Tallies]) -> None:
