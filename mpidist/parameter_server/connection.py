@@ -62,13 +62,14 @@ class Connection:
         timeout: Seconds before a reply is given up.
 
     Attributes:
+        server: As given.
         is_lost: Whether MPI has said that the server is gone.
     """
 
     def __init__(self, comm: MPI.Intracomm, server: int, name: str, timeout: float) -> None:
         self._comm = comm
         self._byte = import_mpi().BYTE
-        self._server = server
+        self.server = server
         self.name = name
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
@@ -155,7 +156,7 @@ class Connection:
             if request.comes_apart:
                 # They come straight to where they will lie.
                 self._results = results
-                self._receiving = receives_of(self._comm, results, self._server, message_tags.REPLY_DATA)
+                self._receiving = receives_of(self._comm, results, self.server, message_tags.REPLY_DATA)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
@@ -230,7 +231,7 @@ class Connection:
         self._results, self._receiving = [], None
 
     def _send(self, buffer: Any, tag: int) -> None:
-        self._sending.append(self._comm.Isend([buffer, self._byte], self._server, tag))
+        self._sending.append(self._comm.Isend([buffer, self._byte], self.server, tag))
 
     def _kinds_of_reply(self, data_bytes: int, status: int) -> Sequence[Kind]:
         """Return the arrays of a reply."""
@@ -250,7 +251,7 @@ class Connection:
             self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
         else:
             self._results = self._room(kinds)
-            self._receiving = receives_of(self._comm, self._results, self._server, message_tags.REPLY_DATA)
+            self._receiving = receives_of(self._comm, self._results, self.server, message_tags.REPLY_DATA)
 
     def _wait(self, steps: Steps[None]) -> None:
         drive(steps, self._deadline)
@@ -297,7 +298,7 @@ def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list
         ((connection, request),) = requests.items()
         return {connection: connection.ask(request)}
     # In one order in all threads, or two of them would wait for each other.
-    ordered = sorted(requests, key=lambda connection: connection._server)
+    ordered = sorted(requests, key=lambda connection: connection.server)
     answers: dict[Connection, list[Any]] = {}
     errors: list[Exception] = []
     started: list[Connection] = []

@@ -7,19 +7,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from mpidist.collectives.channel.shutdown import abort_job
+from mpidist.collectives.mpi.waiting import Naps
 from mpidist.core import message_tags, settings
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.tell_user import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.post import Post
-from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
+from mpidist.parameter_server.messages import Post
+from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteTraceback
 from mpidist.parameter_server.travelling import TravellingError, unpack
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
@@ -36,13 +38,13 @@ class Closure:
         name: For messages.
         payload: Function and arguments, packed.
         uses: The workers' own values that it needs, which are kept that long.
-        result: Where what it returns goes.
+        future: Where what it returns goes.
     """
 
     name: str
     payload: bytes
     uses: frozenset[PerWorkerValues]
-    result: RemoteValue
+    future: Future[Any]
 
 
 def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
@@ -118,9 +120,9 @@ class Dispatcher:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
             self._raise_error()
 
-    def wait_for(self, event: threading.Event) -> None:
+    def wait_for(self, future: Future[Any]) -> None:
         """Wait for a result, which comes, or fails."""
-        self._wait(event.wait, "a result")
+        self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
 
     def stop(self) -> None:
         """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
@@ -190,13 +192,13 @@ class Dispatcher:
                 self._failure = failure
                 for worker in self._workers:
                     if worker.closure is not None:
-                        worker.closure.result._fail(failure)
+                        worker.closure.future.set_exception(failure)
                 self._cancel_queue()
         finally:
             self._ended.set()
 
     def _dispatch(self) -> None:
-        patience = Patience()
+        naps = Naps()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._is_stopping)
@@ -206,9 +208,9 @@ class Dispatcher:
                         return
                 has_begun = self._hand_out()
             if self._move() or has_begun:
-                patience.reset()
+                naps.reset()
             else:
-                patience.wait(False)
+                naps.take()
 
     def _hand_out(self) -> bool:
         """Give queued functions to idle workers, and return whether any was given; the lock is held."""
@@ -250,18 +252,18 @@ class Dispatcher:
         answer = yield from worker.post.receive()
         if answer[:1] == DONE:
             try:
-                closure.result._set(unpack(answer[1:], self._find))
+                closure.future.set_result(unpack(answer[1:], self._find))
                 return
             except Exception as failure:  # unpickling runs the code of whatever it meets
-                trace = ""
                 error: Exception = TypeError(
                     f"the result of {closure.name} cannot be unpickled by the coordinator: "
                     f"{type(failure).__name__}: {failure}"
                 )
         else:
             travelling = TravellingError(*pickle.loads(answer[1:]))
-            error, trace = travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}"
-        closure.result._fail(error, trace)
+            error = travelling.unpack(self._find)
+            error.__cause__ = RemoteTraceback(f"{closure.name} on {worker.name}:\n{travelling.trace}")
+        closure.future.set_exception(error)
         with self._changed:
             # The first error is the one that is raised; functions after it may depend on what it should have done.
             self._error = self._error or error
@@ -300,7 +302,7 @@ class Dispatcher:
                     f"{worker.name}, the last worker, was lost in {closure.name}; start the job again and restore the "
                     "newest checkpoint"
                 )
-                closure.result._fail(error)
+                closure.future.set_exception(error)
                 raise error
             self._queue.appendleft(closure)
             if self._error is not None:
@@ -309,17 +311,17 @@ class Dispatcher:
 
     def _cancel_queue(self) -> None:
         while self._queue:
-            self._queue.popleft().result._cancel()
+            self._queue.popleft().future.set_exception(
+                CancelledError("an earlier function failed, so this one was not started; schedule it again")
+            )
         self._changed.notify_all()
 
     def _tell_to_stop(self) -> None:
         for worker in self._workers:
-            patience = Patience()
+            naps = Naps()
             try:
-                for _ in worker.post.send(STOP):
-                    patience.wait(True)
-                for _ in worker.post.flush():
-                    patience.wait(True)
+                for _ in chain(worker.post.send(STOP), worker.post.flush()):
+                    naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise

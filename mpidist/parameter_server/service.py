@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.waiting import all_done
+from mpidist.collectives.mpi.waiting import Naps, all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.tell_user import tell_user
-from mpidist.parameter_server.clocks import NOT_YET
 from mpidist.parameter_server.messages import (
     CONTROL,
     DONE,
@@ -38,8 +37,7 @@ from mpidist.parameter_server.messages import (
     pieces_of,
     receives_of,
 )
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.store import Loan, Store
+from mpidist.parameter_server.store import NOT_YET, Loan, Store
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import lost_ranks, says_rank_is_lost
 
@@ -93,7 +91,7 @@ class Service:
         Raises:
             RankLostError: The coordinator was lost.
         """
-        patience = Patience()
+        naps = Naps()
         for client in self._clients:
             client.receive.Start()
         receives = [client.receive for client in self._clients]
@@ -106,13 +104,13 @@ class Service:
                 self._drop_lost(error)
             if has_come and index >= 0:
                 self._accept(self._clients[index])
-                patience.reset()
+                naps.reset()
             if self._moving:
                 self._move()
             if len(receives) != len(self._clients):
                 receives = [client.receive for client in self._clients]
             elif not has_come or index < 0:
-                patience.wait(bool(self._moving))
+                naps.take(bool(self._moving))
 
     # Requests -------------------------------------------------------------------------------------------------
 

@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.mpi.waiting import drive
+from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import message_tags
 from mpidist.core.context import variable_creator_scope
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
+from mpidist.parameter_server.messages import Post
 from mpidist.parameter_server.names import Names
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.post import Post
 from mpidist.parameter_server.travelling import pack, pack_error, unpack
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -68,7 +67,9 @@ class WorkerLoop:
         try:
             while True:
                 self._post.expect()
-                self._wait()
+                naps = Naps()
+                while not self._post.expected.Test():
+                    naps.take()
                 message = drive(self._post.receive(), lambda: report_only("the rest of a function"))
                 if message[:1] == STOP:
                     break
@@ -84,11 +85,6 @@ class WorkerLoop:
             ) from error
         finally:
             _index.set(None)
-
-    def _wait(self) -> None:
-        patience = Patience()
-        while not self._post.expected.Test():
-            patience.wait(False)
 
     def _answer(self, message: bytes) -> bytes:
         try:
