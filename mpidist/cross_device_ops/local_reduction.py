@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.collectives.mpi.mpi_types import numpy_op
 from mpidist.core.enums import ReduceOp
 from mpidist.values.placement import place_of
 
 AccumulationFn = Callable[[Sequence[Array]], Array]
-
-_BINARY = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PROD: np.multiply,
-}
 
 
 def check_alike(arrays: Sequence[Array]) -> None:
@@ -41,10 +32,11 @@ def formed(array: Array, op: ReduceOp) -> Array:
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
     """Combine arrays of one shape and dtype where the first is, first to last; the sum where ``op`` is MEAN.
 
+    >>> import numpy as np
     >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
     array([11, 22])
     """
-    combine = _BINARY[op]
+    combine = numpy_op(op)
     if len(arrays) == 1:
         return arrays[0]
     place = place_of(arrays[0])
