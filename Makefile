@@ -120,7 +120,7 @@ test-cluster: $(VENV)/.test
 bench-cluster: $(VENV)/.bench
 	OMPI_MCA_mpi_yield_when_idle=1 $(LIMIT) $(BIN)/python -m tests.cluster.lab --name bench run --rate 1gbit -- \
 	  salloc --quiet --nodes=4 --ntasks-per-node=2 \
-	  $(BIN)/python -m benchmarks.cluster_jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
+	  $(BIN)/python -m benchmarks cluster-jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
 
 # In environments of their own: the tests of what happens without CuPy are in the other one, and only one cupy package may
 # be in an environment.

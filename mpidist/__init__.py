@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mpidist.cluster_resolver import ClusterSpec
     from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
+    from mpidist.compat.tpu import TPUStrategy
     from mpidist.cross_device_ops import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
         ReplicaContext,
         Strategy,
         StrategyExtended,
-        TPUStrategy,
     )
     from mpidist.training import (
         common_rng,
@@ -104,6 +104,7 @@ else:
             "Communicator": "mpidist.collectives",
             "ParameterServerStrategy": "mpidist.parameter_server.strategy",
             "Server": "mpidist.parameter_server.server",
+            "TPUStrategy": "mpidist.compat.tpu",
             "tune": "mpidist.collectives.tuning",
             **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
             **dict.fromkeys(
@@ -116,8 +117,8 @@ else:
             **dict.fromkeys(("DatasetSpec", "DistributedDataset", "DistributedIterator"), "mpidist.input"),
             **dict.fromkeys(("InputContext", "InputOptions", "InputReplicationMode", "Options"), "mpidist.input"),
             **dict.fromkeys(("MirroredStrategy", "MultiWorkerMirroredStrategy"), "mpidist.strategies"),
-            **dict.fromkeys(("OneDeviceStrategy", "TPUStrategy", "ReplicaContext"), "mpidist.strategies"),
-            **dict.fromkeys(("Strategy", "StrategyExtended"), "mpidist.strategies"),
+            **dict.fromkeys(("OneDeviceStrategy", "ReplicaContext", "Strategy"), "mpidist.strategies"),
+            "StrategyExtended": "mpidist.strategies",
             **dict.fromkeys(("common_rng", "replica_rng", "set_seed"), "mpidist.training"),
             **dict.fromkeys(("compute_average_loss", "scale_regularization_loss", "global_count"), "mpidist.training"),
             **dict.fromkeys(("DistributedValues", "IndexedSlices", "Variable"), "mpidist.values"),

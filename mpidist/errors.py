@@ -25,14 +25,14 @@ from mpidist.core.first_use import on_first_use
 from mpidist.topology.environments import LauncherVariableError
 
 if TYPE_CHECKING:
-    from mpidist.checkpoint.errors import DamagedCheckpointError
+    from mpidist.checkpoint.format_rules import DamagedCheckpointError
     from mpidist.parameter_server.travelling import CannotTravelError
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
             "CannotTravelError": "mpidist.parameter_server.travelling",
-            "DamagedCheckpointError": "mpidist.checkpoint.errors",
+            "DamagedCheckpointError": "mpidist.checkpoint.format_rules",
         },
     )
 

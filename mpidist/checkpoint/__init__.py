@@ -1,10 +1,10 @@
 """Saving and restoring the state of a training run."""
 
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.manager import CheckpointManager
-from mpidist.checkpoint.naming import latest_checkpoint
 from mpidist.checkpoint.status import LoadStatus
+from mpidist.checkpoint.storage import latest_checkpoint
 from mpidist.checkpoint.worker_paths import (
     remove_temp_dir_with_filepath,
     remove_temp_dirpath,

@@ -1,4 +1,4 @@
-"""What one rank does for all, or each does by itself, and how the others learn how it went."""
+"""Agreement: steps that all ranks take together on a checkpoint; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from mpidist.core.wording import ranks_text
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
 
-
 # Of the names that a message shows.
 _MOST_NAMES = 10
 
@@ -27,83 +26,95 @@ def extended_of(strategy: StrategyLike) -> StrategyExtended:
     return cast("StrategyExtended", strategy.extended)
 
 
-def before_communication(strategy: StrategyLike, doing: str) -> AbstractContextManager[None]:
-    """Return a block around what each rank does before the ranks meet: they learn of an error in it, too."""
-    return extended_of(strategy)._shared_errors(_without_path(doing))
-
-
-def chief_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> Any:
-    """Call ``work`` on the chief and return its result on every rank (collective).
+class Agreement:
+    """One act of all ranks of a strategy, in as many steps as it takes, each of which is one collective.
 
     Args:
-        strategy: Its first rank is the chief; all its ranks take part.
-        doing: What is being done, for messages.
-        work: Returns something that JSON has.
+        strategy: Its ranks take part; its first rank is the chief.
+        action: Names the act in one word; ranks that name different ones all raise MismatchError.
+        subject: Names its object, for messages; paths in it may differ from rank to rank.
 
-    Raises:
-        Exception: What ``work`` raised, on the chief.
-        PeerError: The same as text, on the other ranks.
+    Attributes:
+        extended: Of the strategy, for library writers.
+        is_chief: Whether this rank writes for all.
     """
-    message: dict[str, Any] = {}
-    failure: Exception | None = None
-    if strategy.extended.should_checkpoint:
-        message, failure = _outcome(work)
-    message = _broadcast(strategy, message, doing)
-    if failure is not None:
-        raise failure
-    if "error" in message:
-        raise PeerError(f"{doing} failed on rank 0, the chief of {type(strategy).__name__}, with {message['error']}")
-    return message["result"]
 
+    def __init__(self, strategy: StrategyLike, action: str, subject: str) -> None:
+        self.extended = extended_of(strategy)
+        self.is_chief = bool(self.extended.should_checkpoint)
+        self._chief_name = f"rank 0, the chief of {type(strategy).__name__}"
+        self._action, self._doing = action, f"{action} {subject}"
 
-def every_rank_does(strategy: StrategyLike, doing: str, work: Callable[[], Any]) -> list[Any]:
-    """Call ``work`` on every rank and return the results of all, in the order of the ranks (collective).
+    def before_collective(self) -> AbstractContextManager[None]:
+        """Return a block for rank-local work; the others learn of its errors at their next collective."""
+        return self.extended.shared_errors(self._action)
 
-    Args:
-        strategy: Its ranks take part.
-        doing: What is being done, for messages.
-        work: Returns something that JSON has. If it communicates, it does so on all ranks alike.
+    def chief_does(self, work: Callable[[], Any]) -> Any:
+        """Call ``work`` on the chief and return its result on every rank (collective).
 
-    Raises:
-        Exception: What ``work`` raised, on the ranks where it did.
-        PeerError: The same as text, on the other ranks; it names the ranks that failed.
-    """
-    message, failure = _outcome(work)
-    line = np.frombuffer(json.dumps(message).encode() + b"\n", np.uint8)
-    gathered = extended_of(strategy)._gather_to_implementation([line], 0, f"a checkpoint ({_without_path(doing)})")[0]
-    messages = [json.loads(text) for text in np.asarray(gathered).tobytes().splitlines()]
-    if failure is not None:
-        raise failure
-    errors = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
-    if errors:
-        told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
-        raise PeerError(f"{doing} failed on rank {ranks_text(errors)} of {len(messages)}, with {told}")
-    return [message["result"] for message in messages]
+        Args:
+            work: Returns something that JSON has.
 
+        Raises:
+            Exception: That of ``work``, on the chief.
+            PeerError: The same as text, on the other ranks.
+        """
+        answer = self._exchange(work if self.is_chief else _nothing)[0]
+        if "error" in answer:
+            raise PeerError(f"{self._doing} failed on {self._chief_name}, with {answer['error']}")
+        return answer["result"]
 
-def check_same(strategy: StrategyLike, doing: str, names: Sequence[str], digests: Sequence[int]) -> None:
-    """Raise ValueError on every rank unless all ranks have the same names (collective where they have not).
+    def every_rank_does(self, work: Callable[[], Any]) -> list[Any]:
+        """Call ``work`` on every rank and return all results in rank order (collective).
 
-    Args:
-        strategy: Its ranks take part.
-        doing: What is being done, for messages.
-        names: Of what this rank saves or restores.
-        digests: ``digest(names)`` of every rank; all ranks were told the same.
-    """
-    if len(set(digests)) == 1:
-        return
-    told = every_rank_does(strategy, doing, lambda: sorted(names))
-    holders: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(told):
-        for name in theirs:
-            holders.setdefault(name, []).append(rank)
-    partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
-    shown = "; ".join(f"{name!r} only on rank {ranks_text(ranks)}" for name, ranks in partial[:_MOST_NAMES])
-    more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
-    raise ValueError(
-        f"{doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} ranks: "
-        "give Checkpoint(...) the same objects on every rank"
-    )
+        Args:
+            work: Returns something that JSON has. If it communicates, it does so on all ranks alike.
+
+        Raises:
+            Exception: That of ``work``, on the ranks where it failed.
+            PeerError: The same as text, on the other ranks; it names the ranks that failed.
+        """
+        answers = self._exchange(work)
+        errors = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+        if errors:
+            told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+            raise PeerError(f"{self._doing} failed on rank {ranks_text(errors)} of {len(answers)}, with {told}")
+        return [answer["result"] for answer in answers]
+
+    def check_same(self, names: Sequence[str], digests: Sequence[int]) -> None:
+        """Raise ValueError on every rank unless all have the same names (collective if not).
+
+        Args:
+            names: Of the objects that this rank saves or restores.
+            digests: ``digest(names)`` of every rank; all ranks were told the same.
+        """
+        if len(set(digests)) == 1:
+            return
+        told = self.every_rank_does(lambda: sorted(names))
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(told):
+            for name in theirs:
+                holders.setdefault(name, []).append(rank)
+        partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
+        shown = "; ".join(f"{name!r} only on rank {ranks_text(ranks)}" for name, ranks in partial[:_MOST_NAMES])
+        more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
+        raise ValueError(
+            f"{self._doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} "
+            "ranks: give Checkpoint(...) the same objects on every rank"
+        )
+
+    def _exchange(self, work: Callable[[], Any]) -> list[dict[str, Any]]:
+        """Return the results or errors of all ranks; raise an own error once all know it."""
+        failure: Exception | None = None
+        try:
+            answer = {"result": work()}
+        except Exception as error:
+            answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
+        line = np.frombuffer(json.dumps(answer).encode() + b"\n", np.uint8)
+        gathered = self.extended.gather([line], 0, None, f"a checkpoint ({self._action})")[0]
+        if failure is not None:
+            raise failure
+        return [json.loads(text) for text in gathered.tobytes().splitlines()]
 
 
 def digest(names: Sequence[str]) -> int:
@@ -111,24 +122,5 @@ def digest(names: Sequence[str]) -> int:
     return zlib.crc32(json.dumps(sorted(names)).encode())
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
-    try:
-        return {"result": work()}, None
-    except Exception as error:  # raised by the caller, once the other ranks know
-        return {"error": f"{type(error).__name__}: {error}"}, error
-
-
-def _broadcast(strategy: StrategyLike, message: dict[str, Any], doing: str) -> dict[str, Any]:
-    # As arrays, which every strategy can broadcast; the others must know the length first.
-    text = np.frombuffer(json.dumps(message).encode(), np.uint8)
-    doing = f"a checkpoint ({_without_path(doing)})"
-    size = int(strategy.extended._broadcast_from_first(np.asarray(text.size), doing))
-    if not strategy.extended.should_checkpoint:
-        text = np.zeros(size, np.uint8)
-    received: dict[str, Any] = json.loads(np.asarray(strategy.extended._broadcast_from_first(text, doing)).tobytes())
-    return received
-
-
-def _without_path(doing: str) -> str:
-    # Paths may differ from rank to rank.
-    return doing.split()[0]
+def _nothing() -> None:
+    """Do nothing, on a rank for which another one works."""

@@ -5,30 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import chief_does, extended_of
+from mpidist.checkpoint.agreement import Agreement, extended_of
+from mpidist.checkpoint.alignment import align, give_shape
 from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.containers import give_shape
 from mpidist.checkpoint.leaves import Leaves
-from mpidist.checkpoint.links import align
 from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.naming import Found, checkpoints_in, numbered
 from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
-from mpidist.checkpoint.save_steps import Save, SaveOptions, Unsettled
-from mpidist.checkpoint.status import LoadStatus
-from mpidist.checkpoint.waiting import Waiting
-from mpidist.core.context import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-    outside,
-)
+from mpidist.checkpoint.saving import Save, SaveOptions
+from mpidist.checkpoint.status import LoadStatus, Waiting
+from mpidist.checkpoint.storage import Found, checkpoints_in
+from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
 from mpidist.core.protocols import StrategyLike
 
 
@@ -45,10 +37,10 @@ class Checkpoint:
 
     A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable,
     so it can be restored on another number of ranks and replicas: ON_READ variables are saved as the aggregate over
-    all replicas, and the restored sum is shared out. Of what is no variable, the first rank's is saved.
+    all replicas, and the restored sum is shared out. Of anything but variables, the first rank's is saved.
 
     Args:
-        objects: What to save, by name.
+        objects: Those to save, by name.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
@@ -68,9 +60,7 @@ class Checkpoint:
     (array([1., 2.]), 3)
     """
 
-    _objects: dict[str, Any]
-    # Counted by PreemptionCheckpointHandler, in all runs of the program.
-    _run_calls: int
+    _tracked: TrackedObjects
 
     def __init__(self, **objects: Any) -> None:
         for name in objects:
@@ -79,37 +69,31 @@ class Checkpoint:
                     f"a checkpoint object cannot be called {name!r}, as a method of Checkpoint is or because of its "
                     f"underscore; choose another name: Checkpoint(my_{name.strip('_')}=...)"
                 )
-        object.__setattr__(self, "_objects", objects)
-        object.__setattr__(self, "_save_counter", 0)
-        object.__setattr__(self, "_run_calls", 0)
-        object.__setattr__(self, "_sequences", {})
-        object.__setattr__(self, "_unsettled", None)
-        object.__setattr__(self, "_waiting", None)
-        object.__setattr__(self, "_last_leaves", collect(objects))
+        object.__setattr__(self, "_tracked", TrackedObjects(objects))
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+        return f"<Checkpoint of {', '.join(self._tracked.objects) or 'nothing'}>"
 
     def __getattr__(self, name: str) -> Any:
-        objects = self.__dict__.get("_objects", {})
+        tracked = self.__dict__.get("_tracked")
+        objects = {} if tracked is None else tracked.objects
         if name not in objects:
             raise AttributeError(f"the checkpoint has no object {name!r}; it has {sorted(objects)}")
         return objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._objects:
+        objects = self._tracked.objects
+        if name not in objects:
             raise AttributeError(
-                f"the checkpoint has no object {name!r}, it has {sorted(self._objects)}; "
+                f"the checkpoint has no object {name!r}, it has {sorted(objects)}; "
                 f"give it to the constructor: Checkpoint({name}=...)"
             )
-        collect({name: value})
-        self._objects[name] = value
+        self._tracked.set(name, value)
 
     @property
     def save_counter(self) -> int:
         """Number of saves so far, those before ``restore`` included."""
-        counter: int = self.__dict__["_save_counter"]
-        return counter
+        return self._tracked.save_counter
 
     # Saving -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +112,7 @@ class Checkpoint:
             sharded: Every rank writes a part, all at the same time, for models that take long to write. The directory
                 must be one that all ranks share. Extension.
             async_save: Return as soon as the values are copied; a thread writes. The next ``save``, ``restore`` or
-                ``wait`` waits for it and raises what went wrong, on all ranks; so does the end of the program, by
+                ``wait`` waits for it and raises its error, on all ranks; so does the end of the program, by
                 itself. Extension.
 
         Returns:
@@ -141,88 +125,28 @@ class Checkpoint:
             TypeError: An iterator whose state JSON cannot hold, or an object with nothing to save in its attributes.
             ValueError: Variables of several strategies, objects that not all ranks have, or a prefix without a name.
         """
-        numbered(prefix, 0)  # an argument error comes before any communication
+        _check_name(prefix)  # an argument error comes before any communication
         self.wait()
         number = self.save_counter + 1
-        return self._write(numbered(prefix, number), number, SaveOptions(sharded, async_save))
+        return self._tracked.save(Path(f"{os.fspath(prefix)}-{number}"), number, SaveOptions(sharded, async_save))
 
     def write(self, path: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
         """Write a checkpoint under the very name ``path``; ``save_counter`` stays. Otherwise as :meth:`save`."""
-        numbered(path, 0)
+        _check_name(path)
         self.wait()
-        return self._write(Path(path), self.save_counter, SaveOptions(sharded, async_save))
+        return self._tracked.save(Path(path), self.save_counter, SaveOptions(sharded, async_save))
 
     def wait(self) -> None:
-        """Return once what ``save(..., async_save=True)`` began is on the disk; collective as ``save``. Extension.
+        """Return once the last asynchronous save is on the disk; collective as ``save``. Extension.
 
         Raises:
             OSError: It could not be written; on the rank where that was. The others raise PeerError.
         """
-        unsettled: Unsettled | None = self.__dict__["_unsettled"]
-        if unsettled is None:
-            return
-        _check_context("wait()")
-        object.__setattr__(self, "_unsettled", None)
-        try:
-            unsettled.settle()
-        except BaseException:
-            object.__setattr__(self, "_save_counter", unsettled.counter_before)
-            raise
+        self._tracked.wait()
 
     def sync(self) -> None:
-        """Do what :meth:`wait` does (tf.train.Checkpoint.sync)."""
+        """Wait as :meth:`wait` does (tf.train.Checkpoint.sync)."""
         self.wait()
-
-    def _write(self, path: Path, number: int, options: SaveOptions) -> str:
-        leaves = self._collect_to_save("saving")
-        strategy = _strategy_of(leaves, "save()")
-        before = self.save_counter
-        with entered(strategy):
-            save = Save(strategy, leaves, path, number, self._run_calls, options)
-            unsettled = save.start(lambda: self._next_sequence(path.parent), before)
-            if options.is_async:
-                object.__setattr__(self, "_unsettled", unsettled)
-            else:
-                unsettled.settle()
-        object.__setattr__(self, "_save_counter", number)
-        return unsettled.path
-
-    def _collect_to_save(self, doing: str) -> Leaves:
-        """Return all parts, and what is waiting for parts that are yet to come."""
-        leaves = self._collect(doing)
-        waiting: Waiting | None = self.__dict__["_waiting"]
-        if waiting is not None:
-            with self._shared_errors(doing):
-                waiting.look_at_all()
-            waiting.add_to(leaves)
-        with self._shared_errors(doing):
-            leaves.check_given()
-        return leaves
-
-    def _collect(self, doing: str) -> Leaves:
-        with self._shared_errors(doing):
-            leaves = collect(self._objects)
-        object.__setattr__(self, "_last_leaves", leaves)
-        return leaves
-
-    @contextmanager
-    def _shared_errors(self, doing: str) -> Iterator[None]:
-        """Let the other ranks learn of what goes wrong in the block on this one, before it meets them."""
-        try:
-            yield
-        except Exception as error:
-            # Lists and dicts may have changed on this rank alone; the others are those of the last time.
-            before: Leaves = self.__dict__["_last_leaves"]
-            extended_of(_strategy_of(before, f"{doing} a checkpoint"))._announce(error, doing)
-            raise
-
-    def _next_sequence(self, directory: Path) -> int:
-        sequences: dict[Path, int] = self.__dict__["_sequences"]
-        if directory not in sequences:
-            found = checkpoints_in(directory).checkpoints
-            sequences[directory] = found[-1][1].sequence if found else 0
-        sequences[directory] += 1
-        return sequences[directory]
 
     # Restoring ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +160,7 @@ class Checkpoint:
         object: each gets its own at its first use.
 
         Args:
-            path: What ``save`` returned. That of the first rank counts.
+            path: The result of ``save``. That of the first rank counts.
 
         Returns:
             A status that says whether everything matched; ``restore(path).assert_consumed()`` insists on it.
@@ -246,7 +170,7 @@ class Checkpoint:
                 whatever else goes wrong there.
             DamagedCheckpointError: Something was altered or is missing; a ValueError.
             ValueError: Shapes or dtypes that differ, read-only arrays, objects that not all ranks have, or a checkpoint
-                that has nothing of what is asked for. The objects keep their values.
+                that has none of the objects. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
         if path is None:
@@ -259,7 +183,7 @@ class Checkpoint:
             manifest = storage.read_manifest(Path(path))
             return Read(Path(path), manifest, storage.read_arrays(Path(path), manifest))
 
-        status, _ = self._restore(read, f"restoring checkpoint {os.fspath(path)}")
+        status, _ = self._tracked.restore(read, f"checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
@@ -272,21 +196,125 @@ class Checkpoint:
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
         """
-        status, unusable = self._restore_newest(
-            lambda: checkpoints_in(Path(directory)), f"restoring the latest checkpoint of {os.fspath(directory)}"
-        )
-        if unusable and status is not None and self._is_chief():
-            warn_of_unusable(unusable, status.path)
+        status, unusable = self._tracked.restore_newest(lambda: checkpoints_in(Path(directory)), os.fspath(directory))
+        if status is not None:
+            self._tracked.warn_of_unusable(unusable, status.path)
         return status
 
-    def _restore_newest(self, find: Callable[[], Found], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        return self._restore(lambda: read_newest(find), doing)
 
-    def _restore(self, read: Callable[[], Read | None], doing: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Return the status, None where there is no checkpoint, and what could not be used."""
+def tracked_by(checkpoint: Checkpoint) -> TrackedObjects:
+    """Return the inner side of a checkpoint, which its manager and others work with."""
+    return checkpoint._tracked
+
+
+class TrackedObjects:
+    """The inner side of a Checkpoint, which its manager and others work with; most methods are collective.
+
+    Args:
+        objects: By name.
+
+    Attributes:
+        objects: By name, as the program has set them.
+        save_counter: Number of saves so far, those before a restore included.
+        run_calls: Counted by PreemptionCheckpointHandler, in all runs of the program.
+    """
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.objects = objects
+        self.save_counter = 0
+        self.run_calls = 0
+        # The last sequence number in each directory.
+        self._sequences: dict[Path, int] = {}
+        self._unsettled: Save | None = None
+        self._waiting: Waiting | None = None
+        self._last_leaves = collect(objects)
+
+    def set(self, name: str, value: Any) -> None:
+        """Let ``value`` be the object of a name, if a checkpoint can hold it."""
+        collect({name: value})
+        self.objects[name] = value
+
+    def strategy(self, method: str) -> StrategyLike:
+        """Return the strategy that the objects are saved or restored under, after checking the context."""
+        return _strategy_of(self.collect("using"), method)
+
+    def collect(self, action: str, *, is_to_save: bool = False) -> Leaves:
+        """Return all parts; to save, also the values that wait for further parts."""
+        with self.shared_errors(action):
+            self._last_leaves = leaves = collect(self.objects)
+            if is_to_save:
+                if self._waiting is not None:
+                    self._waiting.look_at_all()
+                    self._waiting.add_to(leaves)
+                leaves.check_given()
+        return leaves
+
+    @contextmanager
+    def shared_errors(self, action: str) -> Iterator[None]:
+        """Tell the other ranks of an error in the block, before it is raised here."""
+        try:
+            yield
+        except Exception as error:
+            # Lists and dicts may have changed on this rank alone; the others are those of the last time.
+            strategy = _strategy_of(self._last_leaves, f"{action} a checkpoint")
+            extended_of(strategy).announce(error, action)
+            raise
+
+    # Saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path, number: int, options: SaveOptions) -> str:
+        """Save a checkpoint, or begin to, and return its path on the chief."""
+        leaves = self.collect("saving", is_to_save=True)
+        strategy = _strategy_of(leaves, "save()")
+        agreement = Agreement(strategy, "saving", f"checkpoint {path}")
+        with in_scope_of(strategy):
+            save = Save(agreement, leaves, path, options)
+            save.start(lambda: self._next_sequence(path.parent), number, self.run_calls)
+            if options.is_async:
+                self._unsettled = save
+                save.counter_before = self.save_counter
+            else:
+                save.settle()
+        self.save_counter = number
+        return save.path
+
+    def wait(self) -> None:
+        """Settle the save that a thread writes."""
+        unsettled = self._unsettled
+        if unsettled is None:
+            return
+        _check_context("wait()")
+        self._unsettled = None
+        try:
+            unsettled.settle()
+        except BaseException:
+            self.save_counter = unsettled.counter_before
+            raise
+
+    def _next_sequence(self, directory: Path) -> int:
+        if directory not in self._sequences:
+            found = checkpoints_in(directory).checkpoints
+            self._sequences[directory] = found[-1][1].sequence if found else 0
+        self._sequences[directory] += 1
+        return self._sequences[directory]
+
+    # Restoring ----------------------------------------------------------------------------------------------------
+
+    def restore_newest(self, find: Callable[[], Found], directory: str) -> tuple[LoadStatus | None, dict[str, str]]:
+        """Restore the newest checkpoint that is whole, of those that ``find`` finds; see :meth:`restore`."""
+        return self.restore(lambda: read_newest(find), f"the latest checkpoint of {directory}")
+
+    def restore(self, read: Callable[[], Read | None], subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
+        """Return the status, or None without a checkpoint, and the unusable ones.
+
+        Args:
+            read: Called on the chief.
+            subject: Names the checkpoint, for messages.
+        """
         self.wait()
-        leaves = self._collect("restoring")
+        leaves = self.collect("restoring")
         strategy = _strategy_of(leaves, "restore()")
+        agreement = Agreement(strategy, "restoring", subject)
         arrays: dict[str, Array] = {}
 
         def read_on_chief() -> Any:
@@ -296,47 +324,44 @@ class Checkpoint:
             arrays.update(answer.arrays)
             return str(answer.path), answer.manifest.to_json(), answer.unusable
 
-        with entered(strategy):
-            answer = chief_does(strategy, doing, read_on_chief)
+        with in_scope_of(strategy):
+            answer = agreement.chief_does(read_on_chief)
             if answer is None:
                 return None, {}
             path, content, unusable = answer
             manifest = Manifest.from_json(content, path)
             aligned = align(manifest, leaves)
-            check_fit_of_all(strategy, leaves, aligned, path, arrays, doing)
-            restore_iterators(strategy, leaves, aligned.manifest, doing)
+            check_fit_of_all(agreement, leaves, aligned, path, arrays)
+            restore_iterators(agreement, leaves, aligned.manifest)
             if give_shape(leaves, aligned.manifest):
-                leaves = collect(self._objects)
-            filled = fill(strategy, leaves, aligned, arrays)
-        waiting = self._wait_with(path, manifest, filled.waiting)
-        status = LoadStatus(path, filled.missing, filled.unused, filled.deferred, waiting, filled.is_any)
-        object.__setattr__(self, "_save_counter", manifest.number)
-        object.__setattr__(self, "_run_calls", manifest.run_calls)
-        return status, unusable
+                leaves = collect(self.objects)
+            unused, deferred, values = fill(agreement, leaves, aligned, arrays)
+        if self._waiting is not None:
+            self._waiting.end()
+        self._waiting = Waiting(path, self.objects, manifest, values)
+        self.save_counter, self.run_calls = manifest.number, manifest.run_calls
+        known = aligned.manifest.tensors.keys() | aligned.manifest.values.keys()
+        missing = [key for key in leaves if key not in known]
+        is_any = any(key in known for key in leaves)
+        return LoadStatus(path, missing, unused, deferred, self._waiting, is_any), unusable
 
-    def _wait_with(self, path: str, manifest: Manifest, values: dict[str, Array]) -> Waiting | None:
-        """Keep values of variables that objects have yet to make, in the place of those of an earlier restore."""
-        before: Waiting | None = self.__dict__["_waiting"]
-        if before is not None:
-            before.end()
-        waiting = Waiting(path, self._objects, manifest, values) if values else None
-        object.__setattr__(self, "_waiting", waiting)
-        return waiting
-
-    def _count_run_call(self) -> None:
-        object.__setattr__(self, "_run_calls", self._run_calls + 1)
-
-    def _is_chief(self) -> bool:
-        return self._strategy("restore()").extended.should_checkpoint
-
-    def _strategy(self, method: str) -> StrategyLike:
-        return _strategy_of(self._collect("using"), method)
+    def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
+        """Let the chief warn of checkpoints that were passed over, at the caller's line."""
+        if unusable and self.strategy("restore()").extended.should_checkpoint:
+            reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
+            warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
 
 
-def warn_of_unusable(unusable: dict[str, str], used: str) -> None:
-    """Say which checkpoints were passed over, and why, at the line that called the method which calls this."""
-    reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
-    warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
+def _check_name(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a checkpoint without a name, or with that of an unfinished one."""
+    text = os.fspath(path)
+    folder, name = os.path.split(text)
+    if not name or name.startswith("."):
+        better = os.path.join(text if name in ("", ".", "..") else folder, name.strip(".") or "ckpt")
+        raise ValueError(
+            f"the path of the checkpoint is {text!r}; expected a name after the directory that does not begin "
+            f"with a dot, such as {better!r}"
+        )
 
 
 def _check_context(method: str) -> None:
@@ -345,25 +370,18 @@ def _check_context(method: str) -> None:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy that the checkpoint is saved or restored under, after checking the context."""
     _check_context(method)
-    with outside():
-        default = get_strategy()
-    strategies = {v.distribute_strategy for v in leaves.variables.values()} - {default}
+    strategies = {v.distribute_strategy for v in leaves.variables.values()}
     if has_strategy():
         strategies.add(get_strategy())
+    strategies = {strategy for strategy in strategies if not is_default(strategy)}
     if len(strategies) > 1:
         names = sorted(type(strategy).__name__ for strategy in strategies)
         raise ValueError(
             f"Checkpoint.{method} involves the strategies {names}; expected variables of one strategy, the current "
             "one: make a checkpoint for each"
         )
-    strategy = strategies.pop() if strategies else default
-    extended_of(strategy)._require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
+    with outside():
+        strategy = strategies.pop() if strategies else get_strategy()
+    extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
-
-
-def entered(strategy: StrategyLike) -> AbstractContextManager[Any]:
-    """Return the block in which ``strategy`` is in scope."""
-    is_inside = in_cross_replica_context() and get_strategy() is strategy
-    return nullcontext() if is_inside else strategy.scope()

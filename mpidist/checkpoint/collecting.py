@@ -24,9 +24,18 @@ from mpidist.arrays.convert import (
 )
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import check_transportable, is_transportable
-from mpidist.checkpoint.format_rules import DEEPEST, is_key
-from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, child_key, escaped, is_on_read, keys_above
-from mpidist.checkpoint.places import Entry, Place, attribute_of, entry_of
+from mpidist.checkpoint.format_rules import DEEPEST
+from mpidist.checkpoint.leaves import (
+    WAITING_ATTRIBUTE,
+    Leaves,
+    ValueRef,
+    attribute_of,
+    child_key,
+    entry_of,
+    escaped,
+    is_on_read,
+    keys_above,
+)
 from mpidist.core.enums import VariableAggregation
 from mpidist.values.composite import AnyVariable
 
@@ -42,16 +51,16 @@ def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
 
     An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
     ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
-    it has no part for yet, and takes out of it what it comes to use. An iterator takes part by ``state()``, which
+    it has no part for yet, and takes out those that it comes to use. An iterator takes part by ``state()``, which
     returns something that JSON has, and ``restore(state)``.
 
-    Any other object of a class of the program takes part by what its attributes hold at any depth, as tf.Module does:
-    numbers, strings and what cannot be saved are its settings. The shortest path to an object, and of those the first
+    Any other object of a class of the program takes part by its attributes at any depth, as tf.Module does: numbers,
+    strings and things that cannot be saved are its settings. The shortest path to an object, and of those the first
     by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
 
     Args:
         objects: By name.
-        is_complete: Whether what cannot be in a checkpoint is an error. Otherwise it is passed over.
+        is_complete: Whether things that cannot be in a checkpoint are an error. Otherwise they are passed over.
 
     Raises:
         TypeError: Something that a checkpoint cannot hold.
@@ -59,7 +68,7 @@ def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
     """
     collector = _Collector(is_complete)
     for name in sorted(objects):
-        collector.add(_Found(objects[name], escaped(name), Entry(objects, name)))
+        collector.add(_Found(objects[name], escaped(name), entry_of(objects, name, None)))
     return collector.result()
 
 
@@ -78,7 +87,7 @@ class _Found:
 
     value: Any
     key: str
-    place: Place | None = None
+    place: ValueRef | None = None
     is_optional: bool = False
     outer: _Found | None = None
     lost: Exception | None = None
@@ -87,12 +96,12 @@ class _Found:
         self,
         value: Any,
         name: str | int,
-        place: Place | None = None,
+        place: ValueRef | None = None,
         *,
         is_optional: bool = False,
         is_entry: bool = False,
     ) -> _Found:
-        """Return a part of the thing as what was found."""
+        """Return a part of the thing, as found."""
         # What has no key does not need longer and longer ones.
         key = self.key if self.lost is not None else child_key(self.key, name)
         return _Found(value, key, place, is_optional, self if is_entry else None, self.lost)
@@ -115,25 +124,23 @@ class _Collector:
 
     def result(self) -> Leaves:
         while self._queue:
-            self._look_if_possible(self._queue.popleft())
+            try:
+                self._look_at(self._queue.popleft())
+            except (TypeError, ValueError):
+                # Of what is only looked for nothing is saved: saving and restoring tell of it.
+                if self._is_complete:
+                    raise
         while self._without_key and self._is_complete:
             self._look_at(self._without_key.popleft())
         leaves = self._leaves
         leaves.links = _links_to_something(leaves)
         return leaves
 
-    def _look_if_possible(self, found: _Found) -> None:
-        try:
-            self._look_at(found)
-        except (TypeError, ValueError):
-            # Of what is only looked for nothing is saved: saving and restoring tell of it.
-            if self._is_complete:
-                raise
-
     def _look_at(self, found: _Found) -> None:
         value, key = found.value, found.key
-        if found.lost is None and not is_key(key):
-            self._pass_over(found, _too_deep(key))
+        if found.lost is None and key.count("/") >= DEEPEST:
+            error = ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
+            self._pass_over(found, error)
         elif isinstance(value, AnyVariable):
             _check_readable(value, key)
             if self._is_new(found):
@@ -157,7 +164,7 @@ class _Collector:
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
-        """Look at something that can have no key, after all else: in attributes it is fine if no variable is in it."""
+        """Look after all else at something without a key; in attributes, only variables make it an error."""
         if not found.is_optional:
             raise error
         self.add(replace(found, lost=error))
@@ -229,7 +236,8 @@ class _Collector:
                 self.add(found.part(child, name, place, is_optional=found.is_optional, is_entry=True))
             else:
                 inner = found.part(child, "", is_optional=found.is_optional, is_entry=True)
-                self._pass_over(inner, _wrong_dict_key(key, name))
+                error = TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
+                self._pass_over(inner, error)
 
     def _look_at_module(self, found: _Found) -> None:
         if not self._is_new(found):
@@ -255,7 +263,7 @@ class _Collector:
 
 
 def _links_to_something(leaves: Leaves) -> dict[str, str]:
-    """Return the links to what is saved, and to objects in which something is or has such a link in its turn."""
+    """Return the links that lead to something saved, at once or by further links."""
     links_to: dict[str, list[str]] = {}
     for key, to in leaves.links.items():
         links_to.setdefault(to, []).append(key)
@@ -270,27 +278,27 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
 
 
 def _has_methods(value: Any, *names: str) -> bool:
-    """Whether an object has methods, and does not just answer to any name as a mock does."""
+    """Whether an object has methods of its own, and is no mock that answers to any name."""
     return all(
         inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
     )
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an array in an attribute is of those that cannot be saved or filled, such as text or a constant."""
+    """Whether an array in an attribute cannot be saved or filled, as text or a constant."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether the attributes of an object are looked at: where its class is of the program or a library of its own."""
+    """Whether to look at the attributes of an object, whose class is the program's own."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED
 
 
-def _required(found: _Found) -> Place:
+def _required(found: _Found) -> ValueRef:
     if found.place is None:
         what = "a JAX array" if is_jax(found.value) else repr(found.value)
         raise TypeError(
@@ -314,19 +322,11 @@ def _wrong_object(key: str, value: Any) -> TypeError:
     )
 
 
-def _too_deep(key: str) -> ValueError:
-    return ValueError(f"checkpoint object {key!r} is nested more than {DEEPEST} deep; expected a flatter nest")
-
-
 def _beside_state_dict(key: str) -> TypeError:
     return TypeError(
         f"checkpoint object {key!r} is an attribute of a torch module with a variable in it, which state_dict() of the "
         "module leaves out; give the variable to Checkpoint(name=variable), too"
     )
-
-
-def _wrong_dict_key(key: str, name: Any) -> TypeError:
-    return TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
 
 
 def _check_readable(variable: AnyVariable, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What may stand in manifest.json, in the header of a safetensors file and in a note: a table of each."""
+"""Rules for manifest.json, the header of a safetensors file and a note: a table of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 
 Rule = Callable[[Any], bool]
@@ -32,6 +31,10 @@ _END_OF_COUNTS = 1 << 63
 # NumPy has no arrays of more, whether they have elements or not.
 _MOST_DIMENSIONS = 32 if np.__version__.startswith("1.") else 64
 _END_OF_ELEMENTS = _END_OF_COUNTS // max(dtype.itemsize for dtype in NUMPY_DTYPES.values())
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint was truncated or altered, or files of it are missing; restore another one."""
 
 
 # Rules ------------------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def _tuple_of(*rules: Rule) -> Rule:
 
 
 def _are_links(value: Any) -> bool:
-    """Whether each leads to a key that itself leads nowhere, so that following them comes to an end."""
+    """Whether each leads to a key that leads no further."""
     if not _dict_of(is_key, is_key)(value):
         return False
     prefixes = ("/".join(to.split("/")[: end + 1]) for to in value.values() for end in range(to.count("/") + 1))
@@ -174,7 +177,7 @@ HEADER_ENTRY = _record({
 
 
 def parse(data: bytes | bytearray, source: str) -> Any:
-    """Return what a JSON text says.
+    """Return the content of a JSON text.
 
     Raises:
         DamagedCheckpointError: It is none, or gives one name twice.
@@ -193,7 +196,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_manifest(content: dict[str, Any], source: str) -> None:
-    """Raise DamagedCheckpointError unless a manifest keeps all rules; names that the table lacks do not count."""
+    """Raise DamagedCheckpointError unless a manifest keeps all rules; further names do not count."""
     for name, rule in _MANIFEST.items():
         is_right = rule(content[name]) if name in content else name not in _REQUIRED
         check(is_right, name, content, source)
@@ -204,7 +207,7 @@ def check_manifest(content: dict[str, Any], source: str) -> None:
 
 
 def check(is_right: bool, name: str, content: Mapping[str, Any], source: str) -> None:
-    """Raise DamagedCheckpointError unless what stands in ``content`` under ``name`` is right."""
+    """Raise DamagedCheckpointError unless the value under ``name`` is right."""
     if not is_right:
         found = reprlib.repr(content[name]) if name in content else "missing"
         raise DamagedCheckpointError(

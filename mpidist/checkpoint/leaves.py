@@ -1,23 +1,68 @@
-"""What a checkpoint consists of: objects and nests of them taken apart into named variables, arrays and values."""
+"""The parts of a checkpoint: objects and nests of them taken apart into named variables, arrays and values."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
-from mpidist.checkpoint.places import Place
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 
 # Of an object that takes part by its attributes: values that wait for its variables.
 WAITING_ATTRIBUTE = "_mpidist_waiting"
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Where a number or an immutable array stands.
+
+    Attributes:
+        get: Returns the value there.
+        put: Lets another value stand there.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to an entry of a container at ``outer``, or None."""
+    if isinstance(container, (dict, list)):
+        return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
+    if not isinstance(container, tuple) or outer is None:
+        return None
+
+    def put(value: Any) -> None:
+        # Another tuple of the same class takes its place.
+        before = outer.get()
+        entries = [*before[:name], value, *before[name + 1 :]]
+        outer.put(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
+
+    return ValueRef(lambda: outer.get()[name], put)
+
+
+def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to an attribute of an object at ``outer``, or None."""
+    params: Any = getattr(holder, "__dataclass_params__", None)
+    if params is None or not params.frozen:
+        return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
+    if outer is None or not any(field.name == name and field.init for field in dataclasses.fields(holder)):
+        return None
+    # Another frozen dataclass takes its place.
+    return ValueRef(
+        lambda: getattr(outer.get(), name),
+        lambda value: outer.put(dataclasses.replace(outer.get(), **{name: value})),
+    )
 
 
 @dataclass
@@ -36,15 +81,15 @@ class Leaves:
         containers: Dicts, lists and tuples.
         objects: Objects that take part by their attributes.
         given: Those of them that are not themselves in an attribute of another one.
-        links: Further keys of what has one already: of variables, of arrays that can be filled, and of objects.
+        links: Further keys of things that have one already: variables, arrays that can be filled, and objects.
     """
 
     variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    replaced: dict[str, Place] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    replaced: dict[str, ValueRef] = field(default_factory=dict)
+    places: dict[str, ValueRef] = field(default_factory=dict)
     iterators: dict[str, Any] = field(default_factory=dict)
     deferring: dict[str, Any] = field(default_factory=dict)
     containers: dict[str, Any] = field(default_factory=dict)
@@ -59,12 +104,12 @@ class Leaves:
         yield from self.iterators
 
     def saved(self) -> Iterator[str]:
-        """Yield the keys of what is saved, also where it is saved by parts that are yet to come."""
+        """Yield the keys of all that is saved, if only by parts yet to come."""
         yield from self
         yield from self.deferring
 
     def values(self) -> dict[str, Any]:
-        """Return the numbers, strings and None, and the states of iterators, as they are now, in types that JSON has.
+        """Return numbers, strings, None and states of iterators, in types that JSON has.
 
         Raises:
             TypeError: The state of an iterator has something else.
@@ -76,11 +121,11 @@ class Leaves:
         return values
 
     def classes(self) -> dict[str, str]:
-        """Return the names of the classes whose values mean something else in another class: those of optimizers."""
+        """Return the class names of optimizers, whose values mean something else in another class."""
         return {key: type(owner).__name__ for key, owner in self.deferring.items()}
 
     def names_of_all_ranks(self) -> list[str]:
-        """Return the keys that every rank must have, as values of theirs travel between the ranks.
+        """Return the keys that every rank must have, whose values travel between ranks.
 
         Arrays in lists and dicts are not among them, which may have grown on one rank alone: a restore makes them.
         """
@@ -105,8 +150,8 @@ class Leaves:
         Raises:
             ValueError: There is another one of its name.
         """
-        taken = (self.variables, self.arrays, self.places, self.iterators, self.containers, self.links)
-        if any(key in those for those in taken):
+        is_leaf = key in self.variables or key in self.arrays or key in self.places or key in self.iterators
+        if is_leaf or key in self.containers or key in self.links:
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
 
@@ -136,7 +181,7 @@ def escaped(name: str) -> str:
 
 
 def keys_above(key: str) -> set[str]:
-    """Return the keys of what holds the object ``key``."""
+    """Return the keys of the objects that hold ``key``."""
     names = key.split("/")
     return {"/".join(names[:end]) for end in range(1, len(names))}
 
@@ -144,6 +189,20 @@ def keys_above(key: str) -> set[str]:
 def is_within(key: str, outer: str) -> bool:
     """Whether ``key`` is that of the object ``outer``, or of something in it."""
     return key == outer or key.startswith(f"{outer}/")
+
+
+def follow(key: str, links: Mapping[str, str]) -> str:
+    """Return the key under which a thing is held.
+
+    >>> follow("model/last/kernel", {"model/last": "model/layers/1"})
+    'model/layers/1/kernel'
+    """
+    while links:
+        outer = next((outer for outer in sorted({key, *keys_above(key)}) if outer in links), None)
+        if outer is None:
+            return key
+        key = links[outer] + key[len(outer) :]
+    return key
 
 
 def child_key(key: str, name: str | int) -> str:
@@ -154,7 +213,7 @@ def child_key(key: str, name: str | int) -> str:
 def restore_variable(variable: AnyVariable, array: Array) -> None:
     """Give ``variable`` the value that a checkpoint holds; in cross-replica context, on every rank.
 
-    Copies of an ON_READ variable with aggregation SUM get equal shares; what is left of integers goes to replica
+    Copies of an ON_READ variable with aggregation SUM get equal shares; the rest of integers goes to replica
     0, so that the sum is kept.
     """
     variable.assign(array)
@@ -164,15 +223,15 @@ def restore_variable(variable: AnyVariable, array: Array) -> None:
 
 
 def start_variable(variable: AnyVariable, array: Array) -> None:
-    """Give ``variable``, which nobody has used yet, the value that a checkpoint holds; in any context, local."""
+    """Give an unused variable the value that a checkpoint holds; in any context, local."""
     for part, share in zip(parts_of(variable), cut_for(variable, array), strict=True):
-        part._is_unused = False
+        part.is_unused = False
         for copy, value in zip(part.values, _shares_of(part, share), strict=True):
-            copy._start_from(value)
+            copy.start_from(value)
 
 
 def _shares_of(variable: Variable, array: Array) -> list[Array]:
-    """Return what each local copy has of a value."""
+    """Return the share of each local copy in a value."""
     if not _is_sum(variable):
         return [array] * len(variable.values)
     count = variable.distribute_strategy.num_replicas_in_sync

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.agreement import chief_does
-from mpidist.checkpoint.checkpoint import Checkpoint, warn_of_unusable
-from mpidist.checkpoint.leftovers import clean_leftovers
+from mpidist.checkpoint.agreement import Agreement
+from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.naming import Found, checkpoints_in
-from mpidist.checkpoint.retention import Retention
-from mpidist.checkpoint.save_steps import SaveOptions
+from mpidist.checkpoint.saving import SaveOptions
+from mpidist.checkpoint.storage import Found, checkpoints_in
+from mpidist.checkpoint.writer import clean_leftovers, remove_checkpoint
 from mpidist.values import Variable
+
+_SECONDS_PER_HOUR = 3600.0
 
 
 class CheckpointManager:
     """Saves numbered checkpoints into one directory and removes old ones (tf.train.CheckpointManager).
 
     Collective, as every method but the properties: make it on every rank, with equal arguments. The first rank
-    looks, writes and removes. What writers of such checkpoints that were killed have left in the directory is removed.
+    looks, writes and removes, also the leftovers of killed writers of such checkpoints.
 
     Args:
-        checkpoint: What to save.
+        checkpoint: The objects to save.
         directory: Where; made where it is missing.
         max_to_keep: How many checkpoints to keep; None for all. A checkpoint is removed only when a newer one is safe
             on the disk. Damaged ones are neither counted nor removed.
@@ -88,6 +91,7 @@ class CheckpointManager:
         ):
             raise ValueError(f"checkpoint_name is {checkpoint_name!r}; expected a name such as 'ckpt', without a path")
         self._checkpoint = checkpoint
+        self._tracked = tracked_by(checkpoint)
         self._directory = os.fspath(directory)
         self._name = checkpoint_name
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
@@ -98,10 +102,14 @@ class CheckpointManager:
         def look() -> Any:
             clean_leftovers(Path(directory), self._number_in)
             self._retention = Retention(self._find(), max_to_keep, keep_checkpoint_every_n_hours)
-            return self._retention.checkpoints, self._highest_number()
+            # Damaged ones count, too: what is left of them is not replaced.
+            entries = os.listdir(directory) if os.path.isdir(directory) else []
+            numbers = [int(match[1]) for entry in entries if (match := self._number_in(entry))]
+            return self._retention.checkpoints, max(numbers, default=0)
 
-        strategy = checkpoint._strategy("CheckpointManager()")
-        checkpoints, highest = chief_does(strategy, f"listing the checkpoints of {self._directory}", look)
+        strategy = self._tracked.strategy("CheckpointManager()")
+        listing = Agreement(strategy, "listing", f"the checkpoints of {self._directory}")
+        checkpoints, highest = listing.chief_does(look)
         self._checkpoints: list[str] = checkpoints
         self._highest: int = highest
 
@@ -109,7 +117,7 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The Checkpoint that is saved."""
         return self._checkpoint
 
     def __repr__(self) -> str:
@@ -127,7 +135,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the managed checkpoints, those saved last at the end; the same on all ranks.
+        """Paths of the managed checkpoints, newest last; the same on all ranks.
 
         Those that are kept for good do not count, and one that a thread is still writing is not among them.
         """
@@ -154,7 +162,7 @@ class CheckpointManager:
         Raises:
             Exception: As ``Checkpoint.save``.
         """
-        with self._checkpoint._shared_errors("saving"):
+        with self._tracked.shared_errors("saving"):
             step = self._step() if self._interval is not None else None
             given = None if checkpoint_number is None else _whole(checkpoint_number)
         if step is not None and check_interval and self._last_step is not None:
@@ -162,7 +170,8 @@ class CheckpointManager:
             if step - self._last_step < self._interval:
                 return None
         self._checkpoint.wait()
-        counter = self._checkpoint.save_counter + 1 if given is not None else self._next_number()
+        last = self._checkpoint.save_counter
+        counter = (last if given is not None else max(last, self._highest)) + 1
         number = counter if given is None else given
         path = Path(self._directory, f"{self._name}-{number}")
 
@@ -182,7 +191,7 @@ class CheckpointManager:
         kept = None if self._retention is None else self._retention.kept_after(path)
         options = SaveOptions(self._is_sharded, self._is_async, kept, finish, told, failed)
         try:
-            return self._checkpoint._write(path, counter, options)
+            return self._tracked.save(path, counter, options)
         except BaseException:
             failed()
             raise
@@ -193,14 +202,13 @@ class CheckpointManager:
         Instead of a damaged checkpoint the one before it is restored, on all ranks; the first rank warns of that.
 
         Returns:
-            The path of what was restored; None where there was nothing.
+            The path of the checkpoint; None where there was none.
 
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
             ValueError: It does not fit the objects.
         """
-        doing = f"restoring the latest checkpoint of {self._directory}"
-        status, unusable = self._checkpoint._restore_newest(self._find, doing)
+        status, unusable = self._tracked.restore_newest(self._find, self._directory)
         if status is None:
             if self._init_fn is not None:
                 self._init_fn()
@@ -210,16 +218,15 @@ class CheckpointManager:
             self._last_step = self._step()
         if self._retention is not None:
             self._retention.forget(*unusable)
-        if unusable and self._checkpoint._is_chief():
-            warn_of_unusable(unusable, status.path)
+        self._tracked.warn_of_unusable(unusable, status.path)
         return status.path
 
     def wait(self) -> None:
-        """Return once what ``save`` began is on the disk; collective, as ``Checkpoint.wait``. Extension."""
+        """Return once the last save is on the disk; collective, as ``Checkpoint.wait``. Extension."""
         self._checkpoint.wait()
 
     def sync(self) -> None:
-        """Do what :meth:`wait` does (tf.train.CheckpointManager.sync)."""
+        """Wait as :meth:`wait` does (tf.train.CheckpointManager.sync)."""
         self.wait()
 
     def _find(self) -> Found:
@@ -227,15 +234,6 @@ class CheckpointManager:
 
     def _number_in(self, name: str) -> re.Match[str] | None:
         return re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
-
-    def _highest_number(self) -> int:
-        # Damaged ones count, too: what is left of them is not replaced.
-        entries = os.listdir(self._directory) if os.path.isdir(self._directory) else []
-        numbers = [int(match[1]) for entry in entries if (match := self._number_in(entry))]
-        return max(numbers, default=0)
-
-    def _next_number(self) -> int:
-        return max(self._checkpoint.save_counter, self._highest) + 1
 
     def _step(self) -> int:
         counter = self._step_counter
@@ -257,3 +255,71 @@ def _whole(value: Any) -> int:
     if array.ndim or array.dtype.kind not in "iu" or array < 0:
         raise ValueError(f"checkpoint_number is {value!r}; expected a whole number of 0 or more, or None")
     return int(array)
+
+
+class Retention:
+    """The checkpoints that a manager may remove, those saved last at the end.
+
+    Args:
+        found: Those of the directory.
+        max_to_keep: How many to keep; None for all.
+        keep_every_hours: One per so many hours is kept for good; None for none.
+    """
+
+    def __init__(self, found: Found, max_to_keep: int | None, keep_every_hours: float | None) -> None:
+        self._max_to_keep = max_to_keep
+        self._keep_every_hours = keep_every_hours
+        # What was kept before stands in the newest checkpoint that knows; without, the first interval begins now.
+        known = [manifest.kept for _, manifest in found.checkpoints if manifest.kept is not None]
+        self._kept = known[-1] if known else None if keep_every_hours is None else (time.time(), ())
+        kept_names = self._kept[1] if self._kept is not None else ()
+        self._saved_at = {
+            str(path): manifest.saved_at for path, manifest in found.checkpoints if path.name not in kept_names
+        }
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths."""
+        return list(self._saved_at)
+
+    def forget(self, *paths: str) -> None:
+        """Leave checkpoints alone from now on."""
+        for path in paths:
+            self._saved_at.pop(path, None)
+
+    def kept_after(self, path: Path) -> tuple[float, tuple[str, ...]] | None:
+        """Return ``kept`` for the manifest of the next checkpoint, ``path``."""
+        return self._sorted_out({**self._without(path), str(path): time.time()})[1]
+
+    def add(self, path: Path, manifest: Manifest) -> None:
+        """Take in a new checkpoint, now on the disk, and remove surplus ones.
+
+        Warns:
+            UserWarning: One cannot be removed.
+        """
+        self._saved_at = {**self._without(path), str(path): manifest.saved_at}
+        surplus, self._kept = self._sorted_out(self._saved_at)
+        for oldest, is_kept in surplus.items():
+            self.forget(oldest)
+            if is_kept:
+                continue
+            try:
+                remove_checkpoint(Path(oldest))
+            except OSError as error:
+                warnings.warn(f"checkpoint {oldest}, an old one, cannot be removed: {error}", stacklevel=2)
+
+    def _without(self, path: Path) -> dict[str, float]:
+        # One that is replaced is the newest from now on.
+        return {other: saved_at for other, saved_at in self._saved_at.items() if other != str(path)}
+
+    def _sorted_out(self, saved_at: dict[str, float]) -> tuple[dict[str, bool], tuple[float, tuple[str, ...]] | None]:
+        """Return the surplus checkpoints, each with whether it is kept for good, and the new ``kept``."""
+        count = 0 if self._max_to_keep is None else max(0, len(saved_at) - self._max_to_keep)
+        surplus, kept = {}, self._kept
+        for path in list(saved_at)[:count]:
+            surplus[path] = False
+            if kept is not None and self._keep_every_hours is not None:
+                surplus[path] = saved_at[path] - kept[0] >= self._keep_every_hours * _SECONDS_PER_HOUR
+            if kept is not None and surplus[path]:
+                kept = (saved_at[path], (*kept[1], Path(path).name))
+        return surplus, kept

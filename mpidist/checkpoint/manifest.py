@@ -1,4 +1,4 @@
-"""Manifest: what a checkpoint holds and which files it is in, as the text of manifest.json."""
+"""Manifest: content and files of a checkpoint, as the text of manifest.json."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.format_rules import NUMPY_DTYPES, check, check_manifest, parse
+from mpidist.checkpoint.format_rules import NUMPY_DTYPES, DamagedCheckpointError, check, check_manifest, parse
 from mpidist.checkpoint.safetensors_file import FileRecord, stores
 from mpidist.core.version import __version__
 from mpidist.core.wording import pip_install
@@ -38,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """What the manifest says of one tensor.
+    """One tensor in the manifest.
 
     Attributes:
         shape: Of the tensor, whatever it is stored as.
@@ -64,7 +63,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in manifest.json beside the format and its version.
+    """The content of manifest.json beside the format and its version.
 
     Attributes:
         sequence: Later checkpoints of one directory have greater numbers, whatever they are called.
@@ -81,7 +80,7 @@ class Manifest:
         writer: Host and process id of the one that wrote it.
         is_shared: Whether it was saved by the ranks of a strategy together.
         classes: Names of the classes of optimizers, by key; empty in checkpoints of before.
-        links: Keys of what is held under another key, by key: variables, arrays and objects with several paths.
+        links: By key, the key under which a thing is held: variables, arrays and objects with several paths.
     """
 
     sequence: int
@@ -108,7 +107,7 @@ class Manifest:
         """Return the manifest that :meth:`to_json` gave, or that of version 1.
 
         Raises:
-            DamagedCheckpointError: It is not what was written.
+            DamagedCheckpointError: It was altered.
             ValueError: It is of a later version than this mpidist reads.
         """
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -143,7 +142,7 @@ class Manifest:
         """Return the manifest that ``data``, the bytes of manifest.json, say.
 
         Raises:
-            DamagedCheckpointError: They are not what was written.
+            DamagedCheckpointError: They were altered.
             ValueError: They are of a later version than this mpidist reads.
         """
         content, text = parse(data, source), data.decode()

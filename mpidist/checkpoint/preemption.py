@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.checkpoint.termination import TerminationConfig, TerminationWatch
 from mpidist.core.context import get_strategy, outside
@@ -34,7 +34,7 @@ class PreemptionCheckpointHandler:
 
     Args:
         cluster_resolver: As in TensorFlow; not needed here, None will do.
-        checkpoint_or_checkpoint_manager: What to save.
+        checkpoint_or_checkpoint_manager: The objects to save.
         checkpoint_dir: Where, for a Checkpoint; a manager has its own directory.
         termination_config: A TerminationConfig; signals by default.
 
@@ -70,11 +70,12 @@ class PreemptionCheckpointHandler:
         if not isinstance(self._config, TerminationConfig):
             raise TypeError(f"termination_config is {termination_config!r}; expected a TerminationConfig or None")
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        strategy = self._manager.checkpoint._strategy("PreemptionCheckpointHandler()")
+        self._tracked = tracked_by(self._manager.checkpoint)
+        strategy = self._tracked.strategy("PreemptionCheckpointHandler()")
         _check_joins_ranks(strategy)
         self._is_chief = bool(strategy.extended.should_checkpoint)
         self._manager.restore_or_initialize()
-        self._agreement = strategy.extended._step_agreement()
+        self._agreement = strategy.extended.step_agreement()
         self._reason: str | None = None
         self._timer: threading.Timer | None = None
         self._began = time.monotonic()
@@ -85,7 +86,7 @@ class PreemptionCheckpointHandler:
         return f"<PreemptionCheckpointHandler of {self._manager!r}>"
 
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a training step, and save and exit after it if the ranks have agreed on it.
+        """Call a training step; save and exit after it if the ranks agreed to.
 
         Call it on every rank, equally often. An exception of the step goes through; the step then does not count.
 
@@ -94,7 +95,7 @@ class PreemptionCheckpointHandler:
             args, kwargs: Of the function.
 
         Returns:
-            What the function returns.
+            The result of the function.
 
         Raises:
             SystemExit: The job has saved and is to end (code 42), by default.
@@ -102,12 +103,12 @@ class PreemptionCheckpointHandler:
         """
         self._check_open()
         result = distributed_train_function(*args, **kwargs)
-        self._manager.checkpoint._count_run_call()
+        self._tracked.run_calls += 1
         self._end_step((), {})
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step, and save and exit if the ranks have agreed on it: for loops that do not use :meth:`run`.
+        """Count a step; save and exit if the ranks agreed to. For loops without :meth:`run`.
 
         Call it on every rank after each step, inside :meth:`watch_preemption_scope`.
 
@@ -115,7 +116,7 @@ class PreemptionCheckpointHandler:
             args, kwargs: For ``save``, or for ``save_fn``.
         """
         self._check_open()
-        self._manager.checkpoint._count_run_call()
+        self._tracked.run_calls += 1
         self._end_step(args, kwargs)
 
     @contextlib.contextmanager
@@ -130,11 +131,11 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps were counted, those before a restart included, as the checkpoint that was restored has them.
+        """Number of steps counted so far, those before a restart included.
 
         Deprecated in TensorFlow: keep a step in the checkpoint.
         """
-        return self._manager.checkpoint._run_calls
+        return self._tracked.run_calls
 
     def close(self) -> None:
         """Watch no more; once. Collective: call it on every rank, before the strategy is closed."""

@@ -11,20 +11,18 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, fill_torch, is_writable, jax_makes, like_jax
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import check_same, digest, every_rank_does
-from mpidist.checkpoint.containers import describe_container, tensors_to_be_made
-from mpidist.checkpoint.errors import DamagedCheckpointError
+from mpidist.checkpoint.agreement import Agreement, digest
+from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.leaves import Leaves, keys_above, restore_variable
-from mpidist.checkpoint.links import Aligned
 from mpidist.checkpoint.manifest import Manifest, dtype_of
-from mpidist.checkpoint.naming import Found
-from mpidist.core.protocols import StrategyLike
+from mpidist.checkpoint.storage import Found
 from mpidist.values.placement import place_of
 
 
 @dataclass
 class Read:
-    """What the first rank has read.
+    """A checkpoint that the first rank has read.
 
     Attributes:
         path: The checkpoint.
@@ -40,10 +38,10 @@ class Read:
 
 
 def read_newest(find: Callable[[], Found]) -> Read | None:
-    """Return the newest checkpoint all of which is as it was written; None where there is none at all.
+    """Return the newest undamaged checkpoint, or None where there is none at all.
 
     Args:
-        find: Says what there is.
+        find: Returns those that are there.
 
     Raises:
         DamagedCheckpointError: There are checkpoints, and none can be used.
@@ -76,7 +74,10 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
         path: Of it, for messages.
         arrays: Its tensors, on the first rank.
     """
-    manifest, problems = aligned.manifest, [*aligned.problems, *_differing(aligned, arrays)]
+    manifest, problems = aligned.manifest, [*aligned.problems]
+    for one, other in aligned.doubles:
+        if one in arrays and not _are_equal(arrays[one], arrays[other]):
+            problems.append(f"{one!r} and {other!r} are one thing here, and differ in the checkpoint")
     targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
     for key, target in targets.items():
         tensor = manifest.tensors.get(key)
@@ -112,19 +113,13 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
     if problems:
         raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
     here = {*leaves.saved(), *leaves.containers, *leaves.objects}
-    if here and not any(_belongs(key, here) for key in (*manifest.tensors, *manifest.values, *manifest.containers)):
+    if here and not any(
+        here & {key, *keys_above(key)} for key in (*manifest.tensors, *manifest.values, *manifest.containers)
+    ):
         raise ValueError(
             f"checkpoint {path} has nothing of what is asked for: it holds {sorted(manifest.tensors)} and "
             f"{sorted(manifest.values)}, the objects are {sorted(here)}; expected the names that it was saved under"
         )
-
-
-def _differing(aligned: Aligned, arrays: Mapping[str, Array]) -> list[str]:
-    return [
-        f"{one!r} and {other!r} are one thing here, and differ in the checkpoint"
-        for one, other in aligned.doubles
-        if one in arrays and not _are_equal(arrays[one], arrays[other])
-    ]
 
 
 def _are_equal(one: Array, other: Array) -> bool:
@@ -132,45 +127,38 @@ def _are_equal(one: Array, other: Array) -> bool:
 
 
 def check_fit_of_all(
-    strategy: StrategyLike, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array], doing: str
+    agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]
 ) -> None:
-    """Raise on every rank unless the checkpoint can fill the objects of each, and these are the same (collective)."""
-    names = _names_to_fill(leaves, aligned.manifest)
+    """Raise on every rank unless the checkpoint fits the objects of all (collective)."""
+    tensors = aligned.manifest.tensors.keys()
+    there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, aligned.manifest)}
+    known = {key for key in tensors if key in there or _owner_of(key, leaves) is not None}
+    waiting = [f"{key} (yet to be made)" for key in tensors - known if _is_kept(key, leaves)]
+    # Their values will travel between the ranks.
+    names = [*known, *waiting, *(key for key in leaves.iterators if key in aligned.manifest.iterators)]
 
     def check() -> int:
         check_fit(leaves, aligned, path, arrays)
         return digest(names)
 
-    check_same(strategy, doing, names, every_rank_does(strategy, doing, check))
-
-
-def _names_to_fill(leaves: Leaves, manifest: Manifest) -> list[str]:
-    """Return the keys whose values will travel between the ranks."""
-    there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, manifest)}
-    known = {key for key in manifest.tensors if key in there or _owner_of(key, leaves) is not None}
-    waiting = [f"{key} (yet to be made)" for key in manifest.tensors.keys() - known if _is_kept(key, leaves)]
-    return [*known, *waiting, *(key for key in leaves.iterators if key in manifest.iterators)]
+    agreement.check_same(names, agreement.every_rank_does(check))
 
 
 def _owner_of(key: str, leaves: Leaves) -> str | None:
-    """Return the object that takes the value ``key`` even if it has no part for it yet."""
+    """Return the object that keeps the value ``key`` for a part yet to come."""
     return next((name for name in leaves.deferring if key.startswith(f"{name}/")), None)
 
 
 def _is_kept(key: str, leaves: Leaves) -> bool:
-    """Whether the value ``key`` is kept for a part that an object does not have yet."""
+    """Whether the value ``key`` is kept for a part yet to come."""
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 
-def _belongs(key: str, names: set[str]) -> bool:
-    return key in names or any(key.startswith(f"{name}/") for name in names)
-
-
-def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest, doing: str) -> None:
+def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) -> None:
     """Let the iterators go on where they stood (collective where there are any).
 
     Raises:
-        Exception: What one of them raised; on the other ranks PeerError.
+        Exception: That of one of them; on the other ranks PeerError.
     """
     mine = {key: iterator for key, iterator in leaves.iterators.items() if key in manifest.iterators}
 
@@ -179,62 +167,48 @@ def restore_iterators(strategy: StrategyLike, leaves: Leaves, manifest: Manifest
             iterator.restore(manifest.values[key])
 
     if mine:
-        every_rank_does(strategy, doing, restore)
+        agreement.every_rank_does(restore)
 
 
-@dataclass
-class Filled:
-    """What became of the values of a checkpoint.
+def fill(
+    agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]
+) -> tuple[list[str], dict[str, dict[str, Array]], dict[str, Array]]:
+    """Broadcast the values from the first rank, and fill the objects (collective).
 
-    Attributes:
-        missing: Keys of objects that it has nothing for.
-        unused: Keys of it that no object has.
-        deferred: Values that optimizers keep for variables that they have yet to make, by key of the optimizer.
-        waiting: Values of variables that objects have not made yet, by their key in the checkpoint.
-        is_any: Whether any value has come to its place.
+    Returns:
+        Keys of the checkpoint that no object has; the values that optimizers keep for variables that they have yet to
+        make, by key of the optimizer; and those of variables that objects have not made yet.
     """
-
-    missing: list[str]
-    unused: list[str]
-    deferred: dict[str, dict[str, Array]]
-    waiting: dict[str, Array]
-    is_any: bool = False
-
-
-def fill(strategy: StrategyLike, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]) -> Filled:
-    """Broadcast what the first rank has read, and put it where it belongs (collective)."""
-    manifest = aligned.manifest
-    filled = Filled([], [], {key: {} for key in leaves.deferring}, {})
+    manifest, unused = aligned.manifest, []
+    deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
+    waiting: dict[str, Array] = {}
     last_use = {aligned.source(key): key for key in sorted(manifest.tensors)}
     for key, tensor in sorted(manifest.tensors.items()):
         if key not in leaves.variables and key not in leaves.arrays and not _is_kept(key, leaves):
-            filled.unused.append(key)
+            unused.append(key)
             continue
         source = aligned.source(key)
         mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
         if last_use[source] == key:
             arrays.pop(source, None)
-        value = np.asarray(strategy.extended._broadcast_from_first(mine))
+        value = np.asarray(agreement.extended.broadcast_nest(mine))
         owner = _owner_of(key, leaves)
         if key in leaves.variables:
             restore_variable(leaves.variables[key], value)
         elif key in leaves.arrays:
             _fill_array(leaves, key, value)
         elif owner is not None:
-            filled.deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
+            deferred[owner][key.removeprefix(f"{owner}/")] = np.array(value)
         else:
-            filled.waiting[source] = np.array(value)
+            waiting[source] = np.array(value)
     for name, owner_object in leaves.deferring.items():
-        owner_object._checkpoint_defer(filled.deferred[name])
+        owner_object._checkpoint_defer(deferred[name])
     for key, value in manifest.values.items():
         if key in leaves.places:
             leaves.places[key].put(value)
         elif key not in leaves.iterators:
-            filled.unused.append(key)
-    known = manifest.tensors.keys() | manifest.values.keys()
-    filled.missing += [key for key in leaves if key not in known]
-    filled.is_any = any(key in known for key in leaves)
-    return filled
+            unused.append(key)
+    return unused, deferred, waiting
 
 
 def _fill_array(leaves: Leaves, key: str, value: Array) -> None:

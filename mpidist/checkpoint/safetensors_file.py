@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.files import open_to_read
-from mpidist.checkpoint.format_rules import HEADER_ENTRY, SAFETENSORS_NAMES, check, parse
+from mpidist.checkpoint.format_rules import HEADER_ENTRY, SAFETENSORS_NAMES, DamagedCheckpointError, check, parse
+from mpidist.core.files import NotAFileError, open_regular
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
 # What is checked or summed up at a time, small enough to stay in the cache between the two.
@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """Size and checksum of a file.
 
     Attributes:
         bytes: Its size.
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
         tensors: C-contiguous arrays of dtypes that the format :func:`stores`.
 
     Raises:
-        OSError: It cannot be written; what there is of it stays.
+        OSError: It cannot be written; an unfinished file stays.
     """
     header, end = {}, 0
     for key, array in tensors.items():
@@ -80,10 +80,10 @@ def read(path: Path, expected: FileRecord | None) -> dict[str, Array]:
 
     Args:
         path: The file.
-        expected: What it must be; None where that is not known.
+        expected: Its record; None where that is not known.
 
     Raises:
-        DamagedCheckpointError: It is not there, not in the format, or not what is expected.
+        DamagedCheckpointError: It is not there, not in the format, or unlike its record.
         OSError: It cannot be read.
     """
     try:
@@ -125,7 +125,7 @@ def _read_tensors(file: FileIO, size: int, path: Path) -> tuple[dict[str, Array]
 
 
 def _entries(text: bytearray, path: Path) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int]]:
-    """Return key, dtype, shape, begin and end of the tensors, in the order in which they lie in the file."""
+    """Return key, dtype, shape, begin and end of each tensor, in the order of the file."""
     header = parse(text, f"the header of {path}")
     if not isinstance(header, dict):
         raise DamagedCheckpointError(f"{path} is damaged: its header is no dict")
@@ -179,3 +179,29 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def open_to_read(path: Path) -> FileIO:
+    """Open a file of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: There is no regular file, but something else.
+        OSError: It cannot be opened.
+    """
+    try:
+        return FileIO(open_regular(path, os.O_RDONLY))
+    except NotAFileError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file of a checkpoint, which is not opened.
+
+    Raises:
+        DamagedCheckpointError: There is no regular file, but something else.
+        OSError: It cannot be looked at.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpointError(f"{path} is damaged: {NotAFileError(path)}")
+    return status.st_size

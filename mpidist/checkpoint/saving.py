@@ -1,146 +1,260 @@
-"""Job: the writing of one checkpoint on one rank, after everything it needs of the ranks has been collected."""
+"""Save: the steps of the ranks to save a checkpoint together, and the division of the writing among them."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpidist.arrays.convert import Array
-from mpidist.checkpoint import safetensors_file
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.files import open_to_read
-from mpidist.checkpoint.format_rules import FILE, parse
-from mpidist.checkpoint.manifest import DATA, Manifest, Part, Tensor
-from mpidist.checkpoint.safetensors_file import FileRecord
-from mpidist.checkpoint.sharding import Plan
-from mpidist.checkpoint.storage import Writing, encode, this_writer
-from mpidist.core import settings
+from mpidist.checkpoint.agreement import Agreement, digest
+from mpidist.checkpoint.alignment import describe_container
+from mpidist.checkpoint.job import Job, Pending, Plan
+from mpidist.checkpoint.leaves import Leaves, is_on_read
+from mpidist.checkpoint.manifest import Manifest, Tensor, describe
+from mpidist.values.placement import on_host
 
-_LONGEST_NAP_SECONDS = 0.1
-# What a file of a checkpoint came to: its record, or None where a rank had nothing to write.
-Record = dict[str, Any] | None
+# Tensors of less than twice this are not cut: small parts cost more than they bring.
+SMALLEST_PART_BYTES = 1 << 16
 
 
-def file_name(rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return DATA if ranks == 1 else f"data-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+def _nothing(*_: Any) -> None:
+    return None
 
 
-@dataclass
-class Job:
-    """What a rank has to write of one checkpoint. Nothing in it talks to other ranks through MPI, or forks.
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
 
     Attributes:
-        directory: Where the files go for now.
-        rank: Of this process.
-        ranks: How many write.
-        plan: Who writes what.
-        tensors: What the manifest says of each tensor, without its parts.
-        arrays: Of those that this rank writes a part of: the tensor, or that part of it as a vector.
-        writing: On the first rank, the checkpoint that is being written.
-        manifest: On the first rank, what is known before the files are written.
-        finish: Called on the first rank when the checkpoint is there; its result, in JSON's types, is that of the job.
+        is_sharded: Whether all ranks write.
+        is_async: Whether a thread writes.
+        kept: For the manifest; that of the first rank counts.
+        finish: Called on the first rank when the checkpoint is there, in whichever thread wrote it.
+        told: Called on every rank with the result of ``finish``.
+        failed: Called on every rank where it fails, once that is known.
     """
 
-    directory: Path
-    rank: int
-    ranks: int
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    arrays: dict[str, Array]
-    writing: Writing | None
-    manifest: Manifest | None
-    finish: Callable[[Manifest], Any]
+    is_sharded: bool = False
+    is_async: bool = False
+    kept: tuple[float, tuple[str, ...]] | None = None
+    finish: Callable[[Manifest], Any] = _nothing
+    told: Callable[[Any], None] = _nothing
+    failed: Callable[[], None] = _nothing
 
-    def write_part(self) -> Record:
-        """Write what this rank has to write, and wait until it is on the disk."""
-        encoded = {}
-        for key, parts in self.plan.items():
-            for rank, start, stop in parts:
-                if rank == self.rank:
-                    encoded[key] = encode(self.arrays[key], self.tensors[key], Part("", start, stop))
-        if not encoded and self.ranks > 1:
-            return None
-        if not self.directory.is_dir():
-            raise FileNotFoundError(
-                f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
-                "directory that all ranks share: save to one, or without sharded=True"
-            )
-        return asdict(safetensors_file.write(self.directory / file_name(self.rank, self.ranks), encoded))
 
-    def publish(self, records: list[Record]) -> Any:
-        """Make a checkpoint of the files of all ranks; on the first rank."""
-        assert self.writing is not None
-        assert self.manifest is not None
-        tensors = {
-            key: replace(tensor, parts=tuple(Part(file_name(rank, self.ranks), a, b) for rank, a, b in self.plan[key]))
-            for key, tensor in self.tensors.items()
-        }
-        files = {
-            file_name(rank, self.ranks): FileRecord(**record)
-            for rank, record in enumerate(records)
-            if record is not None
-        }
-        manifest = replace(self.manifest, tensors=tensors, files=files, saved_at=time.time(), writer=this_writer())
-        self.writing.publish(manifest)
-        return self.finish(manifest)
+class Save:
+    """One save, on one rank: ``start`` and then ``settle``, both collective.
 
-    def discard(self) -> None:
-        """Remove what was written, on the first rank."""
-        if self.writing is not None:
-            names = [file_name(rank, self.ranks) for rank in range(self.ranks)]
-            notes = [note.name for rank in range(self.ranks) for note in (self._note(rank), self._draft(rank))]
-            self.writing.discard((*names, *notes))
+    All agree on the objects; a rank that writes has a job, for this thread or one of its own; all learn how
+    that went. So a save is two collectives, and two more where several ranks write or a thread does.
 
-    # Without the other ranks at hand, the file system carries the news -----------------------------------------------
+    Args:
+        agreement: Of the ranks that save; their strategy is in scope.
+        leaves: The objects.
+        path: The directory to be.
+        options: How.
 
-    def leave_note(self, record: Record) -> None:
-        """Tell the first rank that this rank's file is safe."""
-        with open(self._draft(self.rank), "x") as file:  # never what a planted link leads to
-            file.write(json.dumps(record))
-        os.replace(self._draft(self.rank), self._note(self.rank))
+    Attributes:
+        path: The directory to be, as the first rank has it as soon as that has begun to write.
+        counter_before: The save counter where it fails after it was started.
+    """
 
-    def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
-        """Return the records of all ranks as soon as they are there; None where ``gave_up`` says not to wait.
+    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
+        self._agreement, self._leaves, self._options = agreement, leaves, options
+        self.path = str(path)
+        self.counter_before = 0
+        self._is_divided = False
+        self._job: Job | None = None
+        self._pending: Pending | None = None
+
+    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
+        """Collect all values, and begin to write where several ranks or a thread write.
 
         Args:
-            own: Of this rank, the first.
-            gave_up: Sleeps for some seconds, or until it is known that a rank failed.
+            next_sequence: Called on the first rank.
+            number: Of the save.
+            run_calls: For the manifest.
+        """
+        agreement, leaves, options = self._agreement, self._leaves, self._options
+        values: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        names: list[str] = []
+        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
+
+        def look() -> list[int]:
+            values.update(leaves.values())
+            tensors.update(describe_tensors(leaves))
+            if options.is_sharded:  # who writes what depends on all sizes
+                names.extend(f"{key} of shape {those.shape} and dtype {those.dtype}" for key, those in tensors.items())
+            else:
+                names.extend(leaves.names_of_all_ranks())
+            return [own_id, digest(names)]
+
+        told = agreement.every_rank_does(look)
+        agreement.check_same(names, [theirs for _, theirs in told])
+        rank, ranks = 0, 1
+        if options.is_sharded:
+            rank, ranks = [first for first, _ in told].index(own_id), len(told)
+        self._is_divided = ranks > 1
+        is_writer = agreement.is_chief or self._is_divided
+        sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
+        extents = {key: Extent(tensor.size, sizes[key], key in leaves.variables) for key, tensor in tensors.items()}
+        plan = plan_parts(extents, ranks)
+        wanted = {key: part for key, parts in plan.items() for part in parts if is_writer and part[0] == rank}
+        # There may be no memory for a copy on this rank.
+        with agreement.before_collective():
+            arrays = self._read(wanted)
+
+        def manifest() -> Manifest:
+            return Manifest(
+                next_sequence(),
+                number,
+                {},
+                values,
+                containers={key: describe_container(container) for key, container in leaves.containers.items()},
+                iterators=tuple(leaves.iterators),
+                kept=options.kept,
+                is_shared=agreement.extended.spans_ranks,
+                run_calls=run_calls,
+                classes=leaves.classes(),
+                links=leaves.links,
+            )
+
+        if is_writer:
+            self._job = Job(Path(self.path), rank, ranks, plan, tensors, arrays, manifest, options.finish)
+        if self._is_divided or options.is_async:
+            self._begin_on_all_ranks()
+
+    def _begin_on_all_ranks(self) -> None:
+        """Let all ranks know where to write, and threads begin to."""
+        job = self._job
+        try:
+            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else None])
+        except BaseException:
+            if job is not None:
+                job.discard()
+            raise
+        if job is not None:
+            job.directory = Path(directory)
+            if self._options.is_async:
+                self._pending = Pending(job, self.path)
+
+    def settle(self) -> None:
+        """Write, or wait for the thread that does, and tell each other.
 
         Raises:
-            TimeoutError: They do not come; the deadline is that of collectives.
-            DamagedCheckpointError: One is not what a rank has written.
+            Exception: That of this rank.
+            PeerError: That of another.
         """
-        records, missing = {0: own}, set(range(1, self.ranks))
-        limit, nap = time.monotonic() + settings.TIMEOUT.read(), 0.001
-        while missing:
-            arrived = {rank for rank in missing if os.path.lexists(self._note(rank))}
-            for rank in arrived:
-                records[rank] = _read_note(self._note(rank))
-                self._note(rank).unlink()
-            missing -= arrived
-            if time.monotonic() > limit:
-                raise TimeoutError(f"rank {sorted(missing)} did not write its part of {self.directory} in time")
-            if missing and gave_up(nap):
-                return None
-            nap = _LONGEST_NAP_SECONDS if nap * 2 > _LONGEST_NAP_SECONDS else nap * 2
-        return [records[rank] for rank in range(self.ranks)]
+        try:
+            result = self._result()
+        except BaseException:
+            if self._pending is not None:
+                self._pending.settle(failed=True)
+            elif self._job is not None:
+                self._job.discard()
+            self._options.failed()
+            raise
+        if self._pending is not None:
+            self._pending.settle(failed=False)
+        self._options.told(result)
 
-    def _note(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.json"
+    def _result(self) -> Any:
+        agreement, writer = self._agreement, self._pending or self._job
+        records = agreement.every_rank_does(writer.part) if writer is not None and self._is_divided else None
+        self.path, result = agreement.chief_does(lambda: [self.path, writer.result(records) if writer else None])
+        return result
 
-    def _draft(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.json.part"
+    def _read(self, wanted: Mapping[str, tuple[int, int, int]]) -> dict[str, Array]:
+        """Return this rank's part of each tensor. Reading an ON_READ variable takes all ranks."""
+        arrays = {}
+        for key, variable in self._leaves.variables.items():
+            if key in wanted or is_on_read(variable):
+                array = variable.as_array()
+                if key in wanted:
+                    arrays[key] = self._part_of(array, *wanted[key][1:])
+        for key in self._leaves.arrays.keys() & wanted.keys():
+            arrays[key] = self._part_of(self._leaves.arrays[key], *wanted[key][1:])
+        return arrays
+
+    def _part_of(self, array: Array, start: int, stop: int) -> Array:
+        copied = on_host(array)
+        if stop - start < array.size:
+            # A part of a copy would keep all of it.
+            copied = copied.reshape(-1)[start:stop]
+            return np.array(copied) if self._options.is_async else copied
+        # The program may change it while a thread writes; what came from a device is a copy already.
+        needs_copy = self._options.is_async and copied is array
+        return np.array(copied) if needs_copy else copied
 
 
-def _read_note(path: Path) -> Record:
-    with safetensors_file.named(path), open_to_read(path) as file:
-        record: Record = parse(file.read(), str(path))
-    if record is not None and not FILE(record):
-        raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
-    return record
+def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
+    """Return the manifest's entries for the variables and arrays, as yet without parts."""
+    variables = {
+        key: describe(variable.shape, variable.dtype, variable.synchronization.name, variable.aggregation.name)
+        for key, variable in leaves.variables.items()
+    }
+    arrays = leaves.arrays.items()
+    return variables | {key: describe(array.shape, array.dtype, *leaves.awaited.get(key, ())) for key, array in arrays}
+
+
+# Who writes what --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a tensor is.
+
+    Attributes:
+        size: Number of elements.
+        itemsize: Bytes of one.
+        is_everywhere: Whether every rank has it; otherwise the first rank writes it.
+    """
+
+    size: int
+    itemsize: int
+    is_everywhere: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+
+def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
+    """Return the part of each tensor that each rank writes.
+
+    >>> plan_parts({"w": Extent(30000, 8, True), "b": Extent(10, 8, False)}, 2)
+    {'w': [(0, 0, 14995), (1, 14995, 30000)], 'b': [(0, 0, 10)]}
+    """
+    shared = [(key, extent) for key, extent in extents.items() if extent.is_everywhere]
+    total = sum([extent.nbytes for _, extent in shared])
+    own = sum([extent.nbytes for extent in extents.values()]) - total
+    # The first rank has its own to write, too, and takes so much less of the rest; the others share that evenly.
+    first = total if ranks == 1 else min(max(0, (total + own) // ranks - own), total)
+    cuts = [0, *[first + (total - first) * i // max(1, ranks - 1) for i in range(ranks)]]
+    plan: Plan = {key: [(0, 0, extent.size)] for key, extent in extents.items()}
+    begin = 0
+    for key, extent in shared:
+        # cuts[rank] and cuts[rank + 1] are the borders of what a rank writes.
+        local = [_cut_of(extent, cut - begin) for cut in cuts]
+        parts = [(rank, start, stop) for rank, (start, stop) in enumerate(pairwise(local)) if stop > start]
+        plan[key] = parts or plan[key]
+        begin += extent.nbytes
+    return plan
+
+
+def _cut_of(extent: Extent, offset: int) -> int:
+    """Return the element at which to cut a tensor, ``offset`` bytes after its begin."""
+    if offset <= 0 or extent.nbytes == 0:
+        return 0
+    if offset >= extent.nbytes:
+        return extent.size
+    if extent.nbytes < 2 * SMALLEST_PART_BYTES:
+        return extent.size if 2 * offset >= extent.nbytes else 0
+    return offset // extent.itemsize

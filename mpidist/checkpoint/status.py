@@ -1,15 +1,159 @@
-"""LoadStatus: what a restored checkpoint had, lacked, and had too much of."""
+"""LoadStatus: how a checkpoint fitted the objects; Waiting: its values for variables that are yet to be made."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from mpidist.checkpoint.waiting import Waiting
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint.collecting import collect
+from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, follow, is_within, keys_above, start_variable
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.values.composite import AnyVariable, parts_of
+from mpidist.values.first_use import begin_to_wait, stop_waiting
+from mpidist.values.variable import Variable
+
+
+class Waiting:
+    """Values that are given to variables which come from now on, before these are first used.
+
+    Every rank has all of them, so that this takes no other rank. The objects keep it alive.
+
+    Args:
+        path: The checkpoint, for messages.
+        objects: Those of the Checkpoint, by name.
+        manifest: Of it.
+        values: By key.
+
+    Attributes:
+        is_expected: Whether values that no variable gets are nothing to warn of.
+        has_given: Whether any variable has got one.
+    """
+
+    def __init__(self, path: str, objects: dict[str, Any], manifest: Manifest, values: dict[str, Array]) -> None:
+        self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
+        self.has_given = False
+        self._without_value: dict[str, None] = {}
+        self.is_expected = False
+        self._keepers: list[Any] = []
+        if values:
+            leaves = collect(objects)
+            self._keepers += [leaves.objects[key] for key in sorted(leaves.given)]
+            begin_to_wait(self)
+        for keeper in self._keepers:
+            vars(keeper)[WAITING_ATTRIBUTE] = self
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Keys of the values that no variable has got."""
+        return tuple(sorted(self._values))
+
+    @property
+    def without_value(self) -> tuple[str, ...]:
+        """Keys of variables that came, and for which there is no value."""
+        return tuple(self._without_value)
+
+    def look(self, used: Variable | None = None) -> None:
+        """Give each unused variable its value, if that waits; local, in any context.
+
+        A value is given once: a later variable in the same place keeps its own. One that does not fit, or cannot be
+        in a checkpoint, is told where it is used, saved or restored.
+
+        Args:
+            used: The variable that is about to be used, if it is one alone.
+
+        Raises:
+            ValueError: It has another shape or dtype than its value.
+        """
+        if not self._values:
+            return
+        for source, variable in self._give(collect(self._objects, is_complete=False)).items():
+            if any(part is used for part in parts_of(variable)):
+                raise self._misfit(source, variable)
+
+    def look_at_all(self) -> None:
+        """Give values as ``look`` does, and wait no more if nothing is left.
+
+        Raises:
+            TypeError: Something that a checkpoint cannot hold.
+            ValueError: A variable has another shape or dtype than its value, or as ``collect``.
+        """
+        if self._values:
+            for source, variable in self._give(collect(self._objects)).items():
+                raise self._misfit(source, variable)
+        if not self._values:
+            self.end()
+
+    def _give(self, leaves: Leaves) -> dict[str, AnyVariable]:
+        """Give variables their values, and return misfits by the key of the value."""
+        # Those that wait come last: of two that are one thing here, one may have been given.
+        of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
+        given, misfits = set(), {}
+        for key, variable in leaves.variables.items():
+            if not any(part.is_unused for part in parts_of(variable)):
+                continue
+            source = of_program.get(key, follow(key, self._manifest.links))
+            value = self._values.get(source)
+            if value is None:
+                if source not in self._manifest.tensors:
+                    self._without_value[key] = None
+            elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
+                misfits[source] = variable
+            else:
+                start_variable(variable, value)
+                given.add(source)
+        for source in given:
+            del self._values[source]
+            self.has_given = True
+        # The mark of it stays on the objects: someone may be going through their attributes.
+        if not self._values:
+            stop_waiting(self)
+        return misfits
+
+    def _misfit(self, source: str, variable: AnyVariable) -> ValueError:
+        value = self._values[source]
+        return ValueError(
+            f"checkpoint {self._path} does not fit the objects: {source!r} has shape {value.shape} and dtype "
+            f"{value.dtype.name} in the checkpoint, and the variable that was made for it has shape "
+            f"{variable.shape} and dtype {variable.dtype.name}"
+        )
+
+    def add_to(self, leaves: Leaves) -> None:
+        """Let the waiting values be saved, too, so that another save keeps them."""
+        there = {*leaves.saved(), *leaves.links}
+        lacking = [key for key in self.open if follow(key, leaves.links) not in there]
+        for key in lacking:
+            tensor = self._manifest.tensors[key]
+            leaves.add("arrays", key, self._values[key])
+            leaves.awaited[key] = (tensor.synchronization, tensor.aggregation)
+        for key, to in self._manifest.links.items():
+            is_taken = keys_above(key) & there or any(is_within(name, key) for name in (*there, *leaves.containers))
+            if not is_taken and any(is_within(name, to) for name in lacking):
+                leaves.add("links", key, to)
+
+    def end(self) -> None:
+        """Wait no more, and leave no mark on the objects."""
+        stop_waiting(self)
+        self._values.clear()
+        for keeper in self._keepers:
+            if vars(keeper).get(WAITING_ATTRIBUTE) is self:
+                del vars(keeper)[WAITING_ATTRIBUTE]
+
+    def __reduce__(self) -> Any:
+        # A copy of an object, or one that is pickled, waits for nothing.
+        return type(None), ()
+
+    def __del__(self) -> None:
+        if not self.is_expected and self._values:
+            warnings.warn(
+                f"checkpoint {self._path} has values that no variable has got: {list(self.open)}; check with "
+                "status.assert_consumed() when all variables are made, or say restore(path).expect_partial()",
+                stacklevel=2,
+            )
 
 
 class LoadStatus:
-    """What ``Checkpoint.restore`` returns; ask it whether everything was restored.
+    """The result of ``Checkpoint.restore``; ask it whether everything was restored.
 
     A status that is thrown away unasked warns of values that are missing or left over.
 
@@ -24,15 +168,12 @@ class LoadStatus:
         missing: list[str],
         unused: list[str],
         deferred: dict[str, dict[str, Any]],
-        waiting: Waiting | None = None,
-        is_any: bool = True,
+        waiting: Waiting,
+        is_any: bool,
     ) -> None:
         self.path = path
         self.unused = tuple(unused)
-        self._missing = tuple(missing)
-        self._deferred = deferred
-        self._waiting = waiting
-        self._is_any = is_any
+        self._missing, self._deferred, self._waiting, self._is_any = missing, deferred, waiting, is_any
         self._is_asked = False
 
     def __repr__(self) -> str:
@@ -42,14 +183,12 @@ class LoadStatus:
     @property
     def missing(self) -> tuple[str, ...]:
         """Keys of the objects for which the checkpoint has no value, those made since included; they kept theirs."""
-        without_value = () if self._waiting is None else self._waiting.without_value
-        return tuple(dict.fromkeys((*self._missing, *without_value)))
+        return tuple(dict.fromkeys((*self._missing, *self._waiting.without_value)))
 
     @property
     def deferred(self) -> tuple[str, ...]:
         """Keys whose values wait for variables that an optimizer or another object has yet to make."""
-        waiting = () if self._waiting is None else self._waiting.open
-        return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *waiting)
+        return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *self._waiting.open)
 
     def assert_consumed(self) -> LoadStatus:
         """Return the status if every value was restored and every object got one.
@@ -58,8 +197,7 @@ class LoadStatus:
             AssertionError: Something is missing, left over or waiting; the message has the keys.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
+        self._ask()
         problems = self._problems()
         if self.deferred:
             problems.append(
@@ -77,8 +215,7 @@ class LoadStatus:
             AssertionError: Values are missing.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
+        self._ask()
         if self.missing:
             raise AssertionError(f"checkpoint {self.path} has no value for {list(self.missing)}")
         return self
@@ -90,22 +227,20 @@ class LoadStatus:
             AssertionError: None did.
             ValueError: A variable that was made since has another shape or dtype than its value.
         """
-        self._is_asked = True
-        self._look()
-        if not self._is_any and (self._waiting is None or not self._waiting.has_given):
+        self._ask()
+        if not self._is_any and not self._waiting.has_given:
             raise AssertionError(f"checkpoint {self.path} has given no object a value; it has {list(self.deferred)}")
         return self
 
     def expect_partial(self) -> LoadStatus:
         """Say that values may be missing or left over: no warning. Those that wait are still given when it is time."""
         self._is_asked = True
-        if self._waiting is not None:
-            self._waiting.is_expected = True
+        self._waiting.is_expected = True
         return self
 
-    def _look(self) -> None:
-        if self._waiting is not None:
-            self._waiting.look_at_all()
+    def _ask(self) -> None:
+        self._is_asked = True
+        self._waiting.look_at_all()
 
     def _problems(self) -> list[str]:
         problems = []

@@ -1,199 +1,113 @@
-"""The checkpoint format on the disk: a directory of safetensors files and manifest.json, whole or not at all."""
+"""Finding and reading checkpoints: those of a directory in the order they were written, and the content of one."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import re
-import shutil
-import socket
-import time
-import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.checkpoint import safetensors_file
-from mpidist.checkpoint.errors import DamagedCheckpointError
-from mpidist.checkpoint.files import open_to_read, size_of
-from mpidist.checkpoint.manifest import FORMAT, Manifest, Part, Tensor, dtype_of
-from mpidist.checkpoint.safetensors_file import FileRecord
-from mpidist.checkpoint.writer_lock import WriterLock, is_held_here
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
+from mpidist.checkpoint.manifest import ALL_DATA, FORMAT, Manifest, Part, Tensor, dtype_of
+from mpidist.checkpoint.safetensors_file import open_to_read, size_of
 
 MANIFEST = "manifest.json"
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % FORMAT.encode())
 # Of a manifest: the checksum and the format are at its beginning.
 _FIRST_BYTES = 1000
+_NUMBERED = re.compile(r".+-\d+")
 
 
-def _program_start() -> float:
-    """Return when this process began, in seconds of the epoch, and rather a little too late than too early."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+@dataclass
+class Found:
+    """The checkpoints of a directory.
 
-
-def this_writer() -> tuple[str, int]:
-    """Return what tells this process from others."""
-    return socket.gethostname(), os.getpid()
-
-
-class Writing:
-    """A checkpoint that is being written, in a hidden directory beside its place.
-
-    Only ``publish`` gives it its name, so that a crash leaves either all of it or nothing under that name.
-
-    Args:
-        path: The directory to be; a checkpoint that is there already is replaced.
-        is_shared: Whether the ranks of a strategy save together.
-
-    Raises:
-        FileExistsError: There is something else under ``path``, or someone saves there at the same time.
-        OSError: It cannot be written.
+    Attributes:
+        checkpoints: Paths and manifests, those saved last at the end.
+        unusable: Why others cannot be read, by path.
     """
 
-    def __init__(self, path: Path, is_shared: bool) -> None:
-        self.path = path
-        if path.exists() and not is_checkpoint(path):
-            raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
-        _make_directory(path.parent)
+    checkpoints: list[tuple[Path, Manifest]] = field(default_factory=list)
+    unusable: dict[str, str] = field(default_factory=dict)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the checkpoint of ``directory`` that was saved last (tf.train.latest_checkpoint).
+
+    Only this process looks: on several ranks use ``Checkpoint.restore_latest(directory)``, where one rank looks for
+    all. Which is the last one stands in the checkpoints; times and names do not count. Their data are not read, but
+    for their sizes: ``restore_latest`` also notices altered ones, and takes the one before.
+
+    Args:
+        directory: Where ``Checkpoint.save("directory/name")`` wrote.
+
+    Returns:
+        The path, None where there is no checkpoint.
+
+    Warns:
+        UserWarning: A damaged checkpoint was left out.
+
+    >>> latest_checkpoint("no/such/directory") is None
+    True
+    """
+    found = checkpoints_in(Path(directory))
+    for path, reason in found.unusable.items():
+        warnings.warn(f"checkpoint {path} is left out: {reason}", stacklevel=2)
+    return str(found.checkpoints[-1][0]) if found.checkpoints else None
+
+
+def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> Found:
+    """Return the checkpoints of ``directory`` whose names ``accepts`` accepts.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    found = Found()
+    for name in sorted(os.listdir(directory)) if directory.is_dir() else ():
+        # Names that begin with a dot are checkpoints that were not finished.
+        if name.startswith(".") or not accepts(name) or not (directory / name).is_dir():
+            continue
         try:
-            self._lock = WriterLock(path)
-        except BlockingIOError as error:
-            if is_held_here(path):
-                raise FileExistsError(
-                    f"this process itself still saves checkpoint {path}, in a thread (async_save=True); expected one "
-                    "save under a name at a time: call wait() of the Checkpoint that saves it first"
-                ) from error
-            raise FileExistsError(_two_writers(path, "another process")) from error
-        try:
-            if not is_shared:
-                _check_sole_writer(path)
-            # Opened now: once the checkpoint has its name, nothing may go wrong any more.
-            self._parent = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-            self.directory = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-            try:
-                self.directory.mkdir()
-            except BaseException:
-                os.close(self._parent)
-                raise
-        except BaseException:
-            self._lock.release()
-            raise
-        self._is_open = True
-
-    def publish(self, manifest: Manifest) -> None:
-        """Write the manifest and give the checkpoint, whose files are all on the disk, its name.
-
-        Raises:
-            OSError: It could not be done; call ``discard``.
-        """
-        for name, record in manifest.files.items():
-            _check_is_there(self.directory / name, record)
-        file = self.directory / MANIFEST
-        with safetensors_file.named(file), open(file, "xb") as stream:
-            stream.write(manifest.to_text().encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(self.directory)
-        self._put()
-        self._close()
-
-    def _put(self) -> None:
-        if not self.path.exists():
-            self.directory.rename(self.path)
-            _sync_names(self._parent)
-            return
-        # A directory cannot be renamed over one that is not empty.
-        old = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex}.old"
-        self.path.rename(old)
-        try:
-            self.directory.rename(self.path)
-        except BaseException:
-            old.rename(self.path)
-            raise
-        # The new name must be on the disk before the old data go.
-        _sync_names(self._parent)
-        # What cannot be removed does not make the new one worse; the next manager removes it.
-        with contextlib.suppress(OSError):
-            # From now on it is no longer what is to be put back after a crash.
-            doomed = old.with_suffix(".del")
-            old.rename(doomed)
-            shutil.rmtree(doomed)
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self._parent)
-            self._lock.release()
-
-    def discard(self, names: Mapping[str, object] | tuple[str, ...]) -> None:
-        """Remove what has been written so far; ``names`` are those of the files.
-
-        What cannot be removed matters less than the error that led here; the next manager removes it.
-        """
-        if not self._is_open:
-            return
-        # By name: a process without file descriptors left could not list the directory.
-        with contextlib.suppress(OSError):
-            for name in (*names, MANIFEST):
-                with contextlib.suppress(FileNotFoundError):
-                    (self.directory / name).unlink()
-            self.directory.rmdir()
-        with contextlib.suppress(OSError):
-            self._close()
+            _look_at(directory / name, found)
+        except PermissionError as error:
+            # Other accounts have directories, too, such as lost+found: by its name it may be a checkpoint, or not.
+            if _NUMBERED.fullmatch(name):
+                found.unusable[str(directory / name)] = f"it cannot be read: {error}"
+    found.checkpoints.sort(key=lambda entry: (entry[1].sequence, entry[1].saved_at, str(entry[0])))
+    return found
 
 
-def _make_directory(path: Path) -> None:
-    """Make a directory and those above it, for good: their names are on the disk, too."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    path.mkdir(exist_ok=True)
-    _sync(path.parent)
-
-
-def _check_sole_writer(path: Path) -> None:
-    """Raise where another process, which no strategy joins to this one, has saved under ``path`` in the meantime."""
+def _look_at(path: Path, found: Found) -> None:
+    """Add a directory to those found, if it is a checkpoint."""
     try:
         manifest = read_manifest(path)
-    except (FileNotFoundError, ValueError):
-        return
-    is_own = manifest.writer is None or manifest.writer == this_writer()
-    if not is_own and not manifest.is_shared and manifest.saved_at > _program_start():
-        assert manifest.writer is not None
-        host, process = manifest.writer
-        raise FileExistsError(_two_writers(path, f"process {process} on host {host}"))
-
-
-def _two_writers(path: Path, other: str) -> str:
-    return (
-        f"{other} saves checkpoint {path}, too; expected one writer: in a job of several ranks save in the scope of a "
-        "strategy of all ranks (with strategy.scope(): checkpoint.save(...)), or on one rank only, or under a name for "
-        "each rank"
-    )
-
-
-def _check_is_there(file: Path, record: FileRecord) -> None:
-    """Raise unless this rank sees a file that another one may have written."""
-    try:
-        size = size_of(file)
+        check_sizes(path, manifest)
     except FileNotFoundError:
-        size = -1
-    if size != record.bytes:
-        seen = "is not there" if size < 0 else f"has {size} bytes"
-        raise OSError(
-            f"{file}, which a rank has written with {record.bytes} bytes, {seen} where the first rank looks; expected "
-            "a directory that all ranks share: save to one, or without sharded=True"
-        )
+        # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
+        if any(path.glob(ALL_DATA)):
+            found.unusable[str(path)] = f"{path / MANIFEST} is missing"
+    except ValueError as error:
+        # One that another process has removed in the meantime is none.
+        if path.exists():
+            found.unusable[str(path)] = str(error)
+    else:
+        found.checkpoints.append((path, manifest))
+
+
+# One checkpoint ---------------------------------------------------------------------------------------------------
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a directory whose manifest is one of ours, damaged or not: other programs have such a file, too."""
+    """Whether a directory has a manifest of ours, damaged or not.
+
+    Other programs have a file of this name, too.
+    """
     try:
         with open_to_read(path / MANIFEST) as file:
             return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
@@ -222,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError where the files of a checkpoint cannot hold its tensors; reads none of them."""
+    """Raise DamagedCheckpointError where files are too small for the tensors; reads none."""
     counts: dict[str, int] = {}
     for key, tensor in manifest.tensors.items():
         borders = [0]
@@ -295,30 +209,3 @@ def _place(
     if key not in arrays:
         arrays[key] = np.empty(tensor.shape, dtype)
     arrays[key].reshape(-1)[part.start : part.stop] = elements
-
-
-def encode(array: Array, tensor: Tensor, part: Part) -> Array:
-    """Return what the file holds of a tensor: its elements in C order, a copy only where they lie otherwise."""
-    flat = array.reshape(-1)
-    flat = flat if flat.flags.c_contiguous else flat.copy()
-    if tensor.stored_as == "bytes":
-        return flat.view(np.uint8)
-    return flat.reshape(tensor.shape) if part.stop - part.start == tensor.size else flat
-
-
-def _sync(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _sync_names(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_names(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems write names at once, and know no such call for a directory.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise

@@ -1,4 +1,4 @@
-"""TerminationConfig: how a job learns that it is to end, what it does then; and the thread that watches for it."""
+"""TerminationConfig: how a job learns of its end, and ends; TerminationWatch: the thread that watches for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("mpidist")
 
 
 class TerminationConfig:
-    """How PreemptionCheckpointHandler learns that the job is to end, and what it does then.
+    """How PreemptionCheckpointHandler learns that the job is to end, and ends it.
 
     Args:
         termination_watcher_fn: Asked once a second, in a thread, on every rank; returns at once, True when the job is
@@ -34,7 +34,7 @@ class TerminationConfig:
         grace_period: Seconds between the notice and the end. With it the job saves at once, trains on, and saves again
             shortly before the end. None and 0: it saves and exits.
         save_fn: Called instead of ``save`` of the checkpoint manager, on all ranks.
-        signals: What to take as the notice: SIGTERM, and SIGUSR1, which Slurm sends with ``--signal=USR1@120``.
+        signals: Those taken as the notice: SIGTERM, and SIGUSR1, which Slurm sends with ``--signal=USR1@120``.
             Extension.
 
     Raises:
@@ -103,8 +103,8 @@ class TerminationWatch:
     """A thread that waits for the notice, also while the program is inside a call that Python cannot interrupt.
 
     Args:
-        config: What to watch for.
-        on_notice: Called in the thread, once, with what the notice was.
+        config: The notices to watch for.
+        on_notice: Called in the thread, once, with the notice as text.
 
     Raises:
         ValueError: Signals are to be watched, and this is not the main thread.
@@ -119,7 +119,7 @@ class TerminationWatch:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self.error: Exception | None = None
-        """What ``termination_watcher_fn`` raised."""
+        """The error of ``termination_watcher_fn``."""
         self._previous_handlers: dict[int, Any] = {}
         self._previous_fd = -1
         if self._signals:
@@ -128,7 +128,7 @@ class TerminationWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more, and give the signals back; a function that does not return is left behind in its thread."""
+        """Watch no more, and give the signals back; a function that hangs is left behind."""
         self._is_closed = True
         if self._signals:
             self._give_signals_back()

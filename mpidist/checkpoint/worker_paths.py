@@ -72,6 +72,6 @@ def remove_temp_dir_with_filepath(filepath: str | os.PathLike[str], strategy: St
 def _temporary_name(strategy: StrategyLike | None) -> str | None:
     """Return the name of this rank's temporary directory; None where it needs none."""
     extended = extended_of(strategy if strategy is not None else get_strategy())
-    if not extended._spans_ranks() or extended.should_checkpoint:
+    if not extended.spans_ranks or extended.should_checkpoint:
         return None
-    return f"workertemp_{extended._input_workers().worker_id}"
+    return f"workertemp_{extended.input_workers().worker_id}"

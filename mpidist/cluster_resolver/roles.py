@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpidist.cluster_resolver.multi_worker_util import TASK_TYPES
 from mpidist.core import settings
+
+TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 
 
 def deal_tasks(jobs: Mapping[str, int] | None, size: int, source: str = "jobs") -> list[tuple[str, int]]:

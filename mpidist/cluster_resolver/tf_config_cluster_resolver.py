@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.multi_worker_util import TASK_TYPES
+from mpidist.cluster_resolver.roles import TASK_TYPES
 
 _VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host0:1", "host1:1"]}, "task": {"type": "worker", "index": 0}}'

@@ -30,9 +30,9 @@ from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.host_copies import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.reduce.algorithms import DEVICE_NAMES
 from mpidist.collectives.reduce.choice import check_options
 from mpidist.collectives.reduce.plan import ReductionPlan
+from mpidist.collectives.reduce.registry import gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.watch.attach import watch_channel
@@ -379,7 +379,7 @@ class ArrayCollectives:
             with self.shared_errors(operation):
                 merged = self._options.merge(options)
                 check_options(merged)
-                if are_copies and merged.algorithm in DEVICE_NAMES:
+                if are_copies and merged.algorithm in gpu_names():
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
                 plan = ReductionPlan(operation, op, signature, merged, divisor, most_inline, on_device, note, root)

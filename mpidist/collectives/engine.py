@@ -25,8 +25,9 @@ from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.movement import Movement
 from mpidist.collectives.node.packing import copies_of_overlapping, divided
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
-from mpidist.collectives.reduce.choice import Choice, place_of
+from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
+from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 
 
@@ -38,13 +39,15 @@ class Engine:
         table: Which algorithm is taken at which size.
 
     Attributes:
+        table: See above.
         is_device_prepared: Whether ``prepare_device`` has been carried out; the same on all ranks between their calls.
     """
 
     def __init__(self, channel: Channel, table: Table) -> None:
         self.channel = channel
-        self.choice = Choice(channel.comm, channel.node, table)
-        self._table = table
+        place, site = place_of(channel.node), Site(channel.comm, channel.node, table.between_nodes)
+        self.choice: Choice[Algorithm] = Choice(host_algorithms, site, place, getattr(table, place))
+        self.table = table
         self._on_device: DeviceChoice | None = None
         self._device_turn: Turn | None = None
         self.is_device_prepared = False
@@ -70,7 +73,7 @@ class Engine:
         if not arrays or not all(map(is_device_array, arrays)):
             return False
         kind = ops_of(arrays[0]).kind
-        if self.channel.size == 1 or not may_move_by_nccl(self._table, place_of(self.channel.node, kind)):
+        if self.channel.size == 1 or not may_move_by_nccl(self.table, place_of(self.channel.node, kind)):
             return False
         streams = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
         return {streams.device} == {ops_of(array).device_of(array) for array in arrays}
@@ -114,7 +117,7 @@ class Engine:
         if self._on_device is None:
             streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
-            self._on_device = DeviceChoice(channel.comm, channel.node, self._table, streams, self.choice, self._pool)
+            self._on_device = DeviceChoice(channel.comm, channel.node, self.table, streams, self.choice, self._pool)
         return self._on_device
 
     def prepare_device(self, kind: str, device: int, description: Description) -> Steps[None]:
@@ -212,11 +215,12 @@ class Engine:
             self._took("alone")
             return results
         for number, pack in enumerate(plan.packs):
-            algorithm = self.choice.made(pack.nbytes, plan.options)
+            names = self.choice.names_for(pack.nbytes, plan.options)
+            algorithm = self.choice.made(names)
             if algorithm is None:
                 # Once all ranks have come.
                 yield from channel.open(plan.description)
-                algorithm = yield from self.choice.make(pack.nbytes, plan.options)
+                algorithm = yield from self.choice.make(names)
             channel.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool)
             job.tell_chunk, job.is_wanted = channel.tell_chunk, is_wanted
@@ -228,7 +232,7 @@ class Engine:
                 yield from channel.node.board.meet()
             channel.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
-            self._took(algorithm.name)
+            self._took(job.took or self.choice.first_working(names))
             channel.phase(UNPACK)
             if is_wanted:
                 pack.deliver(pieces, results, are_given=out is not None)
@@ -241,12 +245,11 @@ class Engine:
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             self.channel.phase(REDUCE)
-            algorithm = choice.made(pack, plan.options)
-            if algorithm is None:
-                algorithm = yield from choice.make(pack, plan.options)
+            names = choice.names_for_pack(pack, plan.options)
+            algorithm = choice.made(names) or (yield from choice.make(names))
             job = DeviceReduction(pack, number, call, plan.op, plan.divisor, plan.options)
             pieces = yield from algorithm.all_reduce(job)
-            self._took(algorithm.name)
+            self._took(choice.first_working(names))
             pack.deliver(pieces, results)
         call.leave()
 

@@ -20,9 +20,10 @@ from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.reduce import tuning_file
-from mpidist.collectives.reduce.algorithms import two_level, wires
+from mpidist.collectives.reduce.algorithms import two_level
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import ALGORITHMS, SHIPPED, KiB, Row, Table, look_up, size_text
+from mpidist.collectives.reduce.registry import Row, candidates_at, wire_algorithms
+from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, look_up, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
@@ -35,14 +36,6 @@ _log = logging.getLogger("mpidist")
 # 1 KiB to 64 MiB. Larger ones are left out where time is short.
 SIZES = tuple(KiB << k for k in range(17))
 _LARGEST_ALWAYS_MEASURED = 1 << 20
-# What is compared; those that do not work here are left out.
-CANDIDATES = {
-    "one_node_readable": ("mpi", "gather_reduce", "neighbours", "window"),
-    "one_node": ("mpi", "gather_reduce", "window"),
-    "several_nodes": ("mpi", *wires.NAMES),
-    "one_node_gpu": ALGORITHMS["one_node_gpu"],
-    "several_nodes_gpu": ALGORITHMS["several_nodes_gpu"],
-}
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 101
 # A call shorter than this is timed in groups, so that the meeting before it and the clock do not count.
@@ -151,7 +144,7 @@ def _run(
     if comm.size > 1:
         told = report if comm.rank == 0 else _ignore
         place = place_of(comm._channel.node, memory.ops.kind)
-        timings = _Measuring(comm, CANDIDATES[place], goal.seconds, memory, told).timings()
+        timings = _Measuring(comm, candidates_at(place), goal.seconds, memory, told).timings()
     outcome: Tuned | ValueError
     # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
     outcome = comm.broadcast_object(_kept(comm, goal, memory.ops.kind, timings) if comm.rank == 0 else None)
@@ -358,7 +351,7 @@ def decide(before: Table, place: str, rails: int, timings: Sequence[Timing]) -> 
         return before
     if place != "several_nodes":
         return before._replace(**{place: best_row(timings)})
-    ways = [way for way in wires.NAMES if way in timings[0].seconds]
+    ways = [way for way in wire_algorithms.names if way in timings[0].seconds]
     if not ways:
         return before._replace(several_nodes=((None, "mpi"),))
     between = best_row([_at_slice(same, ways) for same in _by_slice(timings, rails)])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from mpidist.core.enums import ReduceOp
@@ -227,6 +227,12 @@ def outside() -> Iterator[None]:
         yield
     finally:
         _stack.frames = frames
+
+
+def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[Any]:
+    """Return a block in which ``strategy`` is in scope, which it may be already."""
+    is_inside = in_cross_replica_context() and get_strategy() is strategy
+    return nullcontext() if is_inside else strategy.scope()
 
 
 @contextmanager

@@ -31,13 +31,16 @@ class ReplicaContextLike(Protocol):
     ) -> Any:
         """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
 
-    def _meet(
+    def meet(
         self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``merge_call`` does; ``call`` is what must be equal on all local replicas."""
+        """Do what ``merge_call`` does; ``call`` must be equal on all local replicas."""
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduce over all replicas."""
+
+    def all_reduce_async(self, reduce_op: Any, value: Any) -> Any:
+        """Start reducing over all replicas, and return a handle whose ``wait()`` gives the result."""
 
 
 class ExtendedLike(Protocol):
@@ -64,32 +67,35 @@ class ExtendedLike(Protocol):
         """Whether this rank writes checkpoints."""
 
     @property
-    def _variable_names(self) -> Any:
+    def variable_names(self) -> Any:
         """What its variables are called (a VariableNames)."""
 
     @property
-    def _is_central(self) -> bool:
+    def is_central(self) -> bool:
         """Whether each variable has one copy, which all replicas share."""
 
-    def _create_variable(self, **kwargs: Any) -> Any:
-        """Create a variable as the strategy keeps it."""
+    def create_variable(self, array: Any, **properties: Any) -> Any:
+        """Create a variable as the strategy keeps it (collective)."""
 
-    def _broadcast_from_first(self, value: Any, doing: str = "") -> Any:
-        """Return, on every rank, the nest of arrays that the first rank passed (collective)."""
+    def reduce_pairs(self, op: Any, pairs: Any, options: Any = None, note: str = "") -> list[Any]:
+        """Reduce many values; ``note`` says what they belong to, which all ranks must agree on."""
 
-    def _batch_reduce_to(self, op: Any, pairs: Any, options: Any, structure: str = "") -> list[Any]:
-        """Reduce many values; ``structure`` says what they belong to, which all ranks must agree on."""
+    def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
+        """Return, on every rank, the nest of arrays that rank ``root`` passed (collective)."""
 
-    def _step_agreement(self) -> Any:
-        """Return what lets the ranks agree on a step (collective)."""
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block around rank-local work whose errors every rank learns of."""
 
-    def _announce(self, error: Exception, doing: str) -> None:
+    def announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that is about to be raised in place of a collective."""
 
-    def _changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block that changes what the ranks have in common, for each by itself; they compare it afterwards."""
+    def step_agreement(self) -> Any:
+        """Return what lets the ranks agree on a step (collective)."""
 
-    def _done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a block in which each rank changes a copy of its own; the ranks compare them afterwards."""
+
+    def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Have the ranks compare what each has done by itself, where there is no state to be compared."""
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,12 +21,26 @@ from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops.destinations import destination_devices, device_of, place
-from mpidist.cross_device_ops.local_reduction import accumulate, check_alike, divided, formed
-from mpidist.cross_device_ops.own_steps import check_steps, has_own_steps
+from mpidist.cross_device_ops.local_values import (
+    accumulate,
+    check_alike,
+    destination_devices,
+    device_of,
+    divided,
+    formed,
+    place,
+)
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
+
+# The two names of the step on a rank.
+_ON_A_RANK = ("reduce_implementation", "batch_reduce_implementation")
+_BETWEEN_RANKS = "between_ranks_implementation"
+_ARGUMENTS = "reduce_op, arrays, divisor, options, structure"
+
+# Values of replicas, and where the result of each is to be.
+Pairs: TypeAlias = Sequence[tuple[ReplicaValues, Any]]
 
 _FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
 
@@ -67,8 +81,8 @@ class CrossDeviceOps:
         self._num_replicas: int | None = None
         self._is_bound = False
         self._on_gpus = False
-        self._has_own_steps = has_own_steps(type(self))
-        check_steps(type(self), comm)
+        self._has_own_steps = _has_own_steps(type(self))
+        _check_steps(type(self), comm)
 
     def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
         """Attach to the ranks of a strategy with ``devices``, unless the object came with ranks of its own.
@@ -77,7 +91,7 @@ class CrossDeviceOps:
             ValueError: It is attached to another strategy already.
             TypeError: As for the class.
         """
-        check_steps(type(self), comm)
+        _check_steps(type(self), comm)
         if self._is_bound and self._comm is not comm:
             raise ValueError(f"this {type(self).__name__} belongs to another strategy; make one for each strategy")
         self._on_gpus = bool(devices) and all(parse_device(device).kind == "gpu" for device in devices)
@@ -233,12 +247,7 @@ class CrossDeviceOps:
         return self._comm is not None and self._comm.size > 1
 
     def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> list[Any]:
         """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
 
@@ -258,12 +267,7 @@ class CrossDeviceOps:
         return results
 
     def reduce_pairs_async(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. What the engine does not do alone is done at once."""
         if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
@@ -276,12 +280,7 @@ class CrossDeviceOps:
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
     def _dense(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
     ) -> list[Any]:
         found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
         if found is not None:
@@ -294,18 +293,14 @@ class CrossDeviceOps:
         return self._delivered(pairs, totals, dtypes)
 
     def _among_devices(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[ReplicaValues, Any]],
-        divisor: int,
-        options: CommunicationOptions | None,
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
     ) -> list[Any] | None:
         """Return the results on all devices of this process where a class has a way from all to all; None elsewhere."""
         del op, pairs, divisor, options
         return None
 
     def _of_this_rank(
-        self, op: ReduceOp, pairs: Sequence[tuple[ReplicaValues, Any]], options: CommunicationOptions | None
+        self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[DType]]:
         """Return this rank's contributions, in the dtype in which ``op`` is formed, and the dtypes of the results."""
         local: list[PerReplica] = []
@@ -319,9 +314,7 @@ class CrossDeviceOps:
             # The mean is taken once, at the end, over all replicas.
             return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
 
-    def _delivered(
-        self, pairs: Sequence[tuple[ReplicaValues, Any]], totals: Sequence[Array], dtypes: Sequence[DType]
-    ) -> list[Any]:
+    def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[Any]:
         """Return the totals in their final dtype and kind, on their destinations."""
         results = []
         for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
@@ -391,7 +384,7 @@ class CrossDeviceOps:
         return self._comm.shared_errors(doing)
 
 
-def _has_sparse(pairs: Sequence[tuple[ReplicaValues, Any]]) -> bool:
+def _has_sparse(pairs: Pairs) -> bool:
     return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 
@@ -412,3 +405,29 @@ def _check_pairs(pairs: Any) -> list[tuple[ReplicaValues, Any]]:
 
 def _share_memory(one: Array, other: Array) -> bool:
     return place_of(one) == place_of(other) and np.may_share_memory(one, other)
+
+
+def _has_own_steps(kind: type) -> bool:
+    """Whether a class replaces steps of one that knew what its own come to (``_is_plain``)."""
+    return _place_of_first(kind, *_ON_A_RANK, _BETWEEN_RANKS) < _place_of_first(kind, "_is_plain")
+
+
+def _check_steps(kind: type, comm: Communicator | None) -> None:
+    """Raise TypeError where a class replaces the step on a rank alone, and ``comm`` has several.
+
+    It would work on one rank, and be passed by without a word where each rank has one replica.
+    """
+    ours = _place_of_first(kind, *_ON_A_RANK)
+    if comm is None or comm.size == 1 or ours >= _place_of_first(kind, _BETWEEN_RANKS):
+        return
+    name = next(name for name in _ON_A_RANK if name in kind.__mro__[ours].__dict__)
+    raise TypeError(
+        f"{kind.__name__} overrides {name}, which combines the replicas of one rank, and not {_BETWEEN_RANKS}, which "
+        f"combines the results of the ranks, of which there are {comm.size}. Expected both: def {_BETWEEN_RANKS}(self, "
+        f"{_ARGUMENTS}=''), which returns super().{_BETWEEN_RANKS}({_ARGUMENTS}) where a plain sum is right"
+    )
+
+
+def _place_of_first(kind: type, *names: str) -> int:
+    """Return the place, in the order in which Python looks, of the first class that has one of ``names`` of its own."""
+    return next(i for i, base in enumerate(kind.__mro__) if not base.__dict__.keys().isdisjoint(names))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from mpidist.checkpoint.pending import give_up_all
+from mpidist.checkpoint.job import give_up_all
 from mpidist.collectives.channel.channel import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
-    """Return what ``train(state)`` returns, going on with the ranks that are left whenever ranks are lost.
+    """Return the result of ``train(state)``, going on without ranks that are lost.
 
     Collective: call it on every rank, once, with the same arguments. ``train`` makes its strategy, variables, optimizer
-    and dataset, gives them to ``state.track``, and commits now and then. When a rank is lost the others give up what
-    they are in, agree on who is left, and call ``train`` again: a strategy made then has the ranks that are left, and
+    and dataset, gives them to ``state.track``, and commits now and then. When a rank is lost the others give up their
+    calls, agree on who is left, and call ``train`` again: a strategy made then has the ranks that are left, and
     ``track`` gives the objects the values of the last commit.
 
     Ranks can be lost and the others go on with Open MPI 5 and ``mpirun --with-ft ulfm``. With any other MPI the
@@ -36,7 +36,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
 
     Args:
         train: Called with ``state``.
-        state: What to go on from.
+        state: The values and objects to go on from.
         min_ranks: With fewer ranks the job ends with an error instead.
 
     Raises:
@@ -80,7 +80,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
 
 
 def _begin(min_ranks: int) -> None:
-    """Make the world of mpidist, also where a rank is lost before there is any communicator of its own (collective)."""
+    """Make the world of mpidist, even if a rank is lost before that (collective)."""
     everyone = import_mpi().COMM_WORLD
     lost: BaseException | None = None
     try:
@@ -103,7 +103,7 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def _all_are_through(mine: bool) -> bool:
-    """Whether all ranks have come to the end of the training, and none is lost (MPI_Comm_agree); the same on all."""
+    """Whether all ranks have ended the training and none is lost (MPI_Comm_agree); the same on all."""
     if not mine:
         # Those that wait for this rank in a collective are to come here, too.
         abandon_all()
@@ -111,13 +111,13 @@ def _all_are_through(mine: bool) -> bool:
 
 
 def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
-    """Whether all ranks say so and none is lost; the same on all, whatever else they were in on ``world``."""
+    """Whether all ranks say so and none is lost; the same on all."""
     with limited(doing):
         return agree(world, mine)
 
 
 def _make_world(old: MPI.Intracomm, prepare: Callable[[MPI.Intracomm], None]) -> MPI.Intracomm:
-    """Return a communicator of the ranks of ``old`` that are left, on which all have carried ``prepare`` out."""
+    """Return a communicator of the remaining ranks, after ``prepare`` on all of them."""
     while True:
         with limited("finding out which ranks are left"):
             world = cast("MPI.Intracomm", old.Shrink())
@@ -146,7 +146,7 @@ def _check_number(before: int, world: MPI.Intracomm, min_ranks: int, lost: BaseE
 
 
 def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
-    """Let the ranks that are left be the world, with the newest commit on the first of them (collective)."""
+    """Let the remaining ranks be the world, the first with the newest commit (collective)."""
     start = time.monotonic()
     abandon_all()
     # Those that wait for a rank that is lost would stand in the way of the next ones.

@@ -1,27 +1,51 @@
-"""State: what a training goes on from after ranks were lost, kept in the memory of every rank."""
+"""State: values and objects that a training goes on from after ranks were lost, in the memory of every rank."""
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.snapshot import Snapshot, describe_objects, restore_snapshot, take_snapshot
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.checkpoint.agreement import extended_of
+from mpidist.checkpoint.alignment import describe_container
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, tracked_by
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.restoring import Read
+from mpidist.checkpoint.saving import describe_tensors
+from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import limited
 from mpidist.topology.topology import has_world
+from mpidist.values.placement import on_host
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _Commit(NamedTuple):
-    """What :meth:`State.commit` keeps.
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of a checkpoint.
 
     Attributes:
-        number: Of the commit, 0 for what there was in the beginning.
+        manifest: Of the tensors, with all other values.
+        arrays: The tensors by key.
+    """
+
+    manifest: Manifest
+    arrays: dict[str, Array]
+
+
+class _Commit(NamedTuple):
+    """A copy that :meth:`State.commit` keeps.
+
+    Attributes:
+        number: Of the commit, 0 for the values of the beginning.
         values: Those given to the state, pickled.
-        snapshot: Of what was tracked; None where nothing was.
+        snapshot: Of the tracked objects, or None.
     """
 
     number: int
@@ -34,7 +58,7 @@ class State:
 
     Values are given here: numbers, strings, arrays, lists and dicts of them, or anything else that can be pickled; the
     same on all ranks. They are attributes, live as long as the state, and are those of the last commit again after
-    ranks were lost. What belongs to a strategy (variables, optimizers, metrics, iterators) is made anew by each call of
+    ranks were lost. Objects of a strategy (variables, optimizers, metrics, iterators) are made anew by each call of
     the training function, and given to :meth:`track` there.
 
     Args:
@@ -52,7 +76,7 @@ class State:
     """
 
     _values: dict[str, Any]
-    _tracked: Checkpoint | None
+    _tracked: TrackedObjects | None
     _last: _Commit
     _commits: int
     # What all ranks have said to have in common.
@@ -72,15 +96,15 @@ class State:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        if self._tracked is not None and name in self._tracked._objects:
-            return self._tracked._objects[name]
+        if self._tracked is not None and name in self._tracked.objects:
+            return self._tracked.objects[name]
         raise AttributeError(f"the state has no object {name!r}; it has {self._names()}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._values:
             self._values[name] = value
-        elif self._tracked is not None and name in self._tracked._objects:
-            setattr(self._tracked, name, value)
+        elif self._tracked is not None and name in self._tracked.objects:
+            self._tracked.set(name, value)
         else:
             raise AttributeError(
                 f"the state has no object {name!r}, it has {self._names()}; give it to the constructor: "
@@ -93,7 +117,7 @@ class State:
         return self._commits
 
     def track(self, **objects: Any) -> None:
-        """Take objects of the present strategy along, and give them the values of the last commit.
+        """Take up objects of the present strategy, and give them their last commit.
 
         Collective: call it on every rank, once in each call of the training function, after the objects are made and
         before the first step. Without a commit they keep their values.
@@ -112,9 +136,9 @@ class State:
             _check_name(name)
             if name in self._values:
                 raise ValueError(f"track() was given {name!r}, which is a value of the state; choose another name")
-        tracked = Checkpoint(**objects)
-        strategy: Any = tracked._strategy("track()")
-        if objects and not strategy.extended._spans_ranks() and _is_job_of_several():
+        tracked = tracked_by(Checkpoint(**objects))
+        strategy = tracked.strategy("track()")
+        if objects and not extended_of(strategy).spans_ranks and _is_job_of_several():
             raise RuntimeError(
                 f"track() was given {sorted(objects)}, which belong to this process alone; expected objects of a "
                 "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "
@@ -125,13 +149,13 @@ class State:
         restore_snapshot(tracked, self._last.snapshot)
 
     def commit(self) -> None:
-        """Keep a copy of everything, to go on from; collective: call it on every rank, after the same step.
+        """Keep a copy of everything; collective: call it on every rank, after the same step.
 
         Every rank keeps all of it, so it survives as long as one rank does.
 
         Raises:
             MismatchError: Ranks track other variables, arrays or iterators, by name, shape or kind, or have values of
-                other names. They say what they have where that is new.
+                other names. They tell each other where that is new.
         """
         values = _pickled(self._values)
         if self._tracked is not None:
@@ -139,15 +163,14 @@ class State:
         snapshot = self._last.snapshot if self._tracked is None else take_snapshot(self._tracked)
         self.__dict__.update(_commits=self._commits + 1, _last=_Commit(self._commits + 1, values, snapshot))
 
-    def _agree_on_objects(self, tracked: Checkpoint) -> None:
+    def _agree_on_objects(self, tracked: TrackedObjects) -> None:
         described = f"commit() of the values {sorted(self._values)} and of {describe_objects(tracked)}"
         if described != self._agreed:
-            strategy: Any = tracked._strategy("commit()")
-            strategy.extended._agree_on(lambda: described)
+            extended_of(tracked.strategy("commit()")).agree_on(lambda: described)
             self.__dict__["_agreed"] = described
 
     def _names(self) -> list[str]:
-        tracked = [] if self._tracked is None else self._tracked._objects
+        tracked = [] if self._tracked is None else self._tracked.objects
         return sorted({*self._values, *tracked})
 
     def _forget_attempt(self) -> None:
@@ -155,7 +178,7 @@ class State:
         self.__dict__["_tracked"] = None
 
     def _take_over(self, comm: MPI.Intracomm) -> None:
-        """Let the first rank have the newest commit of all, and every rank its values (collective)."""
+        """Give the first rank the newest commit, and every rank its values (collective)."""
         from mpi4py.util import pkl5
 
         world = pkl5.Intracomm(comm)
@@ -193,3 +216,47 @@ def _pickled(values: dict[str, Any]) -> bytes:
 
 def _is_job_of_several() -> bool:
     return has_world() and world_topology().world.Get_size() > 1
+
+
+def take_snapshot(tracked: TrackedObjects) -> Snapshot:
+    """Return a copy of all that ``tracked`` would save, whole on every rank; collective."""
+    leaves = tracked.collect("keeping", is_to_save=True)
+    with in_scope_of(tracked.strategy("keeping a snapshot")):
+        arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
+        arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
+        values = leaves.values()
+    manifest = Manifest(
+        0,
+        tracked.save_counter,
+        describe_tensors(leaves),
+        values,
+        containers={key: describe_container(container) for key, container in leaves.containers.items()},
+        iterators=tuple(leaves.iterators),
+        run_calls=tracked.run_calls,
+        classes=leaves.classes(),
+        links=leaves.links,
+    )
+    return Snapshot(manifest, arrays)
+
+
+def describe_objects(tracked: TrackedObjects) -> str:
+    """Return names and kinds of the objects that all ranks must have, without values.
+
+    Lists may grow on one rank alone.
+    """
+    leaves = tracked.collect("keeping")
+    kinds = {key: f"{variable.dtype}{tuple(variable.shape)}" for key, variable in leaves.variables.items()}
+    kinds.update({key: f"{array.dtype}{array.shape}" for key, array in leaves.arrays.items() if "/" not in key})
+    kinds.update({key: type(iterator).__name__ for key, iterator in leaves.iterators.items() if "/" not in key})
+    return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
+
+
+def restore_snapshot(tracked: TrackedObjects, snapshot: Snapshot | None) -> None:
+    """Give tracked objects the values of the first rank's snapshot, if any; collective."""
+
+    def read() -> Read | None:
+        return None if snapshot is None else Read(Path("a commit"), snapshot.manifest, dict(snapshot.arrays))
+
+    status, _ = tracked.restore(read, "what was committed")
+    if status is not None:
+        status.expect_partial()

@@ -23,7 +23,7 @@ Told = tuple[str | None, int | None, str]
 
 @dataclass(frozen=True)
 class Cast:
-    """Who does what, the same on all ranks but for ``rank``.
+    """The parts of all ranks, the same on all but for ``rank``.
 
     Args:
         tasks: Job and index of every rank.
@@ -73,7 +73,7 @@ def ranks_of(resolver: ClusterResolver) -> MPI.Intracomm:
 
 
 def find_cast(resolver: ClusterResolver, train_spec: TrainSpec, comm: MPI.Intracomm) -> Cast:
-    """Return who does what (collective over ``comm``).
+    """Return the parts of all ranks (collective over ``comm``).
 
     Raises:
         ValueError: The roles do not fit, or ranks were given different directories; on all ranks.
@@ -88,7 +88,7 @@ def find_cast(resolver: ClusterResolver, train_spec: TrainSpec, comm: MPI.Intrac
 
 
 def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAINING_JOBS) -> Cast:
-    """Return who does what, of what all ranks have told.
+    """Return the parts of all ranks, by the tasks that they told.
 
     Raises:
         ValueError: The roles do not fit, or ranks were given different directories.

@@ -1,21 +1,28 @@
-"""Evaluations: finds new checkpoints, has them evaluated on this rank, and keeps the results."""
+"""Evaluations: finds new checkpoints, has them evaluated on this rank, and keeps the results in a file."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from mpidist.checkpoint.errors import DamagedCheckpointError
+import numpy as np
+
+from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.device_ops import ops_of
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.naming import checkpoints_in
-from mpidist.checkpoint.storage import read_manifest
+from mpidist.checkpoint.storage import checkpoints_in, read_manifest
 from mpidist.core.context import outside
 from mpidist.core.deadline import Deadline, wait_until
-from mpidist.estimator.results import EvalResult, append, plain_metrics
-from mpidist.estimator.specs import EvalSpec
+from mpidist.core.files import open_regular
+from mpidist.estimator.specs import EvalResult, EvalSpec
+from mpidist.values import Variable
 
+FILE = "eval/metrics.jsonl"
 _log = logging.getLogger("mpidist")
 _LOOK_SECONDS = 0.5
 # Looking reads the manifest of every checkpoint: with many of them it takes no more than this part of the time.
@@ -52,10 +59,10 @@ class Evaluations:
         self.results: list[EvalResult] = []
 
     def evaluate_if_due(self) -> EvalResult | None:
-        """Evaluate the newest checkpoint if it is new and the time has come; otherwise return None soon.
+        """Evaluate the newest checkpoint if it is new and it is time; else return None.
 
         Raises:
-            Exception: What ``eval_fn`` raises, but where its checkpoint was removed meanwhile; and as for its results.
+            Exception: That of ``eval_fn``, but where its checkpoint was removed meanwhile; and as for its results.
         """
         now = time.monotonic()
         if now < max(self._next_look, self._next_evaluation):
@@ -130,7 +137,7 @@ class Evaluations:
         return result
 
     def _await(self, told: Id) -> None:
-        """Wait until a checkpoint that another rank sees is seen here: some file systems take a while."""
+        """Wait until a checkpoint of another rank is seen here: some file systems take a while."""
         name, sequence = told
         path = self._directory / name
         deadline = Deadline(
@@ -156,3 +163,62 @@ def _is_still_there(path: Path, manifest: Manifest) -> bool:
     except DamagedCheckpointError:
         return True
     return (now.sequence, now.saved_at) == (manifest.sequence, manifest.saved_at)
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+def plain_metrics(returned: object) -> dict[str, Any]:
+    """Return the result of ``eval_fn`` as numbers, strings, None, lists and dicts.
+
+    Raises:
+        TypeError: It is no dict from names, or holds something else.
+    """
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        raise TypeError(
+            f"eval_fn returned {returned!r} of type {type(returned).__name__}; expected a dict from names to numbers, "
+            "such as {'accuracy': 0.97}"
+        )
+    return {name: _plain(name, value) for name, value in returned.items()}
+
+
+def append(directory: Path, result: EvalResult) -> None:
+    """Add a line to ``eval/metrics.jsonl`` in ``directory``.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    file = directory / FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="utf-8") as stream:
+        stream.write(result.to_json() + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}/{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}/{index}", item) for index, item in enumerate(value)]
+    try:
+        given = to_array(value.numpy() if isinstance(value, Variable) else value)
+        array = ops_of(given).to_host(given)
+        # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
+        return (array.astype(np.float64) if array.dtype.kind == "V" else _checked(array)).tolist()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"eval_fn returned {value!r} of type {type(value).__name__} as {name!r}; expected numbers, strings, None, "
+            "arrays of numbers, or lists and dicts of them"
+        ) from error
+
+
+def _checked(array: Array) -> Array:
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{array.dtype} is no dtype of real numbers")
+    return array

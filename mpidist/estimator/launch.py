@@ -18,7 +18,7 @@ def launch(
     roles: Sequence[str] = ("chief", "worker"),
     cluster_resolver: ClusterResolver | None = None,
 ) -> T | None:
-    """Call ``main_fn`` on the ranks whose job is one of ``roles``; the others serve them until they are through.
+    """Call ``main_fn`` on the ranks of some ``roles``, which the others serve meanwhile.
 
     Call it on every rank of the job. ``ps`` ranks serve, and workers where ``roles`` is ``("chief",)``, as with a
     coordinator. An evaluator does neither: with one use ``train_and_evaluate``.
@@ -29,7 +29,7 @@ def launch(
         cluster_resolver: Who is who; by default as ``MPIDIST_JOBS`` says.
 
     Returns:
-        What ``main_fn`` returns; None on ranks that serve.
+        The result of ``main_fn``; None on ranks that serve.
 
     Raises:
         TypeError: ``main_fn`` is no function, or ``cluster_resolver`` no resolver.

@@ -1,4 +1,4 @@
-"""Line: what the ranks of train_and_evaluate tell each other, beside whatever communicators the training has.
+"""Line: the news between the ranks of train_and_evaluate, beside the communicators of the training.
 
 A rank that trains tells the evaluator that it is through, the evaluator tells all that it is, and who fails or leaves
 the program tells all. Messages are small and rare; whoever waits for one looks again and again.
@@ -30,7 +30,7 @@ _given_up: list[Line] = []
 
 
 class News(Enum):
-    """What a rank tells."""
+    """The news of a rank."""
 
     TRAINED = auto()
     """It has trained; with the newest checkpoint that it sees, if it is the chief."""
@@ -43,14 +43,14 @@ class News(Enum):
 
 
 class Line:
-    """What ranks talk over (collective).
+    """A connection between all ranks (collective).
 
     Args:
         comm: All of them; it is duplicated.
         cast: Who they are.
 
     Attributes:
-        trained: What each rank has told when it had trained, by rank.
+        trained: Content of the news TRAINED, by rank.
         left: With which code each rank has left, by rank.
         evaluated: Whether the evaluator is through.
     """
@@ -74,7 +74,7 @@ class Line:
     def wait(
         self, is_over: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        """Hear what others tell until ``is_over``; how long they take is their own affair, so with a report alone.
+        """Hear the news of others until ``is_over``, with a report but no deadline.
 
         Args:
             is_over: Asked again and again.
@@ -105,7 +105,7 @@ class Line:
         self._comm.Free()
 
     def give_up(self, news: News, content: Any) -> None:
-        """Tell all others, if they do not know, why this rank uses it no more, and use it no more; returns soon."""
+        """Tell all others why this rank leaves, if they do not know, and return soon."""
         _given_up.append(self)
         # Those that are left hear of a lost rank by themselves, and the error that led here is the one to raise.
         with suppress(RankLostError):

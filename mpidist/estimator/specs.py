@@ -1,20 +1,21 @@
-"""TrainSpec and EvalSpec: what train_and_evaluate trains and how it evaluates."""
+"""TrainSpec, EvalSpec, TrainContext and EvalResult: the arguments of train_and_evaluate and of its functions."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mpidist.estimator.context import TrainContext
-    from mpidist.estimator.results import EvalResult
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core.context import get_replica_context, has_strategy
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What is trained (tf.estimator.TrainSpec).
+    """How to train (tf.estimator.TrainSpec).
 
     Args:
         train_fn: Called with a TrainContext on every rank that trains. It makes strategy, variables and dataset,
@@ -84,6 +85,84 @@ class EvalSpec:
             seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ValueError(f"{name} is {seconds!r}; expected seconds, 0 or more")
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """The argument of ``train_fn``.
+
+    Attributes:
+        checkpoint_dir: Where to save checkpoints, as an absolute path.
+        max_steps: When to end; None where the training ends by itself.
+        cluster_resolver: Who is who: ``mpidist.MultiWorkerMirroredStrategy(context.cluster_resolver)``.
+        task_type: The job of this rank, ``"chief"`` or ``"worker"``.
+        task_id: Its index there.
+        is_chief: Whether it is the one that prints.
+    """
+
+    checkpoint_dir: str
+    max_steps: int | None
+    cluster_resolver: ClusterResolver
+    task_type: str
+    task_id: int
+    is_chief: bool
+    _evaluate: Callable[[], Any]
+
+    def evaluate(self) -> EvalResult | None:
+        """Evaluate the newest checkpoint in between, where no evaluator does.
+
+        Call it on every rank, after a save. Without an evaluator the chief evaluates the newest checkpoint, if that is
+        new and ``throttle_secs`` have passed; the others go on, and wait in their next collective. With an
+        evaluator it does nothing.
+
+        Returns:
+            The result, on the rank that evaluated; otherwise None.
+
+        Raises:
+            RuntimeError: Called inside ``strategy.run``.
+            Exception: That of ``eval_fn``.
+        """
+        if has_strategy() and get_replica_context() is not None:
+            raise RuntimeError("context.evaluate() was called inside strategy.run(); call it outside, on every rank")
+        result: EvalResult | None = self._evaluate()
+        return result
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of one evaluation.
+
+    Args:
+        checkpoint: The path of the checkpoint.
+        metrics: The result of ``eval_fn``, in types that JSON has.
+        saved_at: When the checkpoint was written, in seconds of the epoch.
+        seconds: How long the evaluation took.
+
+    >>> EvalResult("out/ckpt-3", {"loss": 0.5}, 1700000000.0, 1.25).to_json()
+    '{"checkpoint": "out/ckpt-3", "metrics": {"loss": 0.5}, "saved_at": 1700000000.0, "seconds": 1.25}'
+    """
+
+    checkpoint: str
+    metrics: dict[str, Any]
+    saved_at: float
+    seconds: float
+
+    def to_json(self) -> str:
+        """Return it as one line.
+
+        NaN and infinities, which JSON does not have, are "NaN", "Infinity", "-Infinity".
+        """
+        return json.dumps({**self.__dict__, "metrics": _without_nan(self.metrics)}, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def check_function(name: str, value: object, expected: str) -> None:

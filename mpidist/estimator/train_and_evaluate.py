@@ -1,23 +1,20 @@
-"""train_and_evaluate: each rank does what its role in the cluster is, until all are through."""
+"""train_and_evaluate: each rank plays its role in the cluster, until all are through."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist.checkpoint.pending import finish_writing
+from mpidist.checkpoint.job import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
-from mpidist.estimator.context import TrainContext
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.line import Line, News
-from mpidist.estimator.results import EvalResult
-from mpidist.estimator.specs import EvalSpec, TrainSpec
+from mpidist.estimator.specs import EvalSpec, TrainContext, TrainSpec
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others
 
@@ -27,7 +24,7 @@ def train_and_evaluate(
 ) -> Any:
     """Train on the ranks that train, while the evaluator evaluates the newest checkpoint (tf.estimator).
 
-    Collective: call it on every rank of the job, with the same arguments. What a rank does is its role by the resolver.
+    Collective: call it on every rank of the job, with the same arguments. The resolver gives each rank its role.
     ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. The ``evaluator`` calls
     ``eval_fn(path)`` while the others train, whenever there is a new newest checkpoint, and at last for the final one.
 
@@ -51,13 +48,13 @@ def train_and_evaluate(
     Not together with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
 
     Args:
-        train_spec: What to train.
+        train_spec: How to train.
         eval_spec: How to evaluate.
         cluster_resolver: Who is who; by default as ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` says, without it all
             ranks are workers.
 
     Returns:
-        What ``train_fn`` returns, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
+        The result of ``train_fn``, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
         on ranks that serve None.
 
     Raises:
@@ -102,10 +99,8 @@ def train_and_evaluate(
     comm = ranks_of(resolver)
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)
-    directory = Path(os.path.abspath(train_spec.checkpoint_dir))
-    part = _Part(cast, line, resolver, train_spec, directory, Evaluations(eval_spec, directory))
     try:
-        result = _role(cast)(part)
+        result = _Part(cast, line, resolver, train_spec, eval_spec).play()
     except SystemExit as error:
         line.give_up(News.LEFT, error.code)
         raise
@@ -116,84 +111,76 @@ def train_and_evaluate(
     return result
 
 
-@dataclass(frozen=True)
 class _Part:
-    """What a rank needs to do its part."""
+    """The part of this rank, by its role.
 
-    cast: Cast
-    line: Line
-    resolver: ClusterResolver
-    train_spec: TrainSpec
-    directory: Path
-    evaluations: Evaluations
+    Args:
+        cast: The parts of all ranks.
+        line: To the other ranks.
+        resolver: Who is who.
+        train_spec: How to train.
+        eval_spec: How to evaluate.
+    """
 
+    def __init__(
+        self, cast: Cast, line: Line, resolver: ClusterResolver, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> None:
+        self._cast, self._line, self._resolver, self._train_spec = cast, line, resolver, train_spec
+        self._directory = os.path.abspath(train_spec.checkpoint_dir)
+        self._evaluations = Evaluations(eval_spec, Path(self._directory))
 
-def _role(cast: Cast) -> Callable[[_Part], Any]:
-    """Return what this rank does."""
-    if cast.trains:
-        return _train
-    return _evaluate if cast.evaluates else _serve
+    def play(self) -> Any:
+        """Train, evaluate or serve, and return once all are through."""
+        if self._cast.trains:
+            return self._train()
+        if self._cast.evaluates:
+            with signals_left_to_others():
+                # How long the training takes is nobody's concern, so without a report.
+                self._evaluate_to_the_end("", self._evaluations.evaluate_if_due)
+            return self._evaluations.results
+        Server(self._resolver).join()
+        self._await_evaluation()
+        return None
 
-
-def _train(part: _Part) -> Any:
-    cast, line = part.cast, part.line
-    job, index = cast.tasks[cast.rank]
-    is_chief = cast.rank == cast.chief
-    context = TrainContext(
-        str(part.directory),
-        part.train_spec.max_steps,
-        part.resolver,
-        job,
-        index,
-        is_chief,
-        part.evaluations.evaluate_if_due if cast.evaluates else _nothing,
-    )
-    result = part.train_spec.train_fn(context)
-    finish_writing()
-    if cast.evaluates:
-        _evaluate_to_the_end(part, "the other ranks to end their training", _nothing)
+    def _train(self) -> Any:
+        cast, evaluations = self._cast, self._evaluations
+        job, index = cast.tasks[cast.rank]
+        is_chief = cast.rank == cast.chief
+        evaluate = evaluations.evaluate_if_due if cast.evaluates else _nothing
+        spec = self._train_spec
+        context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
+        result = spec.train_fn(context)
+        finish_writing()
+        if cast.evaluates:
+            self._evaluate_to_the_end("the other ranks to end their training", _nothing)
+            return result
+        self._line.tell(News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
+        self._await_evaluation()
         return result
-    line.tell(News.TRAINED, part.evaluations.newest_id() if is_chief else None, cast.evaluator)
-    _await_evaluation(part)
-    return result
 
+    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object]) -> None:
+        """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
+        cast, line = self._cast, self._line
+        others = {rank for rank in cast.trainers if rank != cast.rank}
+        line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
+        if others and others <= line.left.keys() and cast.chief in others:
+            raise SystemExit(line.left[cast.chief])
+        if line.left:
+            raise self._left_alone()
+        self._evaluations.evaluate_last(line.trained.get(cast.chief))
+        line.tell(News.EVALUATED, None)
 
-def _evaluate(part: _Part) -> list[EvalResult]:
-    with signals_left_to_others():
-        # How long the training takes is nobody's concern, so without a report.
-        _evaluate_to_the_end(part, "", part.evaluations.evaluate_if_due)
-    return part.evaluations.results
+    def _await_evaluation(self) -> None:
+        cast, line = self._cast, self._line
+        name = cast.name(cast.evaluator)
+        line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
+        if not line.evaluated:
+            raise self._left_alone()
 
-
-def _serve(part: _Part) -> None:
-    Server(part.resolver).join()
-    _await_evaluation(part)
-
-
-def _evaluate_to_the_end(part: _Part, waiting_for: str, meanwhile: Callable[[], object]) -> None:
-    """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
-    cast, line = part.cast, part.line
-    others = {rank for rank in cast.trainers if rank != cast.rank}
-    line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
-    if others and others <= line.left.keys() and cast.chief in others:
-        raise SystemExit(line.left[cast.chief])
-    if line.left:
-        raise _left_alone(part)
-    part.evaluations.evaluate_last(line.trained.get(cast.chief))
-    line.tell(News.EVALUATED, None)
-
-
-def _await_evaluation(part: _Part) -> None:
-    cast, line = part.cast, part.line
-    name = cast.name(cast.evaluator)
-    line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
-    if not line.evaluated:
-        raise _left_alone(part)
-
-
-def _left_alone(part: _Part) -> PeerError:
-    left = ", ".join(f"{part.cast.name(rank)} by sys.exit({code!r})" for rank, code in sorted(part.line.left.items()))
-    return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
+    def _left_alone(self) -> PeerError:
+        codes = sorted(self._line.left.items())
+        left = ", ".join(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
+        return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
 
 
 def _nothing() -> None:

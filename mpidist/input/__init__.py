@@ -2,16 +2,12 @@
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values
-from mpidist.input.distributed_dataset import DistributedDataset
-from mpidist.input.distributed_iterator import DistributedIterator
+from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, PerReplicaSpec
-from mpidist.input.input_context import InputContext, ValueContext
-from mpidist.input.input_iterator import InputIterator
 from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
-from mpidist.input.input_workers import InputWorkers
-from mpidist.input.iteration import DatasetIterator
-from mpidist.input.optional import Optional
-from mpidist.input.parallel_calls import AUTOTUNE
+from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
+from mpidist.input.iteration import DatasetIterator, Optional
+from mpidist.input.threads import AUTOTUNE
 
 __all__ = [
     "AUTOTUNE",
@@ -24,7 +20,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
-    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "InputWorkers",

@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.input.elements import owned, stack
-from mpidist.input.pipeline import Node
 from mpidist.input.row_indices import RowIndex, as_array
-from mpidist.input.row_steps import TableRows
-from mpidist.input.streams import Stream
 from mpidist.input.tables import Table
 
 # Its number of rows, and what loads it as a table or record batch of pyarrow.
@@ -35,8 +32,8 @@ def is_arrow(source: Any) -> bool:
     return type(source).__module__.split(".")[0] == "pyarrow" and type(source).__name__ in _KINDS
 
 
-def arrow_node(source: Any, columns: Sequence[str] | None = None) -> Node:
-    """Return the source node for what ``is_arrow``; the rules are those of ``Dataset.from_source``.
+def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[Any]]:
+    """Return the table of an object that ``is_arrow``; of one that can only be gone through, a function that does.
 
     Raises:
         ValueError: There is no column of a name in ``columns``.
@@ -50,20 +47,16 @@ def arrow_node(source: Any, columns: Sequence[str] | None = None) -> Node:
     if kind in ("Table", "RecordBatch"):
         source = source.select(chosen)
         batches = source.to_batches() if kind == "Table" else [source]
-        pieces: list[_Piece] = [(batch.num_rows, partial(_loaded, batch)) for batch in batches]
+        pieces: list[_Piece] = [(batch.num_rows, batch.slice) for batch in batches]
     elif kind == "ParquetFile":
         sizes = [source.metadata.row_group(i).num_rows for i in range(source.num_row_groups)]
         pieces = [(n, partial(source.read_row_group, i, columns=chosen)) for i, n in enumerate(sizes)]
     else:
         found = _row_groups(source, chosen)
         if found is None:
-            return Stream(lambda: _stream(source, chosen), f"from_source({kind})", None)
+            return partial(_stream, source, chosen)
         pieces = found
-    return TableRows(ArrowTable(pieces, kind))
-
-
-def _loaded(batch: Any) -> Any:
-    return batch
+    return ArrowTable(pieces, kind)
 
 
 def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:

@@ -2,66 +2,53 @@
 
 What is kept does not depend on the pass in which it is computed: the source is always gone through as in its first pass
 of all. So a pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
+
+A file has a line of JSON for each element, and the bytes of its arrays; nothing in it is ever carried out.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, BinaryIO
 
-from mpidist.core.files import replacing
-from mpidist.input.element_files import ElementWriter, read_elements, storable
-from mpidist.input.elements import owned
-from mpidist.input.item_steps import SameItems
-from mpidist.input.pipeline import Items, Node, Rows, require_items, require_rows
-from mpidist.input.reordering import Pass, Shuffle
-from mpidist.input.row_indices import RowIndex
-from mpidist.input.row_steps import array_samples
+import numpy as np
 
+from mpidist.arrays.dtypes import as_dtype
+from mpidist.core.files import open_regular, replacing
+from mpidist.input.elements import as_element, as_numpy, map_leaves, owned
+from mpidist.input.graph import Form, Pass, PassThrough, Seed, array_samples
 
-class CachedRows(Rows):
-    """Rows in the order of the first pass, each of which is read once."""
-
-    def __init__(self, rows: Rows) -> None:
-        super().__init__((rows,), rows.cardinality, "cache()", rows.table.cached())
-        self.rows = rows
-        self.read_ahead = rows.read_ahead
-
-    def blocks(self, run: Pass) -> Iterator[RowIndex]:
-        """Yield the row numbers of the first pass."""
-        return self.rows.blocks(run.first())
-
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return a cache of other rows, with nothing in it."""
-        return CachedRows(require_rows(inputs[0]))
+_WRITTEN_AT_ONCE = 1 << 20
+_FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 
-class CachedItems(SameItems):
-    """Items in the order of the first pass: of batches known by row numbers each row is read once.
+@dataclass(eq=False, repr=False)
+class Cached(PassThrough):
+    """Elements in the order of the first pass: of rows and batches of rows each row is read once.
 
     Other elements are kept when one pass over the input has come to its end, and computed again until then.
     """
 
-    source: Items
+    # The seeds of all steps before, and the elements that come of them.
+    kept: tuple[list[tuple[int, ...]], list[Any]] | None = field(init=False, default=None)
 
-    def __init__(self, source: Items) -> None:
-        super().__init__(source, "cache()")
-        self.table = None if source.table is None else source.table.cached()
-        self.read_ahead = source.read_ahead
-        # The seeds of all shuffles before, and the elements that come of them.
-        self._kept: tuple[list[tuple[int, ...]], list[Any]] | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = "cache()"
+        self.table = None if self.table is None else self.table.cached()
 
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the items of the first pass."""
-        if self.table is not None:
+        if self.form is not Form.ELEMENTS:
             return self.source.items(run.first())
-        seeds = [run.seeds.get(shuffle, (shuffle.seed,)) for shuffle in self.source.shuffles()]
-        if self._kept is not None and self._kept[0] == seeds:
-            return map(owned, self._kept[1])
+        seeds = [seed.entropy(run) for seed in self.source.seeds()]
+        if self.kept is not None and self.kept[0] == seeds:
+            return map(owned, self.kept[1])
         return self._keeping(run, seeds)
 
     def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[Any]:
@@ -69,33 +56,32 @@ class CachedItems(SameItems):
         for element in self.source.elements(run.first()):
             kept.append(owned(element))
             if len(kept) == self.cardinality:  # whoever knows that does not ask for one more
-                self._kept = (seeds, kept)
+                self.kept = (seeds, kept)
             yield element
-        self._kept = (seeds, kept)
-
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return a cache of other items, with nothing in it."""
-        return CachedItems(require_items(inputs[0]))
+        self.kept = (seeds, kept)
 
     def __getstate__(self) -> dict[str, Any]:
         # Datasets travel to workers, which keep what they read themselves.
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "kept": None}
 
 
-class CachedFile(SameItems):
+@dataclass(eq=False, repr=False)
+class CachedFile(PassThrough):
     """Elements in an order that is the same in every program, kept in a file when a pass over them has ended.
 
     Shuffles before it that were given no seed have a fixed one, so that the file is right whoever has written it: any
     rank, any program.
 
     Args:
-        source: The elements.
-        filename: What the name of the file begins with; the rest tells pipelines apart.
+        filename: What the name of the file begins with; the rest tells graphs apart.
     """
 
-    def __init__(self, source: Node, filename: str) -> None:
-        super().__init__(source, "cache(file)")
-        self.filename = filename
+    filename: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = "cache(file)"
+        self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
 
     def path(self) -> str:
         """Return the name of the file."""
@@ -107,8 +93,8 @@ class CachedFile(SameItems):
         path = self.path()
         if os.path.lexists(path):
             return read_elements(path)
-        drawn = dict.fromkeys(shuffle for shuffle in self.source.shuffles() if not shuffle.given)
-        seeds = {shuffle: (number,) for number, shuffle in enumerate(drawn)}
+        drawn = dict.fromkeys(seed for seed in self.source.seeds() if not seed.given)
+        seeds = {seed: (number,) for number, seed in enumerate(drawn)}
         return self._keeping(path, replace(run.first(), seeds=seeds))
 
     def _keeping(self, path: str, run: Pass) -> Iterator[Any]:
@@ -124,10 +110,166 @@ class CachedFile(SameItems):
             if not writer.is_finished:
                 writer.finish()
 
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return a cache of other elements in a file."""
-        return CachedFile(inputs[0], self.filename)
-
-    def shuffles(self) -> Iterator[Shuffle]:
+    def seeds(self) -> Iterator[Seed]:
         """Yield nothing: no seed of a program changes the order."""
         return iter(())
+
+
+def storable(element: Any) -> Any:
+    """Return ``element`` as it comes out of a file: its numbers and arrays NumPy's, texts and bytes as they are.
+
+    Raises:
+        TypeError: Something in it is neither, or it has other structure than tuples and dicts with texts or whole
+            numbers as keys.
+
+    >>> storable((1, "a", [1.0]))
+    (np.int64(1), 'a', array([1.]))
+    """
+    element = as_element(element)
+    _check_structure(element)
+    return map_leaves(_storable_leaf, element)
+
+
+def _check_structure(value: Any) -> None:
+    if type(value) is tuple:
+        for child in value:
+            _check_structure(child)
+    elif isinstance(value, Mapping):
+        if not all(type(key) in (str, int) for key in value):
+            raise TypeError(f"cache(filename) got a dict with the keys {list(value)}; expected texts or whole numbers")
+        for child in value.values():
+            _check_structure(child)
+    elif isinstance(value, tuple) or hasattr(type(value), "__attrs_attrs__"):
+        raise TypeError(
+            f"cache(filename) got a {type(value).__name__}; a file keeps tuples and dicts: make it one by map(...) "
+            "before, or keep elements in memory, by cache()"
+        )
+
+
+def _storable_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, (str, bytes)):
+        return str(leaf) if isinstance(leaf, str) else bytes(leaf)
+    array = np.asarray(as_numpy(leaf))
+    if _named(array.dtype) != array.dtype:
+        raise TypeError(f"cache(filename) got an array of {array.dtype}; expected numbers or texts, one kind an array")
+    return array[()]
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name if dtype.kind == "V" else dtype.str)
+
+
+def _named(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype that the name of ``dtype`` gives in a file; None for Python objects and structures."""
+    if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0:
+        return None
+    return as_dtype(_name(dtype))
+
+
+class ElementWriter:
+    """Writes elements, as :func:`storable` returns them.
+
+    Args:
+        descriptor: Of a new file.
+
+    Attributes:
+        count: How many have been written.
+        is_finished: Whether the end has been written.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        # No file object: one that outlives the descriptor writes what it holds into the file that has its number then.
+        self._descriptor = descriptor
+        self._held = bytearray(_FIRST_LINE)
+        self.count = 0
+        self.is_finished = False
+
+    def add(self, element: Any) -> None:
+        """Write an element."""
+        leaves: list[Any] = []
+        payloads: list[bytes] = []
+        structure = _described(element, leaves, payloads)
+        head = {"structure": structure, "leaves": leaves}
+        self._held += json.dumps(head).encode() + b"\n"
+        self._held += b"".join(payloads)
+        if len(self._held) >= _WRITTEN_AT_ONCE:
+            self._write_held()
+        self.count += 1
+
+    def finish(self) -> None:
+        """Write the end, without which a file is not whole."""
+        self._held += json.dumps({"elements": self.count}).encode() + b"\n"
+        self._write_held()
+        self.is_finished = True
+
+    def _write_held(self) -> None:
+        with memoryview(self._held) as held:
+            start = 0
+            while start < len(held):
+                start += os.write(self._descriptor, held[start:])
+        self._held = bytearray()
+
+
+def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
+    """Return the structure of ``value``, its leaves as their numbers, and add these to both lists."""
+    if isinstance(value, tuple):
+        return ["tuple", [_described(child, leaves, payloads) for child in value]]
+    if isinstance(value, dict):
+        return ["dict", [[key, _described(child, leaves, payloads)] for key, child in value.items()]]
+    if isinstance(value, (str, bytes)):
+        payload = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        leaves.append(["text" if isinstance(value, str) else "bytes", [], len(payload)])
+    else:
+        array = np.asarray(value)
+        payload = array.tobytes()
+        leaves.append([_name(array.dtype), array.shape, len(payload)])
+    payloads.append(payload)
+    return len(leaves) - 1
+
+
+def read_elements(path: str) -> Iterator[Any]:
+    """Yield the elements of a file as new arrays.
+
+    Raises:
+        ValueError: It is not such a file, or damaged.
+    """
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        try:
+            if file.readline() != _FIRST_LINE:
+                raise ValueError("it does not begin as one")
+            count = 0
+            while True:
+                head = json.loads(file.readline())
+                if "elements" in head:
+                    break
+                yield _read(file, head)
+                count += 1
+            if head["elements"] != count or file.read(1):
+                raise ValueError(f"{count} elements were found, and {head['elements']} have been written")
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(
+                f"{path} is no whole file of elements, as cache(filename) writes it ({error}); remove it, and it is "
+                "written again"
+            ) from error
+
+
+def _read(file: BinaryIO, head: Any) -> Any:
+    leaves = []
+    for kind, shape, size in head["leaves"]:
+        payload = file.read(size)
+        if len(payload) != size:
+            raise ValueError("it ends in the middle of an element")
+        if kind in ("text", "bytes"):
+            leaves.append(payload.decode("utf-8", "surrogatepass") if kind == "text" else payload)
+        else:
+            leaves.append(np.frombuffer(bytearray(payload), as_dtype(kind)).reshape(shape)[()])
+    return _rebuilt(head["structure"], leaves)
+
+
+def _rebuilt(structure: Any, leaves: list[Any]) -> Any:
+    if isinstance(structure, int):
+        return leaves[structure]
+    kind, children = structure
+    if kind == "tuple":
+        return tuple(_rebuilt(child, leaves) for child in children)
+    return {key: _rebuilt(child, leaves) for key, child in children}

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, NoReturn
 
+import numpy as np
+
+from mpidist.core import nest
 from mpidist.input import dealing, sources
-from mpidist.input.elements import map_leaves
-from mpidist.input.file_dealing import names_node
-from mpidist.input.input_options import AutoShardPolicy, Options, common_options
-from mpidist.input.interleaved import Interleaved
-from mpidist.input.item_steps import Enumerated, Mapped, Zipped
-from mpidist.input.ordering import seed_or_drawn
-from mpidist.input.parallel_calls import AUTOTUNE, checked_calls
-from mpidist.input.pipeline import Node, Rows
-from mpidist.input.reordering import Shuffle
-from mpidist.input.row_steps import MappedRows, TableRows
-from mpidist.input.tables import RangeTable, ZippedTable, array_table, element_table
-from mpidist.input.transforms import Transforms, require_callable
+from mpidist.input.batching import Batched, Padding, Unbatched, Windows
+from mpidist.input.caching import Cached, CachedFile
+from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Take, check_shuffle
+from mpidist.input.derived_tables import ZippedTable
+from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
+from mpidist.input.graph import INFINITE, GraphNode, Seed, TableRows
+from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, DatasetOptions, Options, common_options
+from mpidist.input.interleaving import Interleaved
+from mpidist.input.iteration import DatasetIterator, E_co, Passes, S, reduce_elements, spec_of_elements
+from mpidist.input.steps import Concatenated, Enumerated, Filtered, Mapped, Prefetched, Sampled, Zipped
+from mpidist.input.tables import RangeTable, array_table, element_table
+from mpidist.input.threads import AUTOTUNE, checked_calls
+
+# How many elements are kept ready where that is left to mpidist: one is used, one is ready, and one is being read.
+_READY = 2
 
 
-class Dataset(Transforms):
+class Dataset(Generic[E_co]):
     """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
 
     Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
@@ -30,15 +37,25 @@ class Dataset(Transforms):
     by number are read by the batch, and on several ranks each rank reads only its own rows. Elements and batches are
     new arrays that the caller may change, and that no generator, source or function goes on to write into.
 
+    To type checkers a ``Dataset[T]`` has elements of type T, such as ``map_func`` returns; a list becomes an array.
+
     >>> dataset = Dataset.range(10).shuffle(seed=1).batch(4)
     >>> [len(batch) for batch in dataset]
     [4, 4, 2]
     """
 
+    def __init__(self, node: GraphNode, options: DatasetOptions = DatasetOptions()) -> None:  # noqa: B008 - frozen
+        self._node = node
+        self._options = options
+        self._passes = Passes(node, options)
+
+    def _then(self, node: GraphNode) -> Dataset[Any]:
+        return type(self)(node, self._options)
+
     # Sources
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
+    def from_tensor_slices(tensors: Any) -> Dataset[Any]:
         """Return the dataset of the rows of arrays.
 
         Args:
@@ -55,7 +72,7 @@ class Dataset(Transforms):
         return Dataset(TableRows(array_table(tensors)))
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset:
+    def from_tensors(tensors: Any) -> Dataset[Any]:
         """Return the dataset of one element, ``tensors`` as they are.
 
         Args:
@@ -67,7 +84,7 @@ class Dataset(Transforms):
         return Dataset(TableRows(element_table(tensors)))
 
     @staticmethod
-    def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset:
+    def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset[Any]:
         """Return the dataset of any object that holds data.
 
         Args:
@@ -99,7 +116,7 @@ class Dataset(Transforms):
         output_shapes: Any = None,
         args: Sequence[Any] | None = None,
         output_signature: Any = None,
-    ) -> Dataset:
+    ) -> Dataset[Any]:
         """Return the dataset of what a generator function yields.
 
         Args:
@@ -126,7 +143,7 @@ class Dataset(Transforms):
         return Dataset(sources.generator_node(generator, signature, () if args is None else tuple(args)))
 
     @staticmethod
-    def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset:
+    def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset[Any]:
         """Return the dataset of what a function reads from files, file after file.
 
         Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
@@ -153,7 +170,7 @@ class Dataset(Transforms):
         return Dataset(sources.files_node(paths, reader))
 
     @staticmethod
-    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset:
+    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset[str]:
         """Return the dataset of the paths of files, for ``map`` or ``interleave`` with what reads one.
 
         Distributed, whole files are dealt to the ranks as those of :meth:`from_files`: file i of the sorted names goes
@@ -177,7 +194,7 @@ class Dataset(Transforms):
         ...     [x.tolist() for x in dataset.map(np.loadtxt)]
         [[1.0, 2.0, 3.0]]
         """
-        names = Dataset(names_node(file_pattern))
+        names: Dataset[str] = Dataset(sources.names_node(file_pattern))
         if shuffle is None or shuffle:
             return names.shuffle(seed=seed)
         if seed is not None:
@@ -185,7 +202,7 @@ class Dataset(Transforms):
         return names
 
     @staticmethod
-    def range(*args: int) -> Dataset:
+    def range(*args: int) -> Dataset[np.int64]:
         """Return the dataset of int64 numbers; the arguments are those of Python's ``range``.
 
         >>> [int(x) for x in Dataset.range(1, 6, 2)]
@@ -194,7 +211,7 @@ class Dataset(Transforms):
         return Dataset(TableRows(RangeTable(range(*args))))
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset:
+    def zip(*datasets: Any) -> Dataset[Any]:
         """Return the dataset whose elements are those of several datasets side by side.
 
         It ends with the shortest one.
@@ -210,34 +227,30 @@ class Dataset(Transforms):
         [(0, 5), (1, 6), (2, 7)]
         """
         structure = datasets[0] if len(datasets) == 1 else datasets
-        leaves: list[Dataset] = []
+        leaves: list[Any] = []
 
         def number(leaf: Any) -> int:
-            leaves.append(Dataset._require("zip", leaf))
+            leaves.append(leaf)
             return len(leaves) - 1
 
         places = map_leaves(number, structure)
-        if not leaves:
-            raise ValueError("zip() got no datasets; expected a tuple or dict of datasets, or several datasets")
-        options = common_options((leaf._options for leaf in leaves), "zip")
-        nodes = [leaf._node for leaf in leaves]
+        nodes, options = _together("zip", leaves, "a tuple or dict of datasets, or several datasets")
 
         def build(parts: list[Any]) -> Any:
             return map_leaves(parts.__getitem__, places)
 
-        tables = [node.table for node in nodes if isinstance(node, TableRows)]
+        tables = [node.row_table() for node in nodes if isinstance(node, TableRows)]
         by_row = len(tables) == len(nodes)
-        node: Node = TableRows(ZippedTable(tables, build)) if by_row else Zipped(nodes, build)
-        return Dataset(node, options)
+        return Dataset(TableRows(ZippedTable(tables, build)) if by_row else Zipped(nodes, build), options)
 
     # Transforms
 
     def map(
         self,
-        map_func: Callable[..., Any],
+        map_func: Callable[..., S],
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
-    ) -> Dataset:
+    ) -> Dataset[S]:
         """Return the dataset of ``map_func`` of each element.
 
         Elements keep their order, also with several calls at once.
@@ -261,19 +274,17 @@ class Dataset(Transforms):
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x)]
         [0, 1, 4]
         """
-        require_callable("map_func", map_func)
-        node, calls = self._node, checked_calls(num_parallel_calls)
-        made: Node = MappedRows(node, map_func, calls) if isinstance(node, Rows) else Mapped(node, map_func, calls)
-        return self._then(made)
+        _require_callable("map_func", map_func)
+        return self._then(Mapped((self._node,), map_func, checked_calls(num_parallel_calls)))
 
     def interleave(
         self,
-        map_func: Callable[..., Any],
+        map_func: Callable[..., Dataset[S]],
         cycle_length: int | None = None,
         block_length: int = 1,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
-    ) -> Dataset:
+    ) -> Dataset[S]:
         """Return the elements of several datasets in turn, each made by ``map_func`` of an element.
 
         The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first dataset that
@@ -299,12 +310,12 @@ class Dataset(Transforms):
         >>> [int(x) for x in dataset]
         [10, 20, 11, 21, 12, 22, 30, 31, 32]
         """
-        require_callable("map_func", map_func)
+        _require_callable("map_func", map_func)
         cycle = 4 if cycle_length in (None, AUTOTUNE) else operator.index(cycle_length)
         if cycle < 1 or operator.index(block_length) < 1:
             raise ValueError(f"cycle_length is {cycle_length} and block_length {block_length}; expected 1 or more")
 
-        def node_of(*element: Any) -> Node:
+        def node_of(*element: Any) -> GraphNode:
             made = map_func(*element)
             if not isinstance(made, Dataset):
                 raise TypeError(
@@ -313,11 +324,10 @@ class Dataset(Transforms):
                 )
             return made._node
 
-        seeds = Shuffle(None, seed_or_drawn(None), given=False, reshuffle=True)
         calls = checked_calls(num_parallel_calls)
-        return self._then(Interleaved(self._node, node_of, cycle, block_length, seeds, calls))
+        return self._then(Interleaved((self._node,), node_of, cycle, block_length, Seed.of(None, True), calls))
 
-    def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
+    def flat_map(self, map_func: Callable[..., Dataset[S]]) -> Dataset[S]:
         """Return the elements of several datasets, one after the other, each made by ``map_func`` of an element.
 
         Args:
@@ -328,7 +338,7 @@ class Dataset(Transforms):
         """
         return self.interleave(map_func, cycle_length=1)
 
-    def enumerate(self, start: int = 0) -> Dataset:
+    def enumerate(self, start: int = 0) -> Dataset[tuple[np.int64, E_co]]:
         """Return the dataset of ``(number, element)`` with int64 numbers from ``start``.
 
         >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
@@ -336,7 +346,304 @@ class Dataset(Transforms):
         """
         if isinstance(self._node, TableRows):
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
-        return self._then(Enumerated(self._node, operator.index(start)))
+        return self._then(Enumerated((self._node,), operator.index(start)))
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset[E_co]:
+        """Return the dataset of the elements for which ``predicate`` is true.
+
+        How many there are is not known beforehand, and a rank must read all elements to tell.
+
+        Args:
+            predicate: Gets an element, a tuple as several arguments; returns something true or false.
+
+        >>> [int(x) for x in Dataset.range(6).filter(lambda x: x % 2)]
+        [1, 3, 5]
+        """
+        _require_callable("predicate", predicate)
+        return self._then(Filtered((self._node,), predicate))
+
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset[Any]:
+        """Return the dataset of consecutive elements stacked along a new first axis.
+
+        Args:
+            batch_size: Elements in a batch; of a dataset that is to be distributed, of all replicas together.
+            drop_remainder: Leave out a last batch that is smaller.
+            num_parallel_calls: Taken as TensorFlow takes it, without effect: rows are read by the batch, and
+                ``map`` and ``prefetch`` have threads.
+            deterministic: The same; the order is kept in any case.
+
+        Raises:
+            TypeError: ``batch_size`` is no whole number.
+            ValueError: ``batch_size`` below 1; while iterating, elements of unlike shapes or structures.
+
+        >>> list(Dataset.range(3).batch(2))
+        [array([0, 1]), array([2])]
+        """
+        checked_calls(num_parallel_calls)
+        return self._then(Batched((self._node,), _batch_size("batch", batch_size), bool(drop_remainder)))
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        drop_remainder: bool = False,
+    ) -> Dataset[Any]:
+        """Return the dataset of consecutive elements, padded to one shape and stacked along a new first axis.
+
+        Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
+
+        Args:
+            batch_size: As that of :meth:`batch`.
+            padded_shapes: The shape of each array, in the structure of an element: a list or tuple of sizes, with None
+                or -1 for the size of the longest element of the batch. None: that on all axes.
+            padding_values: What each array is padded with, in the same structure, or one value for all arrays. None:
+                0, or the empty text.
+            drop_remainder: Leave out a last batch that is smaller.
+
+        Raises:
+            TypeError: ``batch_size`` is no whole number; while iterating, a value that the dtype does not hold.
+            ValueError: ``batch_size`` below 1; while iterating, an element larger than its shape, different numbers of
+                axes, shapes or values of another structure.
+
+        >>> dataset = Dataset.range(1, 4).map(lambda x: [7] * x)
+        >>> [batch.tolist() for batch in dataset.padded_batch(2)]
+        [[[7, 0], [7, 7]], [[7, 7, 7]]]
+        """
+        size = _batch_size("padded_batch", batch_size)
+        return self._then(Batched((self._node,), size, bool(drop_remainder), Padding(padded_shapes, padding_values)))
+
+    def unbatch(self) -> Dataset[Any]:
+        """Return the dataset of the rows of each element: what ``batch`` puts together, one by one.
+
+        Raises:
+            ValueError: While iterating, an array without axes, or arrays of one element with different first sizes.
+
+        >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
+        [0, 1, 2]
+        """
+        return self._then(Unbatched((self._node,)))
+
+    def window(
+        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
+    ) -> Dataset[Any]:
+        """Return the dataset of windows, each a dataset of ``size`` elements.
+
+        Of a structure of arrays a window is the same structure of datasets. ``flat_map`` makes arrays of windows, which
+        cannot be distributed as they are.
+
+        Args:
+            size: Elements in a window.
+            shift: How many elements further the next window begins; None for ``size``.
+            stride: How many elements further the next element in a window is.
+            drop_remainder: Leave out windows at the end that have fewer elements.
+
+        Raises:
+            ValueError: ``size``, ``shift`` or ``stride`` below 1.
+
+        >>> windows = Dataset.range(5).window(3, shift=1, drop_remainder=True)
+        >>> [batch.tolist() for batch in windows.flat_map(lambda window: window.batch(3))]
+        [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+        """
+        step = size if shift is None else shift
+        if min(map(operator.index, (size, step, stride))) < 1:
+            raise ValueError(f"window() got size={size}, shift={shift}, stride={stride}; expected 1 or more for each")
+        return self._then(Windows((self._node,), size, step, stride, bool(drop_remainder), type(self)))
+
+    def cache(self, filename: Any = "") -> Dataset[E_co]:
+        """Return the same dataset, whose elements are computed once and kept: what comes before is done once.
+
+        The order is that of the first pass for ever; shuffle after it. Rows that are read by number are kept one by one
+        as they are read, on each rank its own. Other elements are kept when a pass over them has come to its end; what
+        a pass has seen that ends earlier is dropped.
+
+        Args:
+            filename: Of a file to keep them in, for other programs too; empty for memory. Its name gets an ending
+                that differs where the steps before or their data do, as far as the text of a dataset tells: functions
+                do not count, so remove ``filename.*`` when one has changed. Every rank reads all of the file. Ranks
+                may share it. Shuffles before it that were given no seed have a fixed one. Structure is tuples and
+                dicts.
+
+        Raises:
+            ValueError: The dataset is endless; while iterating, the file is damaged.
+            TypeError: ``filename`` is no path; while iterating, an element that a file cannot keep.
+            OSError: While iterating, the file cannot be read or written.
+
+        >>> calls = []
+        >>> dataset = Dataset.range(2).map(lambda x: calls.append(x) or x).cache()
+        >>> [[int(x) for x in dataset] for _ in range(3)], len(calls)
+        ([[0, 1], [0, 1], [0, 1]], 2)
+        """
+        name = os.fsdecode(filename)
+        if self.cardinality() == INFINITE:
+            raise ValueError(f"cache() of {self._node}, which has no end, would never end; call it before repeat()")
+        return self._then(CachedFile((self._node,), name) if name else Cached((self._node,)))
+
+    def concatenate(self, dataset: Dataset[E_co]) -> Dataset[E_co]:
+        """Return the dataset of these elements and then those of another one.
+
+        Args:
+            dataset: With elements of the same structure and dtypes.
+
+        Raises:
+            TypeError: ``dataset`` is no Dataset; while iterating, elements of another structure or dtype.
+            ValueError: The datasets carry different options.
+
+        >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(7, 9))]
+        [0, 1, 7, 8]
+        """
+        nodes, options = _together("concatenate", [self, dataset])
+        return type(self)(Concatenated(nodes), options)
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset[S]],
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+        rerandomize_each_iteration: bool | None = None,
+    ) -> Dataset[S]:
+        """Return the dataset each of whose elements is the next one of a dataset that is drawn.
+
+        Distributed datasets are drawn from in the same order on all ranks, also without a seed.
+
+        Args:
+            datasets: With elements of the same structure and dtypes.
+            weights: How likely each of them is drawn; None for all alike. They need not sum to 1.
+            seed: A whole number that fixes the draws; None draws one (see ``mpidist.set_seed``).
+            stop_on_empty_dataset: End when a dataset is drawn that has nothing left; else go on with the others.
+            rerandomize_each_iteration: Whether each pass has draws of its own; None: where there is no seed.
+
+        Raises:
+            TypeError: Something in it is no Dataset; while iterating, elements of another structure or dtype.
+            ValueError: No datasets; other than one weight for each, negative or all 0; datasets with different options;
+                a negative seed.
+
+        >>> datasets = [Dataset.range(3), Dataset.range(10, 13)]
+        >>> sorted(int(x) for x in Dataset.sample_from_datasets(datasets, weights=[0.9, 0.1]))
+        [0, 1, 2, 10, 11, 12]
+        """
+        nodes, options = _together("sample_from_datasets", list(datasets))
+        chances = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
+        if chances.shape != (len(nodes),) or not np.isfinite(chances).all() or chances.min() < 0 or not chances.any():
+            raise ValueError(f"weights is {weights!r}; expected {len(nodes)} numbers of 0 or more, not all of them 0")
+        again = seed is None if rerandomize_each_iteration is None else bool(rerandomize_each_iteration)
+        shares = (chances / chances.sum()).tolist()
+        return Dataset(Sampled(nodes, shares, Seed.of(seed, again), bool(stop_on_empty_dataset)), options)
+
+    def prefetch(self, buffer_size: int) -> Dataset[E_co]:
+        """Return the same dataset, with the next elements read ahead in a thread.
+
+        Elements, their order and which rows are read stay the same. Streams are read ahead up to this point. Rows
+        that are read by number are read ahead after a later ``batch`` or ``map`` too; of a distributed dataset each
+        rank reads ahead its own rows. The thread begins with the first element of a pass and ends with the pass,
+        ``close()`` of the iterator, an error, or when the iterator is dropped. An error in it is raised by
+        ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
+
+        Args:
+            buffer_size: How many elements are kept ready at most; batches, of a dataset of batches. -1
+                (``mpidist.input.AUTOTUNE``) for 2.
+
+        Raises:
+            ValueError: ``buffer_size`` below 1 and not -1.
+
+        >>> [batch.tolist() for batch in Dataset.range(3).batch(2).prefetch(1)]
+        [[0, 1], [2]]
+        """
+        size = _READY if operator.index(buffer_size) == AUTOTUNE else buffer_size
+        if size < 1:
+            raise ValueError(
+                f"buffer_size is {buffer_size}; expected 1 or more elements to keep ready, or -1 to leave that open"
+            )
+        return self._then(Prefetched((self._node,), size))
+
+    def shuffle(
+        self,
+        buffer_size: int | None = None,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool | None = True,
+        *,
+        block_size: int | None = None,
+    ) -> Dataset[E_co]:
+        """Return the dataset in random order.
+
+        Distributed datasets come in the same order on all ranks, also without a seed.
+
+        Args:
+            buffer_size: Elements of a stream that are held in memory to draw from; None holds all of them.
+                Rows that can be read by number are permuted as a whole and need no buffer, except in an
+                endless dataset, where it is the number of rows to draw from. Only their numbers are permuted, in
+                at most 32 MiB however many there are.
+            seed: A whole number that fixes the order; None draws one (see ``mpidist.set_seed``).
+            reshuffle_each_iteration: Whether each pass has an order of its own, also each one of a later
+                ``repeat``; None means True, as in TensorFlow.
+            block_size: For rows on a disk that is slow to jump about: blocks of so many consecutive rows come in
+                random order, and the rows of ``buffer_size // block_size`` blocks at a time are mixed. Take the rows
+                of a chunk or row group, or of about a MiB.
+
+        Raises:
+            ValueError: ``buffer_size`` below 1, or left out where the number of elements is endless or
+                unknown; a negative seed; ``block_size`` below 1, without ``buffer_size``, or for elements that are
+                no rows of a finite dataset.
+
+        >>> sorted(int(x) for x in Dataset.range(4).shuffle())
+        [0, 1, 2, 3]
+        """
+        check_shuffle(self._node, buffer_size, block_size)
+        reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
+        return self._then(Shuffled((self._node,), buffer_size, Seed.of(seed, reshuffles), block_size))
+
+    def repeat(self, count: int | None = None) -> Dataset[E_co]:
+        """Return the dataset gone through ``count`` times, without end for None or -1.
+
+        >>> [int(x) for x in Dataset.range(2).repeat(2)]
+        [0, 1, 0, 1]
+        """
+        times = None if count is None or operator.index(count) < 0 else count
+        return self._then(Repeated((self._node,), times))
+
+    def shard(self, num_shards: int, index: int) -> Dataset[E_co]:
+        """Return the dataset of every ``num_shards``-th element, beginning with element ``index``.
+
+        ``shard(SHARD_HINT, SHARD_HINT)`` stands for ``shard(W, rank)``: it is filled in when the dataset is
+        distributed with ``AutoShardPolicy.HINT``.
+
+        Raises:
+            ValueError: ``num_shards`` below 1, or ``index`` not in 0 ... num_shards - 1.
+
+        >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
+        [1, 3]
+        """
+        if num_shards == index == SHARD_HINT:
+            return self._then(ShardHint((self._node,)))
+        if operator.index(num_shards) < 1 or not 0 <= operator.index(index) < num_shards:
+            raise ValueError(
+                f"num_shards is {num_shards} and index {index}; expected num_shards of at least 1 and 0 <= "
+                "index < num_shards, for example shard(ctx.num_input_pipelines, ctx.input_pipeline_id)"
+            )
+        return self._then(Shard((self._node,), num_shards, index))
+
+    def take(self, count: int) -> Dataset[E_co]:
+        """Return the dataset of the first ``count`` elements, of all for -1.
+
+        >>> [int(x) for x in Dataset.range(5).take(2)]
+        [0, 1]
+        """
+        return self._then(Take((self._node,), operator.index(count)))
+
+    def skip(self, count: int) -> Dataset[E_co]:
+        """Return the dataset without its first ``count`` elements, an empty one for -1.
+
+        >>> [int(x) for x in Dataset.range(5).skip(3)]
+        [3, 4]
+        """
+        return self._then(Skip((self._node,), operator.index(count)))
 
     def with_options(
         self,
@@ -344,7 +651,7 @@ class Dataset(Transforms):
         *,
         auto_shard_policy: AutoShardPolicy | None = None,
         assignment: str | None = None,
-    ) -> Dataset:
+    ) -> Dataset[E_co]:
         """Return the same dataset with options for ``experimental_distribute_dataset``.
 
         Args:
@@ -381,3 +688,108 @@ class Dataset(Transforms):
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
             chosen = replace(chosen, assignment=assignment)
         return Dataset(self._node, chosen)
+
+    # Elements
+
+    def __iter__(self) -> DatasetIterator[E_co]:
+        return DatasetIterator(self._passes)
+
+    def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
+        """Return what ``reduce_func`` makes of all elements of one pass.
+
+        Args:
+            initial_state: The first state, of any kind; returned where there is no element.
+            reduce_func: Gets the state and an element, a tuple too as one argument; returns the next state.
+
+        Raises:
+            TypeError: ``reduce_func`` is not callable.
+            ValueError: The dataset is endless.
+
+        >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
+        10
+        """
+        return reduce_elements(self, initial_state, reduce_func)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of ``ArraySpec`` of an element; where only an element can tell, one is read.
+
+        Raises:
+            ValueError: There is no element to tell from.
+
+        >>> Dataset.range(5).batch(2).element_spec
+        ArraySpec(shape=(None,), dtype=dtype('int64'))
+        """
+        return spec_of_elements(self._node)
+
+    def cardinality(self) -> int:
+        """Return the number of elements in a pass: -1 without end, -2 unknown.
+
+        >>> Dataset.range(5).batch(2).cardinality(), Dataset.range(5).repeat().cardinality()
+        (3, -1)
+        """
+        return self._node.cardinality
+
+    def __len__(self) -> int:
+        length = self.cardinality()
+        if length < 0:
+            kind = "endless" if length == INFINITE else "not known beforehand"
+            raise TypeError(f"the number of elements of {self._node} is {kind}; ask cardinality()")
+        return length
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Return an iterator over a pass whose arrays are NumPy's, in host memory, and numbers NumPy's scalars.
+
+        Raises:
+            TypeError: While iterating, an element that holds something else than arrays, numbers, texts and bytes.
+
+        >>> list(Dataset.from_source([(1, [2.0, 3.0])]).as_numpy_iterator())
+        [(np.int64(1), array([2., 3.]))]
+        """
+        return (nest.map_structure(as_numpy, element) for element in iter(self))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise dataset_as_array()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._node}>"
+
+
+def graph_and_options(dataset: Dataset[Any]) -> tuple[GraphNode, DatasetOptions]:
+    """Return what a dataset is made of."""
+    return dataset._node, dataset._options
+
+
+def _together(
+    method: str, datasets: Sequence[Any], expected: str = "a list of one or more"
+) -> tuple[tuple[GraphNode, ...], DatasetOptions]:
+    """Return the nodes and the options of datasets of which ``method`` makes one."""
+    for dataset in datasets:
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"{method}() got {dataset!r} of type {type(dataset).__name__}; expected Dataset objects")
+    if not datasets:
+        raise ValueError(f"{method}() got no datasets; expected {expected}")
+    nodes, options = zip(*map(graph_and_options, datasets), strict=True)
+    return nodes, common_options(options, method)
+
+
+def _batch_size(method: str, batch_size: int) -> int:
+    try:
+        size = operator.index(batch_size)
+    except TypeError:
+        raise TypeError(
+            f"batch_size is {batch_size!r} of type {type(batch_size).__name__}; expected a whole number, such as "
+            f"{method}(32), or a quotient by //"
+        ) from None
+    if size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
+    return size
+
+
+def _require_callable(name: str, value: Any) -> None:
+    """Raise TypeError if ``value``, the argument ``name``, is no function."""
+    if not callable(value):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a function")

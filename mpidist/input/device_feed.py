@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mpidist.core import nest
 from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import MISSING
-from mpidist.input.read_ahead import Readers
+from mpidist.input.threads import Readers
 from mpidist.values.placement import Place, place_at
 
 # At which multiples of bytes arrays start in page-locked memory.
@@ -59,11 +59,13 @@ class _Buffer:
         return staged
 
 
-class _Staged:
+class _Staged(NamedTuple):
     """A batch of one replica with its arrays in page-locked memory."""
 
-    def __init__(self, batch: Any, indices: list[int], arrays: list[Array], buffer: _Buffer) -> None:
-        self.batch, self.indices, self.arrays, self.buffer = batch, indices, arrays, buffer
+    batch: Any
+    indices: list[int]
+    arrays: list[Array]
+    buffer: _Buffer
 
 
 class _Transfer:

@@ -8,20 +8,19 @@ from typing import Any
 
 from mpidist.core import context
 from mpidist.core.protocols import StrategyLike
-from mpidist.input.agreement import agree
-from mpidist.input.dataset import Dataset
+from mpidist.input.batching import Batched
+from mpidist.input.dataset import Dataset, graph_and_options
 from mpidist.input.dealing import idle_replicas
 from mpidist.input.distributed_dataset import DistributedDataset
-from mpidist.input.input_context import InputContext, ValueContext
+from mpidist.input.distribution import Distribution
+from mpidist.input.graph import Form, GraphNode, TableRows
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers, WorkerLayout
-from mpidist.input.interleaved import Interleaved
-from mpidist.input.item_steps import Batches
+from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext, WorkerLayout
+from mpidist.input.interleaving import Interleaved
+from mpidist.input.iteration import E_co
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
-from mpidist.input.pipeline import Node, Rows
-from mpidist.input.policies import dealt_batches
+from mpidist.input.policies import dealt_batches, own_elements, policy_in_force
 from mpidist.input.resuming import Dealing
-from mpidist.input.row_steps import TableRows
 from mpidist.values import regroup
 from mpidist.values.placement import place_at
 
@@ -69,22 +68,28 @@ def distribute_dataset(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
             "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
         )
-    node, dataset_options = dataset._node, dataset._options
+    node, dataset_options = graph_and_options(dataset)
     with workers.shared_errors("looking at the dataset"):
         batches, policy, reads = dealt_batches(node, dataset_options, workers)
     off = policy is AutoShardPolicy.OFF
-    agreement = agree(batches, workers, same_everywhere=not off, own_orders=off)
+    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
+    distribution = Distribution(batches, workers, dealing, strategy, options)
+    distribution.agree(same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
     if workers.worker_id == 0 and workers.num_replicas_in_sync > 1:
         if _gives_single_rows(node):
-            _warn_of_single_rows(node, workers.num_replicas_in_sync)
+            _log.warning(
+                "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d "
+                "replicas in parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a "
+                "sequence of them: Dataset.from_source(list(array))",
+                *(node, workers.num_replicas_in_sync),
+            )
         elif isinstance(batches, DealtBatches):
             _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
     left_open = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
     if workers.worker_id == 0 and workers.num_workers > 1 and left_open:
         _warn_of_whole_streams(node, workers.num_workers)
-    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
-    return DistributedDataset(batches, workers, dealing, agreement, strategy, options)
+    return DistributedDataset(distribution)
 
 
 def distribute_from_function(
@@ -135,10 +140,30 @@ def distribute_from_function(
 
     with workers.shared_errors("dataset_fn"):
         batches = deal(workers)
-    agreement = agree(batches, workers, same_everywhere=False)
+    distribution = Distribution(batches, workers, Dealing(deal), strategy, options)
+    distribution.agree(same_everywhere=False)
     reads = ", ".join(map(str, batches.nodes))
     _log.info("rank %d of %d reads %s (from a function)", workers.worker_id, workers.num_workers, reads)
-    return DistributedDataset(batches, workers, Dealing(deal), agreement, strategy, options)
+    return DistributedDataset(distribution)
+
+
+def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Dataset[E_co]:
+    """Return the part of one of several workers that take whole batches, each at its own pace.
+
+    Raises:
+        ValueError: The policy does not suit the dataset.
+
+    >>> [batch.tolist() for batch in share_of(Dataset.range(5).batch(2), 2, 0)]
+    [[0, 1], [4]]
+    """
+    node, options = graph_and_options(dataset)
+    policy = policy_in_force(node, options.auto_shard_policy, num_workers)
+    if policy is AutoShardPolicy.DATA:
+        return dataset.shard(num_workers, worker_id)
+    own = own_elements(node, policy, WorkerLayout(num_workers, worker_id, (1,) * num_workers))
+    shared: Dataset[E_co] = Dataset(own, options)
+    # No hint is left, and workers without hints would go through all of the data, in orders of their own.
+    return shared.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else shared
 
 
 def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWorkers) -> Any:
@@ -169,22 +194,13 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
     return regroup(values, ids, always_wrap=True)
 
 
-def _gives_single_rows(node: Node) -> bool:
+def _gives_single_rows(node: GraphNode) -> bool:
     """Whether each element is a row of arrays, or what functions make of one; other sources may give batches."""
     for step in node.graph():
-        source_of_rows = isinstance(step, TableRows) and step.table.is_cut_from_arrays()
-        if isinstance(step, (Batches, Interleaved)) or not (step.inputs or source_of_rows):
+        source_of_rows = isinstance(step, TableRows) and step.row_table().is_cut_from_arrays()
+        if isinstance(step, (Batched, Interleaved)) or not (step.inputs or source_of_rows):
             return False
     return True
-
-
-def _warn_of_single_rows(node: Node, replicas: int) -> None:
-    _log.warning(
-        "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d replicas in "
-        "parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a sequence of them: "
-        "Dataset.from_source(list(array))",
-        *(node, replicas),
-    )
 
 
 def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
@@ -201,9 +217,9 @@ def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
     )
 
 
-def _warn_of_whole_streams(node: Node, num_workers: int) -> None:
+def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
     """Say, once, where every rank goes through all of a stream, and nobody has asked for that."""
-    streams = any(isinstance(step, Interleaved) or not (step.inputs or isinstance(step, Rows)) for step in node.graph())
+    streams = any(isinstance(step, Interleaved) or not (step.inputs or step.form is Form.ROWS) for step in node.graph())
     text = str(node)
     # Files beside other sources have a warning of their own.
     if not streams or next(node.files(), None) is not None or text in _told_of:
@@ -247,11 +263,11 @@ def replication_mode(options: InputOptions | None) -> InputReplicationMode:
     return options.experimental_replication_mode
 
 
-def _call(dataset_fn: Callable[[InputContext], Dataset], input_context: InputContext) -> Node:
+def _call(dataset_fn: Callable[[InputContext], Dataset], input_context: InputContext) -> GraphNode:
     with context.outside():
         dataset = dataset_fn(input_context)
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"dataset_fn returned {dataset!r} of type {type(dataset).__name__} for {input_context}; {_HOW_TO_MAKE_ONE}"
         )
-    return dataset._node
+    return graph_and_options(dataset)[0]

@@ -1,29 +1,34 @@
-"""DistributedDataset: batches for the replicas of a strategy, pass after pass."""
+"""DistributedDataset: batches for the replicas of a strategy, pass after pass, and the iterator of a pass.
+
+In every step of a pass each replica gets a batch, or an empty one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import numpy as np
 
-from mpidist.core.errors import MismatchError
+from mpidist.core import context
+from mpidist.core.errors import MismatchError, OutOfRangeError
 from mpidist.core.protocols import StrategyLike
-from mpidist.input.agreement import Agreement
-from mpidist.input.device_feed import fetch_places
-from mpidist.input.distributed_iterator import DistributedIterator, require_outside_replica_function
-from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec
-from mpidist.input.input_options import InputOptions
-from mpidist.input.input_workers import InputWorkers
-from mpidist.input.iteration import reduce_elements
-from mpidist.input.local_batches import LocalBatches
+from mpidist.input.device_feed import DeviceFeed, on_place
+from mpidist.input.distribution import Distribution
+from mpidist.input.element_spec import empty_batch, spec_of, with_rows
+from mpidist.input.graph import INFINITE, UNKNOWN
+from mpidist.input.iteration import E_co, Optional, S, pass_failed, reduce_elements
+from mpidist.input.local_batches import MISSING
 from mpidist.input.position import Position
-from mpidist.input.reordering import INFINITE, UNKNOWN
-from mpidist.input.resuming import Dealing, Remainder, going_on
+from mpidist.input.resuming import Remainder
+from mpidist.input.threads import Readers
+from mpidist.values import regroup
+
+if TYPE_CHECKING:
+    from mpidist.collectives.communicator import Communicator
 
 
-class DistributedDataset:
+class DistributedDataset(Generic[E_co]):
     """Batches for the replicas of a strategy, anew with each ``iter`` (tf.distribute.DistributedDataset).
 
     Strategies make it: ``experimental_distribute_dataset`` and ``distribute_datasets_from_function``.
@@ -42,34 +47,20 @@ class DistributedDataset:
     >>> strategy.close()
     """
 
-    def __init__(
-        self,
-        batches: LocalBatches,
-        workers: InputWorkers,
-        dealing: Dealing,
-        agreement: Agreement,
-        strategy: StrategyLike,
-        options: InputOptions | None = None,
-    ) -> None:
-        self._batches = batches
-        self._workers = workers
-        self._dealing = dealing
-        self._agreement = agreement
-        self._strategy = strategy
-        self._places = fetch_places(workers, options)
-        self._buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
-        self._passes = 0
+    def __init__(self, distribution: Distribution) -> None:
+        self._distribution = distribution
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> DistributedIterator[E_co]:
         """Begin a new pass; collective: call it on every rank, in the same order.
 
         Raises:
             MismatchError: The ranks have begun different numbers of passes before; on all ranks.
         """
-        require_outside_replica_function(self._strategy, "iter() of a distributed dataset")
-        number = self._passes
-        self._passes += 1
-        communicator = self._workers.communicator
+        distribution = self._distribution
+        require_outside_replica_function(distribution.strategy, "iter() of a distributed dataset")
+        number = distribution.passes
+        distribution.passes += 1
+        communicator = distribution.workers.communicator
         if communicator is not None:
             most, least = communicator.all_reduce("MAX", np.array([number, -number]))
             if most != -least:
@@ -78,9 +69,7 @@ class DistributedDataset:
                     f"between pass {-least + 1} and {most + 1}; expected iter() the same number of times on "
                     "every rank, since passes are shuffled alike"
                 )
-        return DistributedIterator(
-            self, Remainder(self._batches, 0, replace(self._agreement.beginning, pass_number=number))
-        )
+        return DistributedIterator(distribution, distribution.whole_pass(number))
 
     def __next__(self) -> NoReturn:
         raise TypeError(
@@ -88,7 +77,7 @@ class DistributedDataset:
             "first: iterator = iter(dataset), then next(iterator), or write `for batch in dataset:`"
         )
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
         """Return what ``reduce_func`` makes of all elements of one pass, each rank for itself.
 
         Collective as iterating is: call it on every rank, in the same order. The states are not combined: for a
@@ -110,7 +99,7 @@ class DistributedDataset:
         15
         >>> strategy.close()
         """
-        require_outside_replica_function(self._strategy, "reduce() of a distributed dataset")
+        require_outside_replica_function(self._distribution.strategy, "reduce() of a distributed dataset")
         return reduce_elements(self, initial_state, reduce_func)
 
     @property
@@ -122,19 +111,11 @@ class DistributedDataset:
         Raises:
             ValueError: This rank's dataset has no element to tell from.
         """
-        specs = self._batches.local_specs()
-        if specs is None:
-            raise ValueError(
-                f"{self._batches.nodes[0]} gives no element on this rank, so nothing tells what they look like"
-            )
-        if not self._workers.wrap:
-            return specs[0]
-        leaves = zip(*map(flatten_spec, specs), strict=True)
-        return map_spec(lambda _: PerReplicaSpec(tuple(next(leaves))), specs[0])
+        return self._distribution.element_spec()
 
     def cardinality(self) -> int:
         """Return the number of steps in a pass, equal on all ranks: -1 without end, -2 unknown."""
-        return self._agreement.steps
+        return self._distribution.steps
 
     def __len__(self) -> int:
         steps = self.cardinality()
@@ -146,17 +127,242 @@ class DistributedDataset:
     def __bool__(self) -> bool:
         return True
 
-    def _text(self) -> str:
-        first, *more = self._batches.nodes
-        return f"{first} and {len(more)} more" if more else str(first)
-
     def __repr__(self) -> str:
         special = {INFINITE: "steps without end", UNKNOWN: "an unknown number of steps"}
-        count, replicas = self.cardinality(), self._workers.num_replicas_in_sync
+        count, replicas = self.cardinality(), self._distribution.workers.num_replicas_in_sync
         steps = special.get(count, f"{count} step{'s' * (count != 1)}")
-        return f"<{type(self).__name__} {self._text()}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
+        return f"<{type(self).__name__} {self._distribution}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
 
-    def _go_on_from(self, position: Position) -> None:
-        """Let the passes that are begun from here on be those that follow the one of ``position``."""
-        self._passes = position.pass_number + 1
-        self._agreement.beginning = going_on(self._agreement.beginning, position)
+
+class DistributedIterator(Generic[E_co]):
+    """One pass over a distributed dataset (tf.distribute.DistributedIterator).
+
+    Every method that moves on is collective: call it on every rank, in the same order. The pass ends for all
+    ranks at the same step, when no replica anywhere has data left; replicas that run out earlier get batches
+    without rows. Where the number of steps is known nothing is exchanged in a step.
+    """
+
+    def __init__(self, distribution: Distribution, remainder: Remainder) -> None:
+        self._distribution = distribution
+        self._begin(remainder)
+
+    def _begin(self, remainder: Remainder) -> None:
+        distribution, batches = self._distribution, remainder.batches
+        self._readers = Readers()
+        run = remainder.run(self._readers)
+
+        def steps() -> Iterator[list[Any]]:
+            # Sources are opened where an error reaches all ranks: in the first step.
+            yield from batches.open(run, remainder.start)
+
+        self._feed: DeviceFeed | None = None
+        if distribution.places is None:
+            self._steps = steps()
+        else:
+            self._steps = self._feed = DeviceFeed(steps, distribution.places, distribution.buffer_size, self._readers)
+        self._remainder = remainder
+        total = distribution.steps if batches is distribution.batches else batches.steps
+        self._steps_left = total - remainder.start if total >= 0 else total
+        self._taken = 0
+        self._ended = False
+        self._failure: str | None = None
+
+    def __iter__(self) -> Iterator[E_co]:
+        return self
+
+    def __next__(self) -> E_co:
+        found = self._advance("next()")
+        if not found.has_value():
+            raise StopIteration
+        return found.get_value()
+
+    def get_next(self) -> E_co:
+        """Return the next element; collective: call it on every rank, in the same order.
+
+        Raises:
+            OutOfRangeError: There is none; on all ranks at the same step.
+            ValueError: Called inside a replica function.
+        """
+        found = self._advance("get_next()")
+        if not found.has_value():
+            raise OutOfRangeError(
+                "there are no more elements in this pass over the distributed dataset; begin another one with "
+                "iter(dataset), or ask get_next_as_optional()"
+            )
+        return found.get_value()
+
+    def get_next_as_optional(self) -> Optional[E_co]:
+        """Return the next element, or an Optional without value; collective as :meth:`get_next`.
+
+        Raises:
+            ValueError: Called inside a replica function.
+        """
+        return self._advance("get_next_as_optional()")
+
+    @property
+    def element_spec(self) -> Any:
+        """As that of the dataset."""
+        return self._distribution.element_spec()
+
+    def state(self) -> dict[str, Any]:
+        """Return where this iterator stands, for :meth:`restore`, in types that JSON has.
+
+        Equal on all ranks; not collective. What has been read ahead does not count as taken.
+
+        >>> import mpidist
+        >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> iterator = iter(strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4)))
+        >>> _ = next(iterator)
+        >>> iterator.state()["steps"]
+        1
+        >>> strategy.close()
+        """
+        return self._remainder.after(self._taken).to_json()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where the iterator stood whose ``state()`` this is; collective: call it on every rank.
+
+        The dataset must be made of the same steps over the same data, on any number of ranks and replicas. The pass
+        goes on with the element that comes next, and later passes are shuffled as they would have been. On as many
+        ranks and replicas each goes on in its own part. On others the global batches stay the same and are cut for the
+        replicas there are now; what each rank read for itself (FILE, HINT, OFF and functions) every rank then reads
+        for all until the pass ends, and elements of functions go to the replicas in turn. With AutoShardPolicy.DATA
+        the batch size may be another one.
+
+        Rows that are read by number are not read again; of a stream everything before is read and dropped.
+
+        Args:
+            state: What ``state()`` returned, the same on every rank.
+
+        Raises:
+            TypeError: ``state`` is no dict.
+            ValueError: It is damaged, or that of another dataset, or of another batch size where that must not change.
+            MismatchError: The ranks were given different states; on all ranks.
+
+        >>> import mpidist
+        >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> dataset = mpidist.Dataset.range(8).batch(4)
+        >>> iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        >>> _ = next(iterator)
+        >>> other = iter(strategy.experimental_distribute_dataset(dataset))
+        >>> other.restore(iterator.state())
+        >>> next(other)
+        PerReplica:{0: array([4, 5]), 1: array([6, 7])}
+        >>> strategy.close()
+        """
+        distribution, workers = self._distribution, self._distribution.workers
+        batches = distribution.batches
+        require_outside_replica_function(distribution.strategy, "restore() of a distributed iterator")
+        with workers.shared_errors("going on from the state of an iterator"):
+            remainder = distribution.dealing.remainder(Position.from_json(state), batches, distribution.steps)
+        if workers.communicator is not None:
+            _require_same(remainder, workers.communicator)
+            if remainder.batches is batches and batches.may_run_out and distribution.steps != UNKNOWN:
+                # A rank whose data ran out before this step sees no batch of its own any more.
+                distribution.learn_spec()
+        self.close()
+        distribution.go_on_from(remainder.position)
+        self._begin(remainder)
+
+    def close(self) -> None:
+        """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading.
+
+        Nothing is exchanged: where ranks are to end a pass early they all call it, at the same step.
+        """
+        self._ended = True
+        self._close_readers()
+        self._steps = iter(())
+        self._feed = None
+
+    def __repr__(self) -> str:
+        position = self._remainder.after(self._taken)
+        return f"<{type(self).__name__} of {self._distribution}, {position.progress()}>"
+
+    def _close_readers(self, wait: bool = True) -> None:
+        self._readers.close(wait)
+        if self._feed is not None:
+            self._feed.close()
+
+    def _advance(self, method: str) -> Optional[E_co]:
+        require_outside_replica_function(self._distribution.strategy, f"{method} of a distributed iterator")
+        if self._failure is not None:
+            raise pass_failed(method, self._failure)
+        if self._ended:
+            return Optional()
+        try:
+            found = self._next_step()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._close_readers(wait=isinstance(error, Exception))
+            raise
+        if not found.has_value():
+            self.close()
+        return found
+
+    def _next_step(self) -> Optional[E_co]:
+        workers = self._distribution.workers
+        several = workers.num_workers > 1
+        step: list[Any] | None = None
+        if not (several and self._taken == self._steps_left):
+            with workers.shared_errors("reading the next batch"):
+                step = next(self._steps, None)
+                self._remember_spec(step)
+            more = step is not None or several
+            if several and self._steps_left == UNKNOWN:
+                more = self._vote(step)
+        else:
+            more = False
+        if not more:
+            return Optional()
+        self._taken += 1
+        with workers.shared_errors("making up the batches of a step"):
+            return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
+
+    def _remember_spec(self, step: list[Any] | None) -> None:
+        if step is not None and self._distribution.spec is None:
+            element = next(part for part in step if part is not MISSING)
+            self._distribution.spec = with_rows(spec_of(element), None)
+
+    def _vote(self, step: list[Any] | None) -> bool:
+        """Return whether any rank has data, and learn from it what its batches look like if need be."""
+        distribution, communicator = self._distribution, self._distribution.workers.communicator
+        assert communicator is not None
+        ballot = np.array([step is not None, distribution.spec is None], dtype=np.int64)
+        someone_has_data, someone_needs_spec = communicator.all_reduce("MAX", ballot)
+        if someone_has_data and someone_needs_spec:
+            distribution.gather_spec()
+        return bool(someone_has_data)
+
+    def _complete(self, step: list[Any]) -> Any:
+        workers = self._distribution.workers
+        if any(part is MISSING for part in step):
+            empty = empty_batch(self._distribution.spec)
+            places = self._distribution.places
+            step = [
+                part if part is not MISSING else empty if places is None else on_place(places[i], empty)
+                for i, part in enumerate(step)
+            ]
+        return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else step[0]
+
+
+def _require_same(remainder: Remainder, communicator: Communicator) -> None:
+    """Raise MismatchError on all ranks unless all go on alike."""
+    told = communicator.all_gather_object((remainder.position, remainder.previous_pipelines()))
+    if any(other != told[0] for other in told):
+        plans = {rank: f"{position}, {'; '.join(pipelines)}" for rank, (position, pipelines) in enumerate(told)}
+        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
+        raise MismatchError(
+            "restore() of a distributed iterator does not go on alike on all ranks; expected the same state on every "
+            "rank, and, on another number of ranks, a dataset_fn whose dataset depends on its InputContext alone:"
+            f"{lines}",
+            plans,
+        )
+
+
+def require_outside_replica_function(strategy: StrategyLike, what: str) -> None:
+    """Raise ValueError inside a replica function; ``what`` is what was called."""
+    if context.has_strategy() and context.get_replica_context() is not None:
+        raise ValueError(
+            f"{what} was called inside a replica function of {type(strategy).__name__}; take the element "
+            "before, in strategy.run(fn, args=(next(iterator),))"
+        )

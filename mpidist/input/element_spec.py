@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.core import nest
-from mpidist.input.elements import as_element, dataset_as_array, map_leaves, require_array, unbatched
+from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
 
 
 class ArraySpec(NamedTuple):
@@ -103,11 +104,31 @@ def with_rows(spec: Any, rows: int | None) -> Any:
     return map_spec(lambda leaf: ArraySpec((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, spec)
 
 
-class _Expected:
-    """Hides an ArraySpec, a tuple, from what walks through nests."""
+def common_spec(specs: Sequence[Any], step: str) -> Any:
+    """Return the spec that all elements have, sizes that differ unknown; None where there are no specs.
 
-    def __init__(self, spec: ArraySpec) -> None:
-        self.spec = spec
+    Raises:
+        TypeError: Structures, dtypes or numbers of axes differ.
+    """
+    if not specs:
+        return None
+    kinds = [map_spec(lambda leaf: f"{len(leaf.shape)}-d {_kind_of_array(leaf.dtype)}", spec) for spec in specs]
+    if any(kind != kinds[0] for kind in kinds):
+        raise TypeError(
+            f"{step}() got datasets of unlike elements: {'; '.join(dict.fromkeys(map(str, specs)))}; expected "
+            "the same structure, dtypes and numbers of axes: bring them together by map(...) before"
+        )
+    columns = zip(*map(flatten_spec, specs), strict=True)
+
+    def merge(leaf: ArraySpec) -> ArraySpec:
+        sizes = zip(*(other.shape for other in next(columns)), strict=True)
+        return ArraySpec(tuple(size[0] if len(set(size)) == 1 else None for size in sizes), leaf.dtype)
+
+    return map_spec(merge, specs[0])
+
+
+def _kind_of_array(dtype: np.dtype[Any]) -> str:
+    return "text" if dtype.kind in "SU" else str(dtype)  # of any length
 
 
 def conform(element: Any, signature: Any) -> Any:
@@ -120,9 +141,9 @@ def conform(element: Any, signature: Any) -> Any:
     array([1., 2.], dtype=float32)
     """
 
-    def check(leaf: Any, expected: _Expected) -> np.ndarray[Any, Any]:
-        array = np.array(leaf, expected.spec.dtype)
-        wanted = expected.spec.shape
+    def check(leaf: Any, expected: Hidden) -> np.ndarray[Any, Any]:
+        array = np.array(leaf, expected.value.dtype)
+        wanted = expected.value.shape
         if len(wanted) != array.ndim or any(
             want not in (None, have) for want, have in zip(wanted, array.shape, strict=True)
         ):
@@ -132,7 +153,7 @@ def conform(element: Any, signature: Any) -> Any:
             )
         return array
 
-    return nest.map_structure(check, as_element(element), map_spec(_Expected, signature))
+    return nest.map_structure(check, as_element(element), map_spec(Hidden, signature))
 
 
 def empty_batch(spec: Any) -> Any:

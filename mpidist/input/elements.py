@@ -41,6 +41,13 @@ def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) ->
     return fn(value)
 
 
+class Hidden:
+    """Hides a value that may look like structure from functions that walk through nests."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
     """Return the array that a list of numbers, lists or arrays of one shape stands for.
 
@@ -229,13 +236,10 @@ def join(batches: Sequence[Any]) -> Any:
     >>> join([(np.arange(2),), (np.arange(1),)])
     (array([0, 1, 0]),)
     """
-    first = batches[0]
-    for other in batches[1:]:
-        nest.assert_same_structure(first, other)
-    return nest.map_structure(lambda *leaves: _join_leaves(leaves), *batches)
+    return nest.map_structure(_join_leaves, *batches)
 
 
-def _join_leaves(leaves: Sequence[Any]) -> Any:
+def _join_leaves(*leaves: Any) -> Any:
     restore = restorer(leaves[0])
     joined = np.concatenate([leaf if restore is None else to_array(leaf) for leaf in leaves])
     return joined if restore is None else restore(joined)

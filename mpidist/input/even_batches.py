@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from mpidist.input.dataset import Dataset
+from mpidist.input.batching import last_batching
+from mpidist.input.dataset import Dataset, graph_and_options
 from mpidist.input.elements import as_element, row_count
-from mpidist.input.item_steps import SameItems
-from mpidist.input.pipeline import Items, Node
-from mpidist.input.reordering import Pass
-from mpidist.input.skipping import last_batching
+from mpidist.input.graph import Form, Pass, PassThrough
 
 _END = object()
 
 
-class EvenBatches(SameItems):
+@dataclass(eq=False, repr=False)
+class EvenBatches(PassThrough):
     """The same batches, whose rows are counted: only the last one may be no multiple of the number of replicas.
 
     Args:
-        source: The batches.
         replicas: Number of replicas.
     """
 
-    def __init__(self, source: Node, replicas: int) -> None:
-        super().__init__(source, f"shared_by({replicas})")
-        self.replicas = replicas
-        if isinstance(source, Items):
-            self.table, self.read_ahead = source.table, source.read_ahead
+    replicas: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = f"shared_by({self.replicas})"
+        if self.form is Form.ROWS:  # an element is a batch: its rows are counted once it is read
+            self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
 
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the batches.
@@ -35,8 +36,8 @@ class EvenBatches(SameItems):
         Raises:
             ValueError: One that is not the last cannot be shared equally, or one that is no smaller than a whole batch.
         """
-        source, by_number = self.source, self.table is not None
-        batches = source.items(run) if by_number and isinstance(source, Items) else source.elements(run)
+        by_number = self.form is Form.BATCHES
+        batches = self.source.items(run) if by_number else self.source.elements(run)
         made = last_batching(self.source)
         whole = 0 if made is None or made.size % self.replicas else made.size
         for batch in batches:
@@ -46,21 +47,17 @@ class EvenBatches(SameItems):
             whole = max(whole, rows)
             yield batch
 
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return other batches, whose rows are counted."""
-        return EvenBatches(inputs[0], self.replicas)
 
-
-def with_even_batches(dataset: Dataset, replicas: int) -> Dataset:
+def with_even_batches(dataset: Dataset[Any], replicas: int) -> Dataset[Any]:
     """Return ``dataset``, whose batches are looked at while they come if their size is not known beforehand.
 
     Raises:
         ValueError: The size is known, and no multiple of the number of replicas.
     """
-    node = dataset._node
+    node, options = graph_and_options(dataset)
     size = node.batch_size() if node.batched else None
     if size is None:
-        return dataset._then(EvenBatches(node, replicas))
+        return Dataset(EvenBatches((node,), replicas), options)
     if size % replicas:
         raise uneven(size, replicas)
     return dataset

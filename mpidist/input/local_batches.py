@@ -1,20 +1,24 @@
-"""What this worker's replicas get in each step, before workers agree about the end."""
+"""What this worker's replicas get in each step, before workers agree about the end.
+
+Global batches are cut by rule A, batches of a worker's own stream by rule B, or by rule A where their size is unknown.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import islice, zip_longest
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import cycle, islice, zip_longest
+from typing import Any, NamedTuple
 
-from mpidist.input import dealing
+from mpidist.input import dealing, row_indices
+from mpidist.input.batching import last_batching
 from mpidist.input.element_spec import map_spec, with_rows
-from mpidist.input.elements import as_element, cut, require_array, row_count, unbatched
+from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
+from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.pipeline import Items, Node
-from mpidist.input.reordering import INFINITE, UNKNOWN, Pass
+from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.skipping import skip_elements
 from mpidist.input.tables import Table
 
 
@@ -47,7 +51,7 @@ class LocalBatches(ABC):
     may_run_out = True
     elements_per_step: int | None = None
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node], steps: int) -> None:
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int) -> None:
         self.workers = workers
         self.nodes = tuple(nodes)
         self.steps = steps
@@ -61,6 +65,9 @@ class LocalBatches(ABC):
         """Return the element spec for each local replica, None if no element tells it; may read one."""
 
 
+_local_rows = lru_cache(dealing.local_rows)
+
+
 class DealtBatches(LocalBatches):
     """This worker's parts of global batches that are the same on all workers (rule A).
 
@@ -71,11 +78,10 @@ class DealtBatches(LocalBatches):
     division = "its part of each global batch"
     may_run_out = False
 
-    def __init__(self, workers: WorkerLayout, node: Node, assignment: str) -> None:
+    def __init__(self, workers: WorkerLayout, node: GraphNode, assignment: str) -> None:
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
-        self._rows_of_size: dict[int, list[tuple[int, int]]] = {}
         self._empty: Any = None
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
@@ -83,20 +89,16 @@ class DealtBatches(LocalBatches):
         node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
             return ([as_element(element)] for element in node.elements(run))
-        if isinstance(node, Items) and node.table is not None:
-            table = node.table.opened(run.readers)
+        if node.form is Form.BATCHES:
+            table = node.row_table().opened(run.readers)
             return run.read_ahead(
                 lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
             )
         return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
-        rows = self._rows_of_size.get(batch_size)
-        if rows is None:
-            workers = self.workers
-            rows = dealing.local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
-            self._rows_of_size[batch_size] = rows
-        return rows
+        workers = self.workers
+        return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
     def _cut_parts(self, batch: Any) -> list[Any]:
         return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
@@ -111,11 +113,6 @@ class DealtBatches(LocalBatches):
         if self._empty is None:
             self._empty = cut(table.read(index[:1]), 0, 0)
         return self._empty
-
-    def check_batched(self) -> None:
-        """Raise ValueError if the elements are known to be single values, which nothing can split."""
-        if self.workers.num_replicas_in_sync > 1:
-            check_batched(self.node)
 
     def local_specs(self) -> list[Any] | None:
         """Return the specs; sizes of the batch axis are known where every global batch has the same."""
@@ -133,7 +130,7 @@ class DealtBatches(LocalBatches):
         return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
 
 
-def check_batched(node: Node) -> None:
+def check_batched(node: GraphNode) -> None:
     """Raise ValueError if the elements of ``node`` are known to be single values, which nothing can split."""
     if node.batched or not node.cardinality:
         return
@@ -148,13 +145,156 @@ def _require_rows(leaf: Any) -> None:
         raise unbatched(f"single values of {leaf.dtype}")
 
 
+class _Pieces(NamedTuple):
+    """What batches are to the cutting: how to open them, their length, how to cut and to join them."""
+
+    batches: Callable[[GraphNode, Pass], Iterator[Any]]
+    length: Callable[[Any], int]
+    part: Callable[[Any, int, int], Any]
+    join: Callable[[Sequence[Any]], Any]
+
+
+_ROW_NUMBERS = _Pieces(
+    lambda node, run: node.items(run), len, lambda index, start, stop: index[start:stop], row_indices.concatenate
+)
+_ARRAYS = _Pieces(lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
+
+
+def _recut(
+    batches: Iterator[Any], sizes: Sequence[int], pieces: _Pieces, rows_before: int, first: int
+) -> Iterator[Any]:
+    """Yield the rows of all batches in parts of the given sizes, which repeat; the last part may be smaller.
+
+    A part of size 0 is one without rows; none comes after the last row.
+
+    Args:
+        batches: The batches.
+        sizes: Of the parts.
+        pieces: What batches are.
+        rows_before: So many rows are left out.
+        first: The place in ``sizes`` of the first part after them.
+    """
+    batch, start, length = None, 0, 0
+    while rows_before > length - start:
+        rows_before -= length - start
+        batch = next(batches, None)
+        if batch is None:
+            return
+        start, length = 0, pieces.length(batch)
+    start += rows_before
+    for size in islice(cycle(sizes), first, None):
+        parts: list[Any] = []
+        missing = size
+        while missing or not parts:
+            while start == length:
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                start, length = 0, pieces.length(batch)
+            if batch is None:
+                break
+            stop = min(start + missing, length)
+            parts.append(pieces.part(batch, start, stop))
+            missing -= stop - start
+            start = stop
+        if not parts:
+            return
+        yield parts[0] if len(parts) == 1 else pieces.join(parts)
+
+
+class RecutBatches(LocalBatches):
+    """What this worker's replicas get of the batches that the worker reads for itself.
+
+    Where the batch size of the pipeline is known the stream is cut by rule B, so that all workers together take the
+    rows of one global batch in a step. Where it is not, every batch is cut into a part for each replica of all workers
+    (rule A), and the local ones take these in turn.
+
+    Args:
+        workers: Who shares the input.
+        given: The pipeline as it was given.
+        node: What of it this worker reads.
+        division: See ``LocalBatches``.
+
+    Attributes:
+        sizes: The sizes of sub-batches, which repeat; None for rule A.
+    """
+
+    def __init__(self, workers: WorkerLayout, given: GraphNode, node: GraphNode, division: str) -> None:
+        size = node.batch_size()
+        counts = workers.replica_counts
+        self.sizes = None if size is None else dealing.sub_batch_sizes(size, counts, workers.worker_id)
+        rows = node.row_count() if self.sizes else node.cardinality
+        if rows >= 0:
+            parts = dealing.count_sub_batches(rows, self.sizes) if self.sizes else rows * workers.num_replicas_in_sync
+            rows = -(-parts // workers.num_local_replicas)
+        super().__init__(workers, (given,), rows)
+        self.node = node
+        self.division = division
+        self._empty: Any = None
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+        """Yield groups of consecutive parts of a pass."""
+        node, first = self.node, start * self.workers.num_local_replicas
+        if node.form is not Form.BATCHES:
+            return self._groups(self._parts(run, _ARRAYS, first))
+        table = node.row_table().opened(run.readers)
+        return run.read_ahead(
+            lambda: self._groups(self._read(table, index) for index in self._parts(run, _ROW_NUMBERS, first)),
+            node.read_ahead,
+        )
+
+    def _parts(self, run: Pass, pieces: _Pieces, first: int) -> Iterator[Any]:
+        """Yield the parts of a pass from number ``first`` on."""
+        node = self.node
+        if self.sizes is None:
+            count = self.workers.num_replicas_in_sync
+            batches, more = divmod(first, count)
+            parts = (
+                pieces.part(batch, start, stop)
+                for batch in pieces.batches(skip_elements(node, batches), run)
+                for start, stop in dealing.parts(pieces.length(batch), count)
+            )
+            return islice(parts, more, None)
+        cycles, more = divmod(first, len(self.sizes))
+        rows = cycles * sum(self.sizes) + sum(self.sizes[:more])
+        made = last_batching(node)
+        if made is not None:
+            # All batches but the last have that size.
+            node, rows = skip_elements(node, rows // made.size), rows % made.size
+        return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
+
+    def _read(self, table: Table, index: RowIndex) -> Any:
+        """Return the rows of a part, which may have none; only rows that are used are read."""
+        batch = table.read(index) if len(index) else self._empty
+        if self._empty is None:
+            self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
+        return self._empty if batch is None else batch
+
+    def _groups(self, parts: Iterator[Any]) -> Iterator[list[Any]]:
+        replicas = self.workers.num_local_replicas
+        while group := list(islice(parts, replicas)):
+            yield group + [MISSING] * (replicas - len(group))
+
+    def local_specs(self) -> list[Any] | None:
+        """Return the specs; sizes of the batch axis are known where all parts of a replica have the same."""
+        spec = self.node.spec()
+        if spec is None:
+            return None
+        workers = self.workers
+        fixed = workers.num_workers == 1 and self.sizes is not None and self.node.batched and not self.node.dynamic
+        return [
+            with_rows(spec, self.sizes[replica] if fixed and self.sizes is not None else None)
+            for replica in range(workers.num_local_replicas)
+        ]
+
+
 class ConsecutiveBatches(LocalBatches):
     """The worker's own dataset; the local replicas take the next batches in turn."""
 
     division = "what a function made for it"
     is_cut = False
 
-    def __init__(self, workers: WorkerLayout, node: Node) -> None:
+    def __init__(self, workers: WorkerLayout, node: GraphNode) -> None:
         # A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
         self.whole_steps_only = workers.num_workers == 1 and not node.dynamic
         steps, replicas = node.cardinality, workers.num_local_replicas
@@ -184,13 +324,11 @@ class ReplicaPipelines(LocalBatches):
     division = "what a function made for each of its replicas"
     is_cut = False
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[Node]) -> None:
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode]) -> None:
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
-        super().__init__(workers, nodes, min(counts) if self.whole_steps_only else longest(counts))
-        if self.whole_steps_only:
-            finite = [count for count in counts if count != INFINITE]
-            self.steps = min(finite, default=INFINITE)
+        shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
+        super().__init__(workers, nodes, shortest if self.whole_steps_only else longest(counts))
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
         """Yield the next batch of each pipeline of a pass."""
@@ -204,7 +342,7 @@ class ReplicaPipelines(LocalBatches):
         return _own_specs(self, self.nodes, self.whole_steps_only)
 
 
-def _own_specs(batches: LocalBatches, nodes: Sequence[Node], whole_steps_only: bool) -> list[Any] | None:
+def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[Any] | None:
     specs = [node.spec() for node in nodes]
     if any(spec is None for spec in specs):
         return None

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from mpidist.input.dealing import choose_assignment
-from mpidist.input.file_dealing import deal_files, dealt_files, fill_in_hints, has_hint, other_source
+from mpidist.input.graph import GraphNode
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import DealtBatches, LocalBatches
-from mpidist.input.pipeline import Node
-from mpidist.input.recut_batches import RecutBatches
-
-if TYPE_CHECKING:
-    from mpidist.input.dataset import Dataset
+from mpidist.input.local_batches import DealtBatches, LocalBatches, RecutBatches, check_batched
+from mpidist.input.rewriting import deal_files, dealt_files, fill_in_hints, has_hint, other_source
 
 _log = logging.getLogger("mpidist")
 _SHOWN_FILES = 3
 
 
 def dealt_batches(
-    node: Node, options: DatasetOptions, workers: WorkerLayout
+    node: GraphNode, options: DatasetOptions, workers: WorkerLayout
 ) -> tuple[LocalBatches, AutoShardPolicy, str]:
     """Return what a worker reads of a dataset that all workers have, the policy in force, and a text of it.
 
@@ -31,38 +26,25 @@ def dealt_batches(
     Raises:
         ValueError: The dataset is not batched, or the policy does not suit it.
     """
-    policy = _policy_in_force(node, options.auto_shard_policy, workers.num_workers)
-    own = _own_elements(node, policy, workers)
+    policy = policy_in_force(node, options.auto_shard_policy, workers.num_workers)
+    own = own_elements(node, policy, workers)
     batches: DealtBatches | RecutBatches
     if policy is AutoShardPolicy.DATA or workers.num_replicas_in_sync == 1:
         assignment = choose_assignment(options.assignment, workers.replica_counts)
         batches = DealtBatches(workers, own, assignment)
     else:
         batches = RecutBatches(workers, node, own, f"its rows by AutoShardPolicy.{policy.name}")
-    batches.check_batched()
+    if workers.num_replicas_in_sync > 1:
+        check_batched(own)
     return batches, policy, f"{_what(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
 
 
-def share_of(dataset: Dataset, num_workers: int, worker_id: int) -> Dataset:
-    """Return the part of one of several workers that take whole batches, each at its own pace.
+def policy_in_force(node: GraphNode, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:
+    """Return OFF, FILE, DATA or HINT: what a policy comes to for a dataset.
 
     Raises:
         ValueError: The policy does not suit the dataset.
-
-    >>> from mpidist.input import Dataset
-    >>> [batch.tolist() for batch in share_of(Dataset.range(5).batch(2), 2, 0)]
-    [[0, 1], [4]]
     """
-    policy = _policy_in_force(dataset._node, dataset._options.auto_shard_policy, num_workers)
-    if policy is AutoShardPolicy.DATA:
-        return dataset.shard(num_workers, worker_id)
-    node = _own_elements(dataset._node, policy, WorkerLayout(num_workers, worker_id, (1,) * num_workers))
-    own = dataset._then(node)
-    # No hint is left, and workers without hints would go through all of the data, in orders of their own.
-    return own.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else own
-
-
-def _policy_in_force(node: Node, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:
     if has_hint(node):
         if policy is not AutoShardPolicy.HINT:
             raise ValueError(
@@ -94,7 +76,7 @@ def _policy_in_force(node: Node, policy: AutoShardPolicy, num_workers: int) -> A
     return AutoShardPolicy.DATA
 
 
-def _own_elements(node: Node, policy: AutoShardPolicy, workers: WorkerLayout) -> Node:
+def own_elements(node: GraphNode, policy: AutoShardPolicy, workers: WorkerLayout) -> GraphNode:
     """Return the pipeline of this worker."""
     if policy is AutoShardPolicy.HINT:
         return fill_in_hints(node, workers.num_workers, workers.worker_id)
@@ -103,7 +85,7 @@ def _own_elements(node: Node, policy: AutoShardPolicy, workers: WorkerLayout) ->
     return node
 
 
-def _what(own: Node, policy: AutoShardPolicy, batches: DealtBatches | RecutBatches) -> str:
+def _what(own: GraphNode, policy: AutoShardPolicy, batches: DealtBatches | RecutBatches) -> str:
     if isinstance(batches, RecutBatches):
         sizes = batches.sizes
         cut = (

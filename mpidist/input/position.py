@@ -1,12 +1,21 @@
-"""Position: where an iterator stands, as it is saved and restored."""
+"""Position: where an iterator stands, as it is saved and restored, and the graphs and seeds that it names."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from mpidist.input.batching import Batched, last_batching
+from mpidist.input.graph import GraphNode, Seed, described
+from mpidist.input.local_batches import LocalBatches
+from mpidist.input.steps import Mapped, Prefetched
 
 FORMAT = "mpidist iterator"
 VERSION = 1
+
+# Outline and seeds of a graph.
+Pipeline = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -124,3 +133,90 @@ _CHECKS = {
     "steps": _is_count,
     "elements": _is_count,
 }
+
+
+def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
+    """Return a text of the graph that is the same for all that give the same rows in the same order.
+
+    Args:
+        node: The graph.
+        mask_batch_size: Whether the size of its ``last_batching`` does not count.
+
+    >>> from mpidist.input import Dataset
+    >>> outline(Dataset.range(10).batch(4).prefetch(2)._node)
+    'range(0, 10).batch(*)'
+    """
+    if isinstance(node, Prefetched):
+        return outline(node.source, mask_batch_size)
+    inside = [outline(before, mask_batch_size and isinstance(node, Mapped)) for before in node.inputs]
+    return described(node.text_of_size("*") if mask_batch_size and isinstance(node, Batched) else node.identity, inside)
+
+
+def drawn_seeds(node: GraphNode) -> list[Seed]:
+    """Return the seeds of a graph that were not given by the user."""
+    return list(dict.fromkeys(seed for seed in node.seeds() if not seed.given))
+
+
+def seeded_as(first: Sequence[tuple[int, ...]], own: Sequence[Pipeline]) -> list[Pipeline]:
+    """Return pipelines that shuffle as those of another program do, as far as both have shuffles.
+
+    >>> seeded_as([(1, 2)], [("a", (7,)), ("b", (8, 9))])
+    [('a', (1,)), ('b', (8, 9))]
+    """
+    seeds = [*first, *[()] * len(own)]
+    return [(text, given[: len(drawn)] + drawn[len(given) :]) for given, (text, drawn) in zip(seeds, own, strict=False)]
+
+
+def pipelines_of(batches: LocalBatches) -> list[Pipeline]:
+    """Return the pipelines of a worker."""
+    return [(outline(node), tuple(seed.number for seed in drawn_seeds(node))) for node in batches.nodes]
+
+
+def pipeline_numbers(batches: LocalBatches) -> range:
+    """Return the numbers of the pipelines of a worker among those of all workers in turn."""
+    first = batches.workers.worker_id * len(batches.nodes)
+    return range(first, first + len(batches.nodes))
+
+
+def last_batch_size(batches: LocalBatches) -> int | None:
+    """Return the size of the ``batch`` that makes the elements of the first pipeline, None where it is not alone."""
+    made = last_batching(batches.nodes[0])
+    return None if made is None else made.size
+
+
+def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders: bool = False) -> Position:
+    """Return where the first pass begins.
+
+    All shuffle as the first pipeline does, which is also what a single process would do.
+
+    Args:
+        batches: Of the first worker, or of one like it.
+        every: The pipelines of all workers.
+        own_orders: Whether each worker has an order of its own.
+    """
+    first = every[0][1]
+    shared = [(text, first[: len(seeds)] + seeds[len(first) :]) for text, seeds in every]
+    shared = shared[:1] if len(set(shared)) == 1 else shared
+    texts, seeds = zip(*shared, strict=True)
+    size = last_batch_size(batches)
+    return Position(0, batches.workers.replica_counts, batches.division, texts, seeds, size, own_orders)
+
+
+def going_on(beginning: Position, position: Position) -> Position:
+    """Return the beginning of the passes that follow the one of ``position``, in the layout of ``beginning``."""
+    if len(position.seeds) == len(beginning.seeds):
+        seeds = position.seeds
+    else:
+        first = position.seeds[0]
+        seeds = tuple(first[: len(own)] + own[len(first) :] for own in beginning.seeds)
+    return replace(beginning, seeds=seeds)
+
+
+def seeds_for(batches: LocalBatches, position: Position) -> dict[Seed, tuple[int, ...]]:
+    """Return what stands in for a worker's seeds in the pass of ``position``, or of one that follows it."""
+    own = (batches.workers.worker_id,) if position.own_orders else ()
+    found = {}
+    for node, number in zip(batches.nodes, pipeline_numbers(batches), strict=True):
+        _, seeds = position.pipeline(number)
+        found.update({seed: (number, *own) for seed, number in zip(drawn_seeds(node), seeds, strict=True)})
+    return found

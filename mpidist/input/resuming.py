@@ -2,30 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice, zip_longest
+from typing import Any
 
 from mpidist.core.seed import undisturbed
-from mpidist.input.continued_batches import ContinuedBatches, RedealtElements, RejoinedBatches
-from mpidist.input.dealing import choose_assignment
+from mpidist.input import dealing
+from mpidist.input.elements import cut, join, row_count
+from mpidist.input.graph import INFINITE, UNKNOWN, Pass
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import DealtBatches, LocalBatches
-from mpidist.input.pipeline_seeds import drawn_seeds, last_batch_size, pipeline_numbers, seeds_for
-from mpidist.input.position import Position
-from mpidist.input.skipping import outline, skip_rows
+from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches, longest
+from mpidist.input.position import Position, drawn_seeds, last_batch_size, outline, pipeline_numbers, seeds_for
+from mpidist.input.rewriting import skip_rows
+from mpidist.input.threads import Readers
 
 
-@dataclass(frozen=True)
-class Dealing:
-    """How a dataset is divided, whoever shares it.
+class ContinuedBatches(LocalBatches):
+    """What is left of a pass, read as the workers that began it would have read it.
+
+    Every worker reads what is left for all of them, and uses its part.
 
     Args:
-        deal: Returns what a worker of a layout reads.
-        assignment: That of the dataset's options.
+        workers: Who shares the rest.
+        previous: What each of the workers that began the pass reads.
+        position: Where they stand.
+        steps: Number of steps that are left, -1 without end, -2 unknown.
+
+    Attributes:
+        is_beyond_end: Whether more has been taken than there is, as far as that is known.
     """
 
-    deal: Callable[[WorkerLayout], LocalBatches]
-    assignment: str | None = None
+    is_beyond_end = False
+
+    def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, steps: int) -> None:
+        super().__init__(workers, previous[0].nodes, steps)
+        self.division = previous[0].division
+        self.is_cut = previous[0].is_cut
+        self.previous = previous
+        self.position = position
+        self.seeds = [seeds_for(batches, position) for batches in previous]
+
+    def previous_steps(self, run: Pass, start: int) -> Iterator[list[Any]]:
+        """Yield what all replicas together would have got in each step, without what is missing."""
+        runs = [replace(run, seeds=seeds) for seeds in self.seeds]
+        first = self.position.steps + start
+        steps = [batches.open(own, first) for batches, own in zip(self.previous, runs, strict=True)]
+        for step in zip_longest(*steps, fillvalue=()):
+            yield [part for parts in step for part in parts if part is not MISSING]
+
+    def local_specs(self) -> list[Any] | None:
+        """Return nothing: the dataset itself tells."""
+        return None
+
+
+class RejoinedBatches(ContinuedBatches):
+    """Each step has the rows that it would have had, cut anew (rule A)."""
+
+    def __init__(
+        self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
+    ) -> None:
+        steps, taken = longest([batches.steps for batches in previous]), position.steps
+        super().__init__(workers, previous, position, steps - taken if steps >= 0 else steps)
+        self.assignment = assignment
+        self.is_beyond_end = 0 <= steps < taken
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+        """Yield the parts of the rows of each step."""
+        layout = self.workers
+        for parts in self.previous_steps(run, start):
+            filled = [part for part in parts if row_count(part)] or parts[:1]
+            batch = filled[0] if len(filled) == 1 else join(filled)
+            rows = dealing.local_rows(row_count(batch), layout.replica_counts, layout.worker_id, self.assignment)
+            yield [cut(batch, first, stop) for first, stop in rows]
+
+
+class RedealtElements(ContinuedBatches):
+    """The next elements go to all replicas in turn, as they are."""
+
+    def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position) -> None:
+        steps = INFINITE if INFINITE in [batches.steps for batches in previous] else UNKNOWN
+        super().__init__(workers, previous, position, steps)
+        # As in a whole pass: the steps of a lone worker whose batches all have one shape keep theirs.
+        self.whole_steps_only = workers.num_workers == 1 and not any(
+            node.dynamic for batches in previous for node in batches.nodes
+        )
+        self.elements_per_step = workers.num_replicas_in_sync
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+        """Yield the elements of the local replicas."""
+        count, ids = self.workers.num_replicas_in_sync, self.workers.local_replica_ids
+        taken = self.position.elements + start * count
+        elements = islice(chain.from_iterable(self.previous_steps(run, 0)), taken, None)
+        while step := list(islice(elements, count)):
+            if len(step) < count and self.whole_steps_only:
+                return
+            own = step[ids[0] : ids[-1] + 1]
+            if own or self.workers.num_workers == 1:
+                yield own + [MISSING] * (len(ids) - len(own))
 
 
 @dataclass(frozen=True)
@@ -49,10 +123,12 @@ class Remainder:
             return replace(self.position, steps=self.position.steps + steps)
         return replace(self.position, elements=self.position.elements + steps * per_step)
 
-    @property
-    def is_beyond_end(self) -> bool:
-        """Whether more has been taken than there is, as far as that is known."""
-        return isinstance(self.batches, ContinuedBatches) and self.batches.is_beyond_end
+    def run(self, readers: Readers) -> Pass:
+        """Return the pass that goes on, with ``readers`` for its threads."""
+        # Those of another layout have seeds of their own.
+        continued = isinstance(self.batches, ContinuedBatches)
+        seeds = {} if continued else seeds_for(self.batches, self.position)
+        return Pass((self.position.pass_number,), seeds, readers)
 
     def previous_pipelines(self) -> tuple[str, ...]:
         """Return what the workers read that began the pass, if others go on with it: all must see the same."""
@@ -60,78 +136,72 @@ class Remainder:
         return tuple(f"{node}, {node.cardinality} elements" for batches in previous for node in batches.nodes)
 
 
-def remainder_from(position: Position, dealing: Dealing, current: LocalBatches, total: int) -> Remainder:
-    """Return how a pass goes on from ``position``.
-
-    In the layout that began it every worker goes on in its own part. In another one, global batches that all workers
-    know are dealt by the numbers of their rows; else each worker reads what is left for all.
+@dataclass(frozen=True)
+class Dealing:
+    """How a dataset is divided, whoever shares it.
 
     Args:
-        position: Of a pass over the same pipeline.
-        dealing: How the dataset is divided.
-        current: What this worker reads of a whole pass.
-        total: Steps of a whole pass.
-
-    Raises:
-        ValueError: The position is that of another dataset or division, of another batch size where that cannot change,
-            or behind the end.
+        deal: Returns what a worker of a layout reads.
+        assignment: That of the dataset's options.
     """
-    counts = position.replica_counts
-    same_layout = counts == current.workers.replica_counts
-    layouts = [WorkerLayout(len(counts), worker, counts) for worker in range(len(counts))]
-    with undisturbed():
-        previous = [current] if same_layout else [dealing.deal(layouts[0])]
-        _require_same_division(position, previous[0])
-        if position.elements or not (same_layout or isinstance(previous[0], DealtBatches)):
-            previous = [dealing.deal(layout) for layout in layouts]
-    for batches in previous:
-        _require_same_pipelines(position, batches)
-    position = _for_batch_size(position, previous[0])
-    remainder = _remainder(position, dealing, current, previous)
-    steps = total if remainder.batches is current else remainder.batches.steps
-    rows = previous[0].nodes[0].row_count() if position.rows else -1
-    if 0 <= steps < remainder.start or 0 <= rows < position.rows or remainder.is_beyond_end:
-        raise ValueError(
-            f"the state is behind the end of this dataset: {position.rows} rows and {position.steps} steps have been "
-            "taken; expected the same data"
-        )
-    return remainder
 
+    deal: Callable[[WorkerLayout], LocalBatches]
+    assignment: str | None = None
 
-def _remainder(position: Position, dealing: Dealing, current: LocalBatches, previous: list[LocalBatches]) -> Remainder:
-    first, here = previous[0], current.workers
-    if first is current and not position.rows:
-        return Remainder(current, position.steps, position)
-    if isinstance(first, DealtBatches):
-        node = skip_rows(first.node, position.rows)
-        assignment = choose_assignment(dealing.assignment, here.replica_counts)
-        return Remainder(DealtBatches(here, node, assignment), position.steps, position)
-    seeds = [seeds_for(batches, position) for batches in previous]
-    rest: ContinuedBatches
-    if first.is_cut:
-        assignment = choose_assignment(dealing.assignment, here.replica_counts)
-        rest = RejoinedBatches(here, previous, seeds, position.steps, assignment)
-    else:
-        rest = RedealtElements(here, previous, seeds, position.steps, position.elements)
-    return Remainder(rest, 0, position)
+    def remainder(self, position: Position, current: LocalBatches, total: int) -> Remainder:
+        """Return how a pass goes on from ``position``.
 
+        In the layout that began it every worker goes on in its own part. In another one, global batches that all
+        workers know are dealt by the numbers of their rows; else each worker reads what is left for all.
 
-def going_on(beginning: Position, position: Position) -> Position:
-    """Return the beginning of the passes that follow the one of ``position``, in the layout of ``beginning``."""
-    if len(position.seeds) == len(beginning.seeds):
-        seeds = position.seeds
-    else:
-        first = position.seeds[0]
-        seeds = tuple(first[: len(own)] + own[len(first) :] for own in beginning.seeds)
-    return replace(beginning, seeds=seeds)
+        Args:
+            position: Of a pass over the same graph.
+            current: What this worker reads of a whole pass.
+            total: Steps of a whole pass.
 
+        Raises:
+            ValueError: The position is that of another dataset or division, of another batch size where that cannot
+                change, or behind the end.
+        """
+        counts = position.replica_counts
+        same_layout = counts == current.workers.replica_counts
+        layouts = [WorkerLayout(len(counts), worker, counts) for worker in range(len(counts))]
+        with undisturbed():
+            previous = [current] if same_layout else [self.deal(layouts[0])]
+            division = previous[0].division
+            if division != position.division:
+                raise ValueError(
+                    f"the state is that of a dataset of which each rank got {position.division}, and of this one it "
+                    f"would have got {division}; expected the same method of the strategy, and the same AutoShardPolicy"
+                )
+            if position.elements or not (same_layout or isinstance(previous[0], DealtBatches)):
+                previous = [self.deal(layout) for layout in layouts]
+        for batches in previous:
+            _require_same_pipelines(position, batches)
+        position = _for_batch_size(position, previous[0])
+        remainder = self._rest(position, current, previous)
+        rest = remainder.batches
+        steps = total if rest is current else rest.steps
+        rows = previous[0].nodes[0].row_count() if position.rows else -1
+        beyond = isinstance(rest, ContinuedBatches) and rest.is_beyond_end
+        if 0 <= steps < remainder.start or 0 <= rows < position.rows or beyond:
+            raise ValueError(
+                f"the state is behind the end of this dataset: {position.rows} rows and {position.steps} steps have "
+                "been taken; expected the same data"
+            )
+        return remainder
 
-def _require_same_division(position: Position, first: LocalBatches) -> None:
-    if first.division != position.division:
-        raise ValueError(
-            f"the state is that of a dataset of which each rank got {position.division}, and of this one it would have "
-            f"got {first.division}; expected the same method of the strategy, and the same AutoShardPolicy"
-        )
+    def _rest(self, position: Position, current: LocalBatches, previous: list[LocalBatches]) -> Remainder:
+        first, here = previous[0], current.workers
+        if first is current and not position.rows:
+            return Remainder(current, position.steps, position)
+        if not first.is_cut:
+            return Remainder(RedealtElements(here, previous, position), 0, position)
+        assignment = dealing.choose_assignment(self.assignment, here.replica_counts)
+        if isinstance(first, DealtBatches):
+            rest = DealtBatches(here, skip_rows(first.node, position.rows), assignment)
+            return Remainder(rest, position.steps, position)
+        return Remainder(RejoinedBatches(here, previous, position, assignment), 0, position)
 
 
 def _require_same_pipelines(position: Position, batches: LocalBatches) -> None:

@@ -1,25 +1,189 @@
-"""Recognising what users have their data in: arrays, map-style datasets, iterables, generators."""
+"""The first node of a graph: recognising where users have their data, and streams, files and names of files.
+
+What iterators of the user's yield is copied at once, since they may go on to write into it.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from mpidist.input.arrow_tables import arrow_node, is_arrow
-from mpidist.input.element_spec import ArraySpec
-from mpidist.input.elements import map_leaves
-from mpidist.input.pipeline import Node
-from mpidist.input.row_steps import TableRows
-from mpidist.input.stored_arrays import is_stored_array
-from mpidist.input.streams import Files, Stream
-from mpidist.input.tables import SequenceTable, array_table
+from mpidist.input.arrow_tables import arrow_rows, is_arrow
+from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
+from mpidist.input.elements import map_leaves, owned
+from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
+from mpidist.input.tables import SequenceTable, Table, array_table, is_stored_array
 
 
-def node_of(source: Any, columns: Sequence[str] | None = None) -> Node:
+class Stream(GraphNode):
+    """The elements of whatever iterator a function returns; how many there are is not known.
+
+    Args:
+        make_iterable: Called once a pass.
+        text: What it is.
+        signature: The nest of ArraySpec that each element has, or None.
+        cardinality: Number of elements, -1 without end, -2 unknown.
+    """
+
+    def __init__(
+        self,
+        make_iterable: Callable[[], Iterable[Any]],
+        text: str,
+        signature: Any,
+        cardinality: int = UNKNOWN,
+    ) -> None:
+        super().__init__(())
+        self.text, self.cardinality = text, cardinality
+        self.make_iterable = make_iterable
+        self.signature = signature
+        self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
+        self._opened_last: Callable[[], Any] = _nothing
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield copies of the elements of a new iterator."""
+        elements = self._open()
+        if self.signature is None:
+            return map(owned, elements)
+        return (conform(element, self.signature) for element in elements)
+
+    def spec(self) -> Any:
+        """Return the signature, or that of the first element of a new iterator."""
+        if self.signature is not None:
+            return self.signature
+        for element in self._open():
+            return spec_of(element)
+        return None
+
+    def _open(self) -> Iterator[Any]:
+        elements = iter(self.make_iterable())
+        again = elements is self._opened_last()
+        try:
+            # Weakly, so that a generator is closed with its pass, with the files that it has open.
+            self._opened_last = weakref.ref(elements)
+        except TypeError:  # lists' iterators, zip and the like, of which there are no weak references
+            self._opened_last = lambda: elements
+        # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
+        return self._what_is_left(elements) if again else elements
+
+    def _what_is_left(self, elements: Iterator[Any]) -> Iterator[Any]:
+        nothing = True
+        for element in elements:
+            nothing = False
+            yield element
+        if nothing:
+            raise ValueError(
+                f"{self.text} was given the same {type(elements).__name__} object as before, with nothing left in it, "
+                "so this pass would have no elements; expected a new iterator for each pass: from_generator(read), "
+                "where read is the generator function, not called, or from_generator(lambda: read(path))"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Datasets travel to workers; iterators cannot.
+        return {**self.__dict__, "_opened_last": _nothing}
+
+
+def _nothing() -> None:
+    """Stand for the iterator before the first one."""
+
+
+def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:
+    """Return a short text for files, at least one, which differs where the files or their order do.
+
+    Args:
+        paths: Of the files.
+        without_folder: Leave out the folder that they have in common.
+    """
+    names = [os.fsdecode(path) for path in paths]
+    if without_folder:
+        folders = {os.path.dirname(name) for name in names}
+        common = os.path.commonpath(folders) if len({os.path.isabs(name) for name in names}) == 1 else ""
+        names = [os.path.relpath(name, common) if common else name for name in names]
+    checksum = f"{crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
+    return repr(names[0]) + (f" and {len(names) - 1} more [{checksum}]" if len(names) > 1 else "")
+
+
+class Files(GraphNode):
+    """The elements that a function reads from files, file after file.
+
+    Args:
+        paths: Of the files, at least one.
+        reader: Returns the elements of the file at a path.
+    """
+
+    def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Iterable[Any]]) -> None:
+        name = getattr(reader, "__name__", type(reader).__name__)
+        super().__init__(())
+        self.text = f"from_files({files_text(paths)}, {name})"
+        self.paths = tuple(paths)
+        self.reader = reader
+        self.dynamic = True
+
+    @property
+    def identity(self) -> str:
+        """The call without the folder."""
+        return f"from_files({files_text(self.paths, without_folder=True)})"
+
+    def files(self) -> Iterator[str]:
+        """Yield the paths."""
+        return map(os.fsdecode, self.paths)
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield copies of the elements of each file."""
+        for path in self.paths:
+            yield from map(owned, self._read(path))
+
+    def spec(self) -> Any:
+        """Return that of the first element that there is."""
+        for path in self.paths:
+            for element in self._read(path):
+                return spec_of(element)
+        return None
+
+    def part(self, num_parts: int, index: int) -> Files:
+        """Return the node that reads every ``num_parts``-th file, beginning with file ``index``."""
+        return Files(self.paths[index::num_parts], self.reader)
+
+    def _read(self, path: Any) -> Iterator[Any]:
+        elements = self.reader(path)
+        if not isinstance(elements, Iterable):
+            raise TypeError(
+                f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements of "
+                "the file as an iterable: a list, an array, or a reader that yields them"
+            )
+        return iter(elements)
+
+
+class FileNames(GraphNode):
+    """Paths of files, as rows: what reads the files comes after it."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__(())
+        self.text, self.cardinality = f"list_files({files_text(paths)})", len(paths)
+        self.form, self.table = Form.ROWS, SequenceTable(paths)
+        self.paths = paths
+
+    @property
+    def identity(self) -> str:
+        """The call without the folder."""
+        return f"list_files({files_text(self.paths, without_folder=True)})"
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield all row numbers."""
+        return iter((range(len(self.paths)),))
+
+    def files(self) -> Iterator[str]:
+        """Yield the paths."""
+        return iter(self.paths)
+
+
+def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
     """Return the source node for ``source``, whatever it is; the rules are those of ``Dataset.from_source``.
 
     Raises:
@@ -27,7 +191,8 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> Node:
     """
     kind = type(source).__name__
     if is_arrow(source):
-        return arrow_node(source, columns)
+        rows = arrow_rows(source, columns)
+        return TableRows(rows) if isinstance(rows, Table) else Stream(rows, f"from_source({kind})", None)
     if columns is not None:
         raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
     if isinstance(source, Mapping):
@@ -58,7 +223,7 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> Node:
     )
 
 
-def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args: tuple[Any, ...]) -> Node:
+def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args: tuple[Any, ...]) -> GraphNode:
     """Return the source node for a function that returns an iterable.
 
     Raises:
@@ -73,7 +238,7 @@ def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args
     return Stream(partial(generator, *args), f"from_generator({name})", signature)
 
 
-def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Node:
+def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> GraphNode:
     """Return the source node for files and what reads one; the rules are those of ``Dataset.from_files``.
 
     Raises:
@@ -94,6 +259,29 @@ def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> 
     if not known:
         raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
     return Files(known, reader)
+
+
+def names_node(file_pattern: Any) -> FileNames:
+    """Return the node of the files that match; the rules are those of ``Dataset.list_files``.
+
+    Raises:
+        TypeError: No pattern.
+        ValueError: Nothing matches.
+    """
+    several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike))
+    patterns = list(file_pattern) if several else [file_pattern]
+    for pattern in patterns:
+        if not isinstance(pattern, (str, os.PathLike)):
+            raise TypeError(
+                f"file_pattern has {pattern!r} of type {type(pattern).__name__} in it; expected a pattern such as "
+                "'data/part-*.npy', or a list of patterns"
+            )
+    paths = sorted({path for pattern in patterns for path in glob.glob(os.fspath(pattern), recursive=True)})
+    if not paths:
+        raise ValueError(
+            f"list_files() found no file that matches {file_pattern!r}, seen from {os.getcwd()}; expected at least one"
+        )
+    return FileNames(paths)
 
 
 def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -> Any:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import tee
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mpidist.core import nest
 from mpidist.input.element_spec import ArraySpec, spec_of
-from mpidist.input.elements import as_element, call, list_to_array, map_leaves, owned, stack, stopped
-from mpidist.input.parallel_calls import map_batch, map_stream
-from mpidist.input.read_ahead import Readers
+from mpidist.input.elements import as_element, list_to_array, map_leaves, owned, stack, stopped
 from mpidist.input.row_indices import RowIndex, as_array, rows
-from mpidist.input.stored_arrays import is_stored_array, read_rows
+from mpidist.input.threads import Readers
 
 _SAMPLES = 8
+# So many rows of a chunk are cheaper to pick out of one slice than to ask for one by one.
+_ROWS_WORTH_A_SLICE = 4
 
 
 class Table(ABC):
@@ -185,60 +184,6 @@ class SequenceTable(Table):
         return super().some(index) if get_items is None else list(map(owned, get_items(list(rows([index])))))
 
 
-class MappedTable(Table):
-    """A table whose rows go through a function when they are read, and only then.
-
-    Args:
-        table: The table.
-        fn: The function.
-        calls: How many calls may run at once, in threads of the pass; 1: they run in the thread that reads.
-    """
-
-    def __init__(self, table: Table, fn: Callable[..., Any], calls: int = 1) -> None:
-        super().__init__(table.length, f"{table.text}.map")
-        self.table = table
-        self.fn = fn
-        self.calls = calls
-
-    def _call(self, row: Any) -> Any:
-        return owned(call(self.fn, row))
-
-    def row(self, index: int) -> Any:
-        """Return the function of row ``index``."""
-        return self._call(self.table.row(index))
-
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the function of each row."""
-        return map(self._call, self.table.each(numbers))
-
-    def some(self, index: RowIndex) -> list[Any]:
-        """Return the function of each row."""
-        return list(map(self._call, self.table.some(index)))
-
-    def opened(self, readers: Readers | None) -> Table:
-        """Return the table with the threads of the pass."""
-        table = self.table.opened(readers)
-        if self.calls > 1 and readers is not None:
-            return _InThreads(table, self.fn, self.calls, readers)
-        return MappedTable(table, self.fn)
-
-
-class _InThreads(MappedTable):
-    """A mapped table in one pass; rows are read by the thread that asks, and only the function runs in others."""
-
-    def __init__(self, table: Table, fn: Callable[..., Any], calls: int, readers: Readers) -> None:
-        super().__init__(table, fn, calls)
-        self.threads = readers.workers(calls)
-
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the function of each row, a few calls ahead."""
-        return map_stream(self._call, self.table.each(numbers), self.threads, self.calls)
-
-    def some(self, index: RowIndex) -> list[Any]:
-        """Return the function of each row."""
-        return map_batch(self._call, self.table.some(index), self.threads, self.calls)
-
-
 class CachedTable(Table):
     """A table of which every row is read once, when it is asked for first, and then kept in memory.
 
@@ -291,56 +236,6 @@ class CachedTable(Table):
         return {**self.__dict__, "kept": {}}
 
 
-class ZippedTable(Table):
-    """Several tables side by side, as long as the shortest.
-
-    Args:
-        tables: The tables.
-        build: Makes an element of theirs.
-    """
-
-    def __init__(self, tables: Sequence[Table], build: Callable[[list[Any]], Any]) -> None:
-        text = ", ".join(table.text for table in tables)
-        super().__init__(min(table.length for table in tables), f"zip({text})")
-        self.tables = tables
-        self.build = build
-
-    def row(self, index: int) -> Any:
-        """Return row ``index`` of each table."""
-        return self.build([table.row(index) for table in self.tables])
-
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the rows of all tables together."""
-        copies = tee(numbers, len(self.tables))
-        parts = zip(*(table.each(copy) for table, copy in zip(self.tables, copies, strict=True)), strict=True)
-        return (self.build(list(row)) for row in parts)
-
-    def some(self, index: RowIndex) -> list[Any]:
-        """Return the rows of all tables together."""
-        return [self.build(list(row)) for row in zip(*(table.some(index) for table in self.tables), strict=True)]
-
-    def read(self, index: RowIndex) -> Any:
-        """Return the rows of ``index`` of each table."""
-        return self.build([table.read(index) for table in self.tables])
-
-    def opened(self, readers: Readers | None) -> Table:
-        """Return the tables with the threads of the pass."""
-        return ZippedTable([table.opened(readers) for table in self.tables], self.build)
-
-    def cached(self) -> Table:
-        """Return the tables, of which each row is read once."""
-        return ZippedTable([table.cached() for table in self.tables], self.build)
-
-    def spec(self) -> Any:
-        """Return the specs of the tables."""
-        specs = [table.spec() for table in self.tables]
-        return None if any(spec is None for spec in specs) else self.build(specs)
-
-    def is_cut_from_arrays(self) -> bool:
-        """Whether the rows of all tables are."""
-        return all(table.is_cut_from_arrays() for table in self.tables)
-
-
 def element_table(tensors: Any) -> ElementTable:
     """Return the table whose one row is ``tensors``.
 
@@ -382,3 +277,37 @@ def _as_column(leaf: Any) -> Any:
     if isinstance(leaf, list):
         return list_to_array(leaf)
     return leaf if is_stored_array(leaf) else np.asarray(leaf)
+
+
+def is_stored_array(value: Any) -> bool:
+    """Whether ``value`` is an array in a file, of h5py or zarr, to be read by slices and not whole."""
+    return isinstance(getattr(value, "dtype", None), np.dtype) and all(
+        hasattr(value, name) for name in ("shape", "chunks", "__getitem__")
+    )
+
+
+def read_rows(column: Any, index: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+    """Return the rows of ``index``, in its order, from an array in a file.
+
+    A chunk, which the library reads and unpacks as a whole, is asked for once.
+    """
+    # Arrays in files take row numbers only in increasing order and each once.
+    ordered, back = np.unique(index, return_inverse=True)
+    return _read_ordered(column, ordered)[back]
+
+
+def _read_ordered(column: Any, ordered: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+    first, last = int(ordered[0]), int(ordered[-1])
+    if last - first + 1 == len(ordered):
+        return np.asarray(column[first : last + 1])
+    chunk_rows = column.chunks[0] if column.chunks else None
+    if not isinstance(chunk_rows, int):
+        return np.asarray(column[ordered])
+    starts = np.flatnonzero(np.diff(ordered // chunk_rows, prepend=-1)).tolist()
+    if len(ordered) < _ROWS_WORTH_A_SLICE * len(starts):
+        return np.asarray(column[ordered])
+    rows = np.empty((len(ordered), *column.shape[1:]), column.dtype)
+    for start, stop in zip(starts, [*starts[1:], len(ordered)], strict=True):
+        first = int(ordered[start])
+        rows[start:stop] = column[first : int(ordered[stop - 1]) + 1][ordered[start:stop] - first]
+    return rows

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from mpidist.core import nest
+from mpidist.input.choosing import Shard
+from mpidist.input.graph import GraphNode
 from mpidist.input.input_workers import InputWorkers
-from mpidist.input.item_steps import ReorderedItems
-from mpidist.input.pipeline import Node
-from mpidist.input.reordering import Shard
-from mpidist.input.row_steps import ReorderedRows
 
 _log = logging.getLogger("mpidist")
 
@@ -37,13 +35,13 @@ class Watch:
         self._text = ""
         self._arrays: list[weakref.ref[Any]] = []
 
-    def over(self, node: Node, elements: Iterator[Any]) -> Iterator[Any]:
+    def over(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
         """Return ``elements``, a pass over ``node``, with the first one remembered unless there is a shard in it."""
-        if self._has_warned or any(map(_is_shard, node.graph())):
+        if self._has_warned or any(isinstance(step, Shard) for step in node.graph()):
             return elements
         return chain(self._first(node, elements), elements)
 
-    def _first(self, node: Node, elements: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
         for element in elements:
             self._arrays = [weakref.ref(leaf) for leaf in nest.flatten(element) if isinstance(leaf, np.ndarray)]
             self._text, self.pending = str(node), True
@@ -68,7 +66,3 @@ class Watch:
 
 
 watch = Watch()
-
-
-def _is_shard(step: Node) -> bool:
-    return isinstance(step, (ReorderedRows, ReorderedItems)) and isinstance(step.reordering, Shard)

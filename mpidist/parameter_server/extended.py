@@ -23,13 +23,13 @@ from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_
 from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.travelling import pack
-from mpidist.strategies.central import CentralExtended
+from mpidist.strategies.central_storage import CentralExtended
+from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.strategy import Strategy
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import check_indices
 from mpidist.values.placement import on_host
-from mpidist.values.variable import initial_array
 
 # Their values say all, and stay; of what may be changed in place its bytes are compared.
 _UNCHANGING = (bool, int, float, str, tuple, np.generic, type(None))
@@ -116,28 +116,27 @@ class ParameterServerExtended(CentralExtended):
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
         """Create the variables of the block on the server of ``colocate_with_variable``; see ``StrategyExtended``."""
         with super().colocate_vars_with(colocate_with_variable):
-            component = component_of(self._own_variable(colocate_with_variable, "colocate_vars_with()"))
+            component = component_of(self.own_variable(colocate_with_variable, "colocate_vars_with()"))
             self._beside.append(self._link.connections.index(component.connection))
             try:
                 yield
             finally:
                 self._beside.pop()
 
-    def _create_variable(self, **kwargs: Any) -> Any:
-        if self._partitioner is None or self._beside:
-            return super()._create_variable(**kwargs)
-        array = initial_array(kwargs["initial_value"], kwargs["dtype"], kwargs["shape"], kwargs["aggregation"])
-        shards = _number_of_shards(self._partitioner, array, kwargs["name"])
+    def create_variable(self, array: Array, **properties: Any) -> Any:
+        """See ``StrategyExtended``: a ShardedVariable where the partitioner says so."""
+        create, name = super().create_variable, properties["name"]
+        shards = 1
+        if self._partitioner is not None and not self._beside:
+            shards = _number_of_shards(self._partitioner, array, name)
         if shards == 1:
-            return super()._create_variable(**{**kwargs, "initial_value": array})
+            return create(array, **properties)
         parts = np.split(array, offsets_of(div_sizes(len(array), shards))[1:-1])
         variables = [
-            super(ParameterServerExtended, self)._create_variable(
-                **{**kwargs, "initial_value": part, "shape": None, "name": f"{kwargs['name']}/part_{i}"}
-            )
+            create(part, **{**properties, "initial_value": part, "name": f"{name}/part_{i}"})
             for i, part in enumerate(parts)
         ]
-        return ShardedVariable(variables, name=kwargs["name"])
+        return ShardedVariable(variables, name=name)
 
     def _next_server(self) -> int:
         """Return the index of the server that the next variable goes to: round-robin, unless it goes beside another."""
@@ -172,11 +171,11 @@ class ParameterServerExtended(CentralExtended):
 
     def read_all(self, variables: Sequence[Variable]) -> list[Array]:
         """See ``StrategyExtended``: one message for each server."""
-        return pull_all([self._own_variable(variable, "read_all()") for variable in variables])
+        return pull_all([self.own_variable(variable, "read_all()") for variable in variables])
 
     # Optimizers -----------------------------------------------------------------------------------------------
 
-    def _apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
         """Push gradients to the servers, which apply them; one message for each."""
         pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
         for gradient, variable in pairs:
@@ -251,20 +250,23 @@ class ParameterServerExtended(CentralExtended):
 
     # Housekeeping ---------------------------------------------------------------------------------------------
 
-    def _copy_for(self, strategy: Strategy) -> Any:
+    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+        """See ``StrategyExtended``."""
         raise ValueError(
-            f"{type(self._strategy).__name__} cannot be copied, since its variables are on servers; build a new one"
+            f"{type(self.strategy).__name__} cannot be copied, since its variables are on servers; build a new one"
         )
 
-    def _require_checkpoints(self, method: str) -> None:
+    def require_checkpoints(self, method: str) -> None:
+        """See ``StrategyExtended``."""
         if not self.should_checkpoint:
             raise RuntimeError(
                 f"{method} was called on {self._link.task}, and the chief alone saves and restores the variables of "
-                f"{type(self._strategy).__name__}, for all; expected: `if strategy.extended.should_checkpoint:`"
+                f"{type(self.strategy).__name__}, for all; expected: `if strategy.extended.should_checkpoint:`"
             )
 
-    def _close(self) -> None:
-        super()._close()
+    def close(self) -> None:
+        """See ``StrategyExtended``."""
+        super().close()
         if self._link.serves_others_than(self._number):
             doing = "closing one of several strategies"
             self._link.connections[0].control("close", self._number, self._link.rank, doing=doing)

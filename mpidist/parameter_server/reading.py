@@ -17,7 +17,7 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
     """
-    return remote.pull_all(variables) if _are_remote(variables) else [variable._read() for variable in variables]
+    return remote.pull_all(variables) if _are_remote(variables) else [variable.as_array() for variable in variables]
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:

@@ -14,14 +14,14 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.messages import Kind, Operation, Part, Request
 from mpidist.values import IndexedSlices, Variable, scatter
-from mpidist.values.component import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Assignment, Component, as_value_of
+from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
 _ASSIGNING: dict[Assignment, Operation] = {
-    ASSIGN: messages.ASSIGN,
-    ASSIGN_ADD: messages.ASSIGN_ADD,
-    ASSIGN_SUB: messages.ASSIGN_SUB,
+    assign: messages.ASSIGN,
+    assign_add: messages.ASSIGN_ADD,
+    assign_sub: messages.ASSIGN_SUB,
 }
 # What has been read in a block of cache_variable_reads(); None outside.
 _cached: ContextVar[dict[RemoteComponent, Array] | None] = ContextVar("mpidist_cached_reads", default=None)
@@ -68,7 +68,8 @@ class RemoteComponent(Component):
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
         return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
         cache = _cached.get()
         if cache is not None and self in cache:
             return cache[self]
@@ -78,19 +79,21 @@ class RemoteComponent(Component):
         array: Array = self.connection.ask(self._reading)[0]
         return array
 
-    def _assign(self, how: Assignment, value: Any) -> RemoteComponent:
+    def assign_by(self, how: Assignment, value: Any) -> RemoteComponent:
+        """See ``Assignable``."""
         self.writes += 1
         self.connection.ask(Request([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))]))
         return self
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
+        """See ``Assignable``."""
         rows = scatter.check_slices(slices, self)
         self.connection.ask(Request([self.rows_part(messages.SCATTER[how.name], rows)]))
         return self
 
     def value(self) -> Array:
         """See ``Component``: what was read is nobody else's, and needs no copy."""
-        return self._pull() if _cached.get() is None else self._read().copy()
+        return self._pull() if _cached.get() is None else self.as_array().copy()
 
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; no other rows travel."""
@@ -107,16 +110,19 @@ class RemoteComponent(Component):
         (rows,) = self.connection.ask(Request([self.part(messages.GATHER, flat, length=flat.size)]))
         return _writable(rows).reshape(*positions.shape, *self.shape[1:])
 
-    def _copy(self) -> RemoteComponent:
+    def copied(self) -> RemoteComponent:
+        """See ``Component``."""
         raise RuntimeError(
             f"variable {self.name!r} cannot be copied: it is kept by {self.connection.name} for all workers; create "
             "another one on all of them, inside `with strategy.scope():`, from variable.numpy()"
         )
 
-    def _local_array(self) -> Array:
+    def local_array(self) -> Array:
+        """See ``Assignable``."""
         return self._outline
 
-    def _local_place(self) -> Place:
+    def local_place(self) -> Place:
+        """See ``Assignable``."""
         return HOST
 
     def __repr__(self) -> str:

@@ -66,7 +66,7 @@ class ShardedVariable(CompositeVariable):
         self.aggregation = variables[0].aggregation
         self._is_div = sizes == div_sizes(self._shape[0], len(sizes))
         for variable in variables:
-            variable._whole = self
+            variable.whole = self
 
     # What it is -----------------------------------------------------------------------------------------------
 
@@ -94,12 +94,14 @@ class ShardedVariable(CompositeVariable):
         """See ``CompositeVariable``."""
         return ShardedVariable(variables, name)
 
-    def _local_place(self) -> Place:
-        return self._variables[0]._local_place()
+    def local_place(self) -> Place:
+        """See ``Assignable``."""
+        return self._variables[0].local_place()
 
     # Reading --------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
         return self._rows(range(self._shape[0]))
 
     def value(self) -> Array:
@@ -174,7 +176,7 @@ class ShardedVariable(CompositeVariable):
     def _joined(self, pieces: list[Array]) -> Array:
         """Return pieces one behind the other; a lone one itself."""
         if not pieces:
-            place = self._local_place()
+            place = self.local_place()
             return place.ops.zeros((0, *self._shape[1:]), self._dtype, place.number)
         if len(pieces) == 1:
             return pieces[0]
@@ -198,11 +200,12 @@ class ShardedVariable(CompositeVariable):
         check_indices(value.indices, self._shape[0])
         return [_rows_between(value, start, stop) for start, stop in pairwise(self._offsets)]
 
-    def _assign(self, how: Assignment, value: Any) -> ShardedVariable:
+    def assign_by(self, how: Assignment, value: Any) -> ShardedVariable:
+        """See ``Assignable``."""
         with self._telling_others(f"assigning to variable {self.name!r}"):
             parts = self.cut(self._checked(value))
         for variable, part in zip(self._variables, parts, strict=True):
-            variable._assign(how, part)
+            variable.assign_by(how, part)
         return self
 
     def _checked(self, value: Any) -> Any:
@@ -210,7 +213,8 @@ class ShardedVariable(CompositeVariable):
             return type(value)([as_value_of(self, part) for part in value.values], value.replica_ids)
         return as_value_of(self, value)
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> ShardedVariable:
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> ShardedVariable:
+        """See ``Assignable``."""
         self._require_div(how.name)
         with self._telling_others(f"{how.name} of variable {self.name!r}"):
             parts = self.cut(scatter.check_slices(slices, self))
@@ -218,20 +222,20 @@ class ShardedVariable(CompositeVariable):
         takes_all = self._is_in_run() and self.distribute_strategy.num_replicas_in_sync > 1
         for variable, part in zip(self._variables, parts, strict=True):
             if takes_all or len(part.indices):
-                variable._scatter(how, part)
+                variable.scatter_by(how, part)
         return self
 
     @contextmanager
     def _telling_others(self, doing: str) -> Iterator[None]:
         """Tell the ranks that are about to write the first shard together why this one does not."""
         if not self._is_in_run():
-            with self._variables[0].values[0]._shared_errors(doing):
+            with self._variables[0].values[0].shared_errors(doing):
                 yield
             return
         try:
             yield
         except (TypeError, ValueError) as error:
-            self.distribute_strategy.extended._announce(error, doing)
+            self.distribute_strategy.extended.announce(error, doing)
             raise
 
     def _is_in_run(self) -> bool:

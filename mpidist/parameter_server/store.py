@@ -15,11 +15,11 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind, Operation
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
-from mpidist.values.component import ASSIGN_ADD, ASSIGN_SUB, ArrayComponent, Assignment
+from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
 from mpidist.values.scatter import ScatterOp
 from mpidist.values.variable import variable_of
 
-_ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: ASSIGN_ADD, messages.ASSIGN_SUB.code: ASSIGN_SUB}
+_ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: assign_add, messages.ASSIGN_SUB.code: assign_sub}
 _SCATTERING: dict[int, ScatterOp] = {
     messages.SCATTER[op.name].code: op
     for op in (scatter.ADD, scatter.SUB, scatter.MUL, scatter.DIV, scatter.MIN, scatter.MAX, scatter.UPDATE)
@@ -123,14 +123,16 @@ class ServedComponent(ArrayComponent):
         self._make_writable()
         how(self._array, array)
 
-    def _assign(self, how: Assignment, value: Any) -> ServedComponent:
+    def assign_by(self, how: Assignment, value: Any) -> ServedComponent:
+        """See ``Assignable``."""
         self._make_writable()
-        super()._assign(how, value)
+        super().assign_by(how, value)
         return self
 
-    def _scatter(self, how: ScatterOp, slices: Any) -> ServedComponent:
+    def scatter_by(self, how: ScatterOp, slices: Any) -> ServedComponent:
+        """See ``Assignable``."""
         self._make_writable()
-        super()._scatter(how, slices)
+        super().scatter_by(how, slices)
         return self
 
     def _make_writable(self) -> None:
@@ -198,9 +200,9 @@ class Store:
         elif code in _ADDING:
             component.change(_ADDING[code], arrays[0])
         elif code in _SCATTERING:
-            component._scatter(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
+            component.scatter_by(_SCATTERING[code], IndexedSlices(arrays[1], arrays[0]))
         elif operation is messages.COUNT:
-            component._assign(ASSIGN_ADD, 1)
+            component.assign_by(assign_add, 1)
             return component.value()
         else:
             target = self._variables[variable]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+from mpidist.arrays.convert import Array
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.input import distribute_dataset, distribute_from_function
+from mpidist.input import InputOptions
 from mpidist.parameter_server.dispatcher import Dispatcher
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
@@ -77,17 +78,22 @@ class CoordinatorExtended(ParameterServerExtended):
         """Tell the workers that the job is over."""
         (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Raise NotImplementedError: replicas are on the workers."""
         raise NotImplementedError(
             "ParameterServerStrategy.run() was called on the coordinator; expected: inside a scheduled function, "
             "coordinator.schedule(lambda: strategy.run(fn, args))"
         )
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        return DatasetForWorkers(self._strategy, "experimental_distribute_dataset", (dataset, options))
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> DatasetForWorkers:
+        """See ``StrategyExtended``: each worker does it."""
+        return DatasetForWorkers(self.strategy, "experimental_distribute_dataset", (dataset, options))
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
-        return DatasetForWorkers(self._strategy, "distribute_datasets_from_function", (dataset_fn, options))
+    def distribute_from_function(
+        self, dataset_fn: Callable[..., Any], options: InputOptions | None
+    ) -> DatasetForWorkers:
+        """See ``StrategyExtended``: each worker does it."""
+        return DatasetForWorkers(self.strategy, "distribute_datasets_from_function", (dataset_fn, options))
 
 
 class WorkerTwinExtended(ParameterServerExtended):
@@ -101,18 +107,13 @@ class WorkerTwinExtended(ParameterServerExtended):
         """False: the coordinator writes checkpoints."""
         return False
 
-    def _create_variable(self, **kwargs: Any) -> Any:
+    def create_variable(self, array: Array, **properties: Any) -> NoReturn:
+        """Raise ValueError: the coordinator creates variables."""
         raise ValueError(
-            f"variable {kwargs['name']!r} was created in a scheduled function; create it on the coordinator, inside "
-            "`with strategy.scope():`, and let the function use it; for those of an optimizer call "
+            f"variable {properties['name']!r} was created in a scheduled function; create it on the coordinator, "
+            "inside `with strategy.scope():`, and let the function use it; for those of an optimizer call "
             "optimizer.build(variables) there"
         )
-
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        return distribute_dataset(dataset, self._input_workers(), self._strategy, options)
-
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
-        return distribute_from_function(dataset_fn, self._input_workers(), self._strategy, options)
 
 
 class ParameterServerStrategy(Strategy):

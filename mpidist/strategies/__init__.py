@@ -3,12 +3,10 @@
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.mirrored import MirroredStrategy
+from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.one_device import OneDeviceStrategy
 from mpidist.strategies.replica_context import ReplicaContext
 from mpidist.strategies.strategy import Strategy
-from mpidist.strategies.tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -18,6 +16,5 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
-    "TPUStrategy",
     "default_strategy",
 ]

@@ -1,27 +1,107 @@
-"""CentralStorageStrategy: replicas of one node that share one copy of each variable."""
+"""CentralStorageStrategy: replicas of one node that share one copy of each variable.
+
+A replica that assigns hands its value over; the values of the replicas become one by the variable's aggregation and are
+applied once. Other strategies of one copy, such as those of parameter servers, differ in where it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives import Communicator
+from mpidist.collectives.single_writer import SingleWriter
+from mpidist.core import context, nest
+from mpidist.core.context import Frame
 from mpidist.core.devices import parse_device
-from mpidist.strategies.central import CentralExtended
+from mpidist.core.enums import VariableSynchronization
 from mpidist.strategies.devices import check_device, check_devices
 from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.one_node import ranks_of_node
+from mpidist.strategies.mirrored import ranks_of_node
+from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy import Strategy
-from mpidist.values import Variable
-from mpidist.values.component import ArrayComponent, Component
+from mpidist.values import ReplicaValues, Variable, first_use, scatter
+from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.placement import HOST, on_host, place_at, placed
-from mpidist.values.shared_component import SharedComponent, VariableWriter
+from mpidist.values.variable import variable_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _INSTEAD = "mpidist.MultiWorkerMirroredStrategy(), or parameter servers: mpidist.experimental.ParameterServerStrategy()"
+
+
+class CentralExtended(ReplicatedExtended):
+    """Replicas in sync that share one copy of each variable; a subclass says where it is.
+
+    A variable's synchronization means nothing here: there is one copy, and each is ON_WRITE.
+    """
+
+    is_central = True
+
+    def create_variable(self, array: Array, **properties: Any) -> Variable:
+        """See ``StrategyExtended``."""
+        properties["synchronization"] = VariableSynchronization.ON_WRITE
+        return variable_of(self.strategy, [self._make_component(array, properties)], **properties)
+
+    def _make_component(self, array: Array, properties: dict[str, Any]) -> Component:
+        """Return the copy of a new variable; ``properties`` are those that ``Variable`` was given."""
+        raise NotImplementedError
+
+    def _update_device(self, component: Component) -> str:
+        """Return the device of this process that is current while ``component`` is updated."""
+        return component.device
+
+    def _update(
+        self, var: Variable, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        (component,) = var.values
+        result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
+        return nest.map_structure(self.value_container, result) if group else (result,)
+
+    def _update_non_slot(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
+        return result if group else (result,)
+
+    def _call_once(self, device: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an update function in update context."""
+        with self.shared_errors("an update function"):
+            args, kwargs = nest.map_structure(self._sole, (args, kwargs))
+            with place_at(device).current(), context.entered(Frame(self.strategy, None, 0)):
+                return fn(*args, **kwargs)
+
+    def update_in_replica(
+        self,
+        replica: ReplicaContext,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        """See ``StrategyExtended``: there is one component for all replicas, which meet."""
+
+        def merged(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._update(self.own_variable(var, "update"), fn, args, kwargs, group)
+
+        return replica.meet(("update", var.label), merged, args, kwargs)
+
+    def _sole(self, value: Any) -> Any:
+        """Return an argument of an update as it is handed on: there is one copy, so it must be one value."""
+        if not isinstance(value, ReplicaValues):
+            return value
+        if len(value.values) > 1:
+            raise ValueError(
+                f"a {type(value).__name__} of {len(value.values)} replicas was given to update() of a variable of "
+                f"{type(self.strategy).__name__}, which has one copy; expected one value: reduce it first with "
+                "strategy.extended.reduce_to(op, value, variable)"
+            )
+        return value.values[0]
 
 
 class CentralStorageExtended(CentralExtended):
@@ -43,7 +123,9 @@ class CentralStorageExtended(CentralExtended):
     ) -> None:
         super().__init__(strategy, devices, comm)
         self._writer = None if comm is None else VariableWriter(comm)
-        self._parameter_device = parameter_device or (self._devices[0] if self._total == 1 else HOST.device)
+        self._parameter_device = parameter_device or (
+            self.worker_devices[0] if self.num_replicas_in_sync == 1 else HOST.device
+        )
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -58,13 +140,14 @@ class CentralStorageExtended(CentralExtended):
     def _make_component(self, array: Array, properties: dict[str, Any]) -> Component:
         name = properties["name"]
         if self._writer is not None:
-            with self._shared_errors(f"creating variable {name!r}"):
+            with self.shared_errors(f"creating variable {name!r}"):
                 array = on_host(array)
             return SharedComponent(self._writer, array, name, properties["aggregation"].name)
         (device,) = placed(self.parameter_devices)
         return ArrayComponent(place_at(device).copies(array), name, device)
 
-    def _apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+        """See ``StrategyExtended``."""
         if self._writer is None:
             optimizer.update_copies(summed)
             return
@@ -76,10 +159,75 @@ class CentralStorageExtended(CentralExtended):
                 for _ in summed:  # each comes by a collective
                     pass
 
-    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
-        if self._comm is not None:
-            return super()._copy_for(strategy)
-        return CentralStorageExtended(strategy, self._devices, self._parameter_device, None)
+    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+        """See ``StrategyExtended``."""
+        if self.communicator is not None:
+            return super().copy_for(strategy)
+        return CentralStorageExtended(strategy, self.worker_devices, self._parameter_device, None)
+
+
+class VariableWriter(SingleWriter):
+    """Turns in which shared variables are written, before which each rank gives them the values that wait for them."""
+
+    @contextmanager
+    def turn(self, text: str) -> Iterator[bool]:
+        """See ``SingleWriter``."""
+        first_use.look()
+        with super().turn(text) as writes:
+            yield writes
+
+
+class SharedComponent(ArrayComponent):
+    """A copy that several ranks read where it lies. Making, assigning and copying it are collective.
+
+    The first rank's value is what is assigned; those of the others are checked.
+
+    Args:
+        writer: Of the ranks that share it.
+        array: Its value, in host memory, of the same shape and dtype on every rank; that of the first rank counts.
+        name: Of the copy.
+        kind: What else of the variable the ranks must agree on.
+    """
+
+    def __init__(self, writer: SingleWriter, array: Array, name: str, kind: str) -> None:
+        self._writer, self._kind = writer, kind
+        # Names need not differ.
+        shape = f"{array.dtype}{list(array.shape)}"
+        self._label = f"variable {name!r}, {shape} {kind}, number {writer.next_number()} of its strategy"
+        super().__init__(writer.shared_copy(array, f"creation of {self._label}"), name, HOST.device)
+
+    def assign_by(self, how: Assignment, value: Any) -> SharedComponent:
+        """See ``Assignable``."""
+        doing = f"{how.__name__} of {self._label}"
+        with self._writer.shared_errors(doing):
+            array = as_value_of(self, value)
+        with self._writer.turn(doing) as writes:
+            if writes:
+                how(self._array, array)
+        return self
+
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> SharedComponent:
+        """See ``Assignable``."""
+        doing = f"{how.name} of {self._label}"
+        with self._writer.shared_errors(doing):
+            checked = scatter.check_slices(slices, self)
+        with self._writer.turn(doing) as writes:
+            if writes:
+                how.apply(self._array, checked)
+        return self
+
+    def start_from(self, value: Array) -> None:
+        """See ``Component``."""
+        # Each rank writes the same bytes before it reads any, and before the next turn, in which they may change.
+        super().assign_by(assign, value)
+
+    def copied(self) -> SharedComponent:
+        """See ``Component``."""
+        return SharedComponent(self._writer, self._array, self.name, self._kind)
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """See ``Component``."""
+        return self._writer.shared_errors(doing)
 
 
 class CentralStorageStrategy(Strategy):

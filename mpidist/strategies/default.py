@@ -6,23 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.convert import Array
-from mpidist.core.context import entered, outside, register_default_strategy
-from mpidist.cross_device_ops.destinations import device_of
-from mpidist.input import InputContext, InputReplicationMode, ValueContext
+from mpidist.collectives import FinishedWork
+from mpidist.core.context import outside, register_default_strategy
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions
+from mpidist.cross_device_ops import Pairs
+from mpidist.cross_device_ops.local_values import device_of
+from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.extended import StrategyExtended
+from mpidist.strategies.leaves import copy_into
 from mpidist.strategies.replica_context import ReplicaContext
-from mpidist.strategies.single_replica import SingleReplicaExtended, plain_call
 from mpidist.strategies.strategy import Strategy
 from mpidist.values import Variable
+from mpidist.values.variable import make_variable
+
+_DEVICE = "cpu:0"
 
 
-class DefaultExtended(SingleReplicaExtended):
-    """Everything happens in this process, once."""
+class DefaultExtended(StrategyExtended):
+    """Everything happens in this process, once, wherever the arrays are."""
 
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        with entered(default_context._frame):
-            return plain_call(fn, args, kwargs)
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.replica = DefaultContext(strategy, 0)
+
+    local_replica_ids = (0,)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -32,34 +41,81 @@ class DefaultExtended(SingleReplicaExtended):
     @property
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """The CPU."""
-        return ((self._device,),)
+        return ((_DEVICE,),)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The CPU."""
         del var_list
-        return (self._device,)
+        return (_DEVICE,)
 
-    def _device_for(self, array: Array) -> str:
-        return device_of(array)
+    def input_workers(self) -> InputWorkers:
+        """See ``StrategyExtended``."""
+        return InputWorkers(1, 0, (1,), communicator=None, wrap=False)
+
+    def create_variable(self, array: Array, **properties: Any) -> Variable:
+        """See ``StrategyExtended``."""
+        return make_variable(self.strategy, (device_of(array),), array, **properties)
+
+    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """See ``StrategyExtended``."""
+        return [self.replica.call(fn, args, kwargs)]
+
+    def reduce(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+    ) -> list[Any]:
+        """See ``StrategyExtended``: the value of the one replica."""
+        return [value.values[0] for value, _ in pairs]
+
+    def copy_to(self, value: Any, destinations: Any) -> Any:
+        """Return ``value``: the default strategy places nothing."""
+        return value
+
+    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+        """See ``StrategyExtended``."""
+        return arrays
+
+    def broadcast(self, arrays: list[Array], root: int, note: str) -> list[Array]:
+        """See ``StrategyExtended``."""
+        return arrays
 
     def _update(self, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         result = fn(var, *args, **kwargs)
         return result if group else (result,)
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+        """See ``StrategyExtended``: the dataset itself."""
         return dataset
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+        """See ``StrategyExtended``: what the function returns."""
         if replication_mode(options) is InputReplicationMode.PER_REPLICA:
-            raise per_replica_refused(self._strategy)
+            raise per_replica_refused(self.strategy)
         return dataset_fn(InputContext())
 
-    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+        """See ``StrategyExtended``: what the function returns."""
         with outside():
             return value_fn(ValueContext())
 
-    def _copy_for(self, strategy: Strategy) -> StrategyExtended:
+    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+        """See ``StrategyExtended``."""
         raise RuntimeError("the default strategy cannot be copied; mpidist.get_strategy() returns it")
+
+
+class DefaultContext(ReplicaContext):
+    """The replica of the default strategy, whose values are their own sums."""
+
+    def _all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        self._check_values(value, leaves, op, out)
+        return value if out is None else copy_into(out, value)
+
+    def _start_all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> FinishedWork:
+        self._check_values(value, leaves, op, out)
+        return FinishedWork(value)
 
 
 class DefaultStrategy(Strategy):
@@ -70,10 +126,10 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if DefaultStrategy._sole is not None:
             raise RuntimeError("there is one default strategy; mpidist.get_strategy() returns it outside any scope")
-        super().__init__(DefaultExtended(self))
+        extended = DefaultExtended(self)
+        super().__init__(extended)
+        register_default_strategy(self, extended.replica)
         DefaultStrategy._sole = self
 
 
 default_strategy = DefaultStrategy()
-default_context = ReplicaContext(default_strategy, 0)
-register_default_strategy(default_strategy, default_context)

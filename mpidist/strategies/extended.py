@@ -1,44 +1,214 @@
-"""StrategyExtended: the interface of a strategy for library writers.
+"""StrategyExtended: the interface of a strategy for library writers, of which each strategy is a subclass.
 
-Its public methods check context and arguments; the hooks do the work. A new strategy is a subclass that fills in the
-hooks that ``StrategyHooks`` leaves open.
+A new strategy writes the eight abstract members at the top; the others check context and arguments and are built on
+them. It is one class, without an object behind it that would do the work: here TensorFlow's names are looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.dtypes import as_dtype
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives.reading import restore
+from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.cross_device_ops.destinations import destination_devices, device_of
-from mpidist.strategies.hooks import StrategyHooks
-from mpidist.strategies.leaves import apart_from
-from mpidist.values import ReplicaValues, Variable, regroup, select_replica
+from mpidist.cross_device_ops import Pairs
+from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
+from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
+from mpidist.strategies.leaves import (
+    apart_from,
+    check_can_gather,
+    check_can_reduce,
+    check_gradients_apart,
+    concatenated,
+)
+from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
-from mpidist.values.placement import place_at, place_of
+from mpidist.values.creation import VariableNames
+from mpidist.values.placement import Place, place_at, place_of
 from mpidist.values.synchronization import changing
 from mpidist.values.variable import update_components
 
 if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
+    from mpidist.strategies.strategy import Strategy
+
+Result = TypeVar("Result")
 
 
-class StrategyExtended(StrategyHooks):
+class StrategyExtended(ABC):
     """What a strategy does (tf.distribute.StrategyExtended).
 
     Args:
         strategy: The strategy it belongs to.
+        communicator: Joins the ranks that take part; None for this process alone. Closed with the strategy.
+
+    Attributes:
+        allows_per_replica_input: Whether input may be made per replica.
+        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        first_gpu: The GPU that is current in scopes and merge functions; None for the host alone.
+        frame: What is on the stack of contexts while the strategy's cross-replica context is current.
+        is_central: Whether each variable has one copy, which all replicas share.
+        variable_names: What its variables are called.
     """
 
-    # Reductions -----------------------------------------------------------------------------------------------
+    allows_per_replica_input = False
+    is_central = False
+    # Shapes may change from step to step.
+    experimental_require_static_shapes = False
+    first_gpu: Place | None = None
+    cluster_resolver: ClusterResolver | None = None
+
+    def __init__(self, strategy: Strategy, communicator: Communicator | None = None) -> None:
+        self.strategy = strategy
+        self.communicator = communicator
+        self.frame = Frame(strategy)
+        self.variable_names = VariableNames()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._strategy!r}>"
+        return f"<{type(self).__name__} of {self.strategy!r}>"
+
+    # What a strategy writes -----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """Global ids of the replicas of this rank. Extension."""
+
+    @property
+    @abstractmethod
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of the replicas of this rank."""
+
+    @abstractmethod
+    def input_workers(self) -> InputWorkers:
+        """Return the ranks, with their numbers of replicas, as those who share input. Extension."""
+
+    @abstractmethod
+    def create_variable(self, array: Array, **properties: Any) -> Variable:
+        """Create a variable as the strategy keeps it (collective). Extension.
+
+        Args:
+            array: The initial value, as this rank has it.
+            properties: The other arguments of the variable, for ``make_variable``.
+        """
+
+    @abstractmethod
+    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call ``fn`` for each replica of this rank in its context, and return the results in order. Extension.
+
+        Args:
+            fn: The function.
+            args, kwargs: Its arguments; each replica gets its part of the distributed values in them.
+        """
+
+    @abstractmethod
+    def reduce(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+    ) -> list[Any]:
+        """Reduce values over all replicas (collective). Extension.
+
+        Args:
+            op: The operation.
+            pairs: Values, of arrays, numbers or IndexedSlices, and where each result is to be.
+            divisor: Divides the sum where the mean is asked for.
+            options: Packing, deadline and algorithm.
+            note: All ranks have to agree on it; hand it on to the communicator.
+
+        Returns:
+            The results, a Mirrored where the destinations are several local devices.
+        """
+
+    def reduce_async(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+    ) -> Work | FinishedWork:
+        """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
+        return FinishedWork(self.reduce(op, pairs, divisor, options, note))
+
+    @abstractmethod
+    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+        """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
+
+    @abstractmethod
+    def broadcast(self, arrays: list[Array], root: int, note: str) -> list[Array]:
+        """Return the arrays of rank ``root`` on every rank (collective). Extension."""
+
+    # Facts ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def replica_counts(self) -> tuple[int, ...]:
+        """Number of replicas on each rank. Extension."""
+        return self.input_workers().replica_counts
+
+    @cached_property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all ranks. Extension."""
+        return sum(self.replica_counts)
+
+    @cached_property
+    def wraps_lone_replica(self) -> bool:
+        """Whether values are PerReplica even with one replica on a rank: where ranks differ in their numbers."""
+        return len(set(self.replica_counts)) > 1
+
+    @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each replica of this rank."""
+        return tuple((device,) for device in self.worker_devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Devices that variables are put on."""
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether several ranks run the program; always true of a CentralStorageStrategy, as in TensorFlow."""
+        return self.spans_ranks
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: every rank initializes its variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints. Reading ON_READ variables still takes all ranks."""
+        return self.communicator is None or self.communicator.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank writes summaries."""
+        return self.should_checkpoint
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether several ranks run the program. Extension."""
+        return self._in_multi_worker_mode()
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self.communicator is not None
+
+    def _use_merge_call(self) -> bool:
+        """Whether reductions in replica context need the other local replicas to be collected first."""
+        return len(self.local_replica_ids) > 1
+
+    def _get_replica_id_in_sync_group(self, local_replica_id: int) -> int:
+        return self.local_replica_ids[local_replica_id]
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return self.local_replica_ids.index(replica_id_in_sync_group)
+
+    # Reductions -----------------------------------------------------------------------------------------------
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
@@ -58,16 +228,7 @@ class StrategyExtended(StrategyHooks):
             RuntimeError: Called in replica context.
             ValueError: ``destinations`` is a list or tuple, or unknown.
         """
-        instead = "use get_replica_context().all_reduce(op, value)"
-        with self._shared_errors("reduce_to()"):
-            context.require_cross_replica(self._strategy, "reduce_to()", instead)
-            op = ReduceOp.of(reduce_op)
-            check_communication_options(options)
-            destination_devices(destinations)
-        leaves = nest.flatten(value)
-        pairs = [(leaf, destinations) for leaf in leaves]
-        results = self._batch_reduce_to(op, pairs, options, _told(value, destinations))
-        return nest.pack_like(value, list(map(apart_from, results, leaves)))
+        return self._reduce_nests("reduce_to()", reduce_op, [(value, destinations)], options)[0]
 
     def batch_reduce_to(
         self,
@@ -80,21 +241,29 @@ class StrategyExtended(StrategyHooks):
         Raises:
             ValueError: Something else than (value, destinations) tuples.
         """
-        instead = "use get_replica_context().all_reduce(op, values)"
-        with self._shared_errors("batch_reduce_to()"):
-            context.require_cross_replica(self._strategy, "batch_reduce_to()", instead)
+        return self._reduce_nests("batch_reduce_to()", reduce_op, value_destination_pairs, options)
+
+    def _reduce_nests(
+        self,
+        method: str,
+        reduce_op: ReduceOp | str,
+        nests: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        with self.shared_errors(method):
+            context.require_cross_replica(self.strategy, method, "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
             check_communication_options(options)
-            pairs = list(value_destination_pairs)
-            if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
-                raise ValueError(f"value_destination_pairs is {pairs!r}; expected (value, destinations) tuples")
-            flat = [(leaf, d) for value, d in pairs for leaf in nest.flatten(value)]
-            for _, destinations in flat:
+            nests = list(nests)
+            if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in nests):
+                raise ValueError(f"value_destination_pairs is {nests!r}; expected (value, destinations) tuples")
+            flat = [(leaf, destinations) for value, destinations in nests for leaf in nest.flatten(value)]
+            for _, destinations in nests:
                 destination_devices(destinations)
-        structure = "; ".join(_told(value, destinations) for value, destinations in pairs)
-        reduced = self._batch_reduce_to(op, flat, options, structure) if flat else []
+        note = "; ".join(_told(value, destinations) for value, destinations in nests)
+        reduced = self.reduce_pairs(op, flat, options, note) if flat else []
         results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
-        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in pairs]
+        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
     def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
         """Give every rank the ``tensor`` of rank ``root``, with a copy on each of ``destinations`` (collective).
@@ -109,12 +278,130 @@ class StrategyExtended(StrategyHooks):
         Returns:
             Mirrored where the destinations are several local devices, otherwise the bare value.
         """
-        with self._shared_errors("broadcast_to()"):
-            context.require_cross_replica(self._strategy, "broadcast_to()", "a replica holds its value already")
+        with self.shared_errors("broadcast_to()"):
+            context.require_cross_replica(self.strategy, "broadcast_to()", "a replica holds its value already")
             if type(tensor) in (int, float):
                 return tensor
             destination_devices(destinations)
-        return self._broadcast_to(tensor, destinations, root)
+        sent = self.broadcast_nest(tensor, root)
+        return nest.map_structure(lambda leaf: self.copy_to(leaf, destinations), sent)
+
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        note: str = "",
+    ) -> list[Any]:
+        """Reduce many values of any kind to their destinations (collective). Extension.
+
+        Args:
+            op: The operation.
+            pairs: Leaves, and where each result is to be.
+            options: Packing, deadline and algorithm.
+            note: What they belong to, which all ranks must agree on.
+        """
+        results: list[Any] = [None] * len(pairs)
+        by_divisor: dict[int, list[int]] = {}
+        values: list[Any] = []
+        for i, (value, destinations) in enumerate(pairs):
+            with self.shared_errors(f"{op.name} of its values"):
+                value = self._as_contribution(op, value)
+            values.append(value)
+            if isinstance(value, PerReplica) and self.num_replicas_in_sync > 1:
+                # A plain value counts once per rank, a PerReplica once per replica.
+                is_plain = not isinstance(pairs[i][0], (ReplicaValues, Variable))
+                divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync
+                by_divisor.setdefault(divisor, []).append(i)
+            else:
+                own = value.values[0] if isinstance(value, ReplicaValues) else value
+                with self.shared_errors(f"{op.name} of its values"):
+                    check_can_reduce([own], op)
+                results[i] = self.copy_to(own, destinations)
+        with self.shared_errors(f"{op.name} of its values"):
+            check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
+        for divisor, indices in by_divisor.items():
+            batch = [(values[i], pairs[i][1]) for i in indices]
+            for i, result in zip(indices, self.reduce(op, batch, divisor, options, note), strict=True):
+                results[i] = result
+        return results
+
+    def reduce_leaves(self, op: ReduceOp, leaves: Sequence[Any], note: str = "") -> list[Any]:
+        """Reduce values to plain ones, which stay on the device of the first replica's (collective). Extension."""
+        return self.reduce_pairs(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, note)
+
+    def _as_contribution(self, op: ReduceOp, value: Any) -> Any:
+        """Return the PerReplica that takes part in a reduction, or the value that is its own result."""
+        value = self.distributed(value)
+        if isinstance(value, Mirrored):
+            if op in (ReduceOp.SUM, ReduceOp.PROD) and self.num_replicas_in_sync > 1:
+                raise ValueError(
+                    f"{op.name} of a Mirrored value, which is equal on all {self.num_replicas_in_sync} replicas, is "
+                    "ambiguous; use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
+                )
+            return value
+        if isinstance(value, ReplicaValues):
+            if len(value.values) != len(self.local_replica_ids):
+                raise ValueError(
+                    f"a value of {len(value.values)} replicas was given to {type(self.strategy).__name__}, which has "
+                    f"{len(self.local_replica_ids)} on this rank; expected what strategy.run() of this strategy "
+                    "returned"
+                )
+            return value if isinstance(value, PerReplica) else PerReplica(value.values, value.replica_ids)
+        if self.communicator is not None:
+            return PerReplica((value,), self.local_replica_ids[:1])
+        if op in (ReduceOp.SUM, ReduceOp.PROD) and self.num_replicas_in_sync > 1:
+            array = None if isinstance(value, IndexedSlices) else to_array(value)
+            if array is None or op is ReduceOp.PROD or array.any():
+                raise ValueError(
+                    f"{op.name} of a value that is not distributed, {value!r}, over {self.num_replicas_in_sync} "
+                    "replicas is ambiguous; pass what strategy.run() returned, use MEAN for the value itself, or "
+                    "multiply it"
+                )
+        return value
+
+    def distributed(self, value: Any) -> Any:
+        """Return the components of a variable as a distributed value; other values unchanged. Extension."""
+        if not isinstance(value, Variable):
+            return value
+        copies = [component.value() for component in value.values]
+        if value.synchronization == VariableSynchronization.ON_READ:
+            return PerReplica(copies, self.local_replica_ids)
+        # One copy that all replicas share stands for each of them.
+        return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
+
+    def gather_leaves(
+        self, leaves: Sequence[Any], axis: int, note: str, options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """Concatenate the values of all replicas along ``axis``, in replica order (collective). Extension."""
+        local: list[Array] = []
+        samples = []
+        with self.shared_errors("gathering the values of its replicas"):
+            for leaf in map(self.distributed, leaves):
+                parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
+                check_can_gather(parts[0], axis, "gather()")
+                first = place_of(to_array(parts[0]))
+                with first.current():
+                    local.append(concatenated([first.brings(to_array(part)) for part in parts], axis))
+                samples.append(parts[0])
+        return list(map(restore, samples, self.gather(local, axis, options, note)))
+
+    def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
+        """Return, on every rank, the nest of arrays that rank ``root`` passed (collective). Extension."""
+        if not 0 <= root < len(self.replica_counts):
+            with self.shared_errors("broadcast_to()"):
+                raise ValueError(f"root is {root}; expected a rank from 0 to {len(self.replica_counts) - 1}")
+        if self.communicator is None:
+            return value
+        leaves = nest.flatten(value)
+        with self.shared_errors("broadcasting its values"):
+            arrays = [to_array(leaf) for leaf in leaves]
+        sent = self.broadcast(arrays, root, note or nest.describe(value))
+        return nest.pack_like(value, list(map(restore, leaves, sent)))
+
+    def copy_to(self, value: Any, destinations: Any) -> Any:
+        """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
+        return place(value, destination_devices(destinations))
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -148,13 +435,13 @@ class StrategyExtended(StrategyHooks):
         ...     strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,)).numpy()
         array(3.)
         """
-        var = self._own_variable(var, "update()")
+        var = self.own_variable(var, "update()")
         replica = context.get_replica_context()
         if replica is not None and context.has_strategy():
             return replica.merge_call(
                 lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
             )
-        with context.scope(self._strategy), changing(var, "extended.update()"):
+        with context.scope(self.strategy), changing(var, "extended.update()"):
             return self._update(var, fn, tuple(args), kwargs or {}, group)
 
     def update_non_slot(
@@ -166,7 +453,7 @@ class StrategyExtended(StrategyHooks):
         group: bool = True,
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable."""
-        context.require_cross_replica(self._strategy, "update_non_slot()", "use merge_call")
+        context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
         del colocate_with
         return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
 
@@ -177,7 +464,7 @@ class StrategyExtended(StrategyHooks):
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether ``v`` was created while this strategy was in scope."""
-        return isinstance(v, Variable) and v.distribute_strategy is self._strategy
+        return isinstance(v, Variable) and v.distribute_strategy is self.strategy
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
@@ -187,8 +474,8 @@ class StrategyExtended(StrategyHooks):
             RuntimeError: Outside the strategy's scope.
             ValueError: The variable belongs to another strategy.
         """
-        context.require_scope(self._strategy, "variables that are colocated")
-        self._own_variable(colocate_with_variable, "colocate_vars_with()")
+        context.require_scope(self.strategy, "variables that are colocated")
+        self.own_variable(colocate_with_variable, "colocate_vars_with()")
         yield
 
     def read_var(self, v: Any) -> Any:
@@ -211,51 +498,22 @@ class StrategyExtended(StrategyHooks):
         """Return the variable that a component belongs to; other values unchanged."""
         return value.container if isinstance(value, Component) else value
 
-    # Calls ----------------------------------------------------------------------------------------------------
-
-    def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    def update_in_replica(
+        self,
+        replica: ReplicaContext,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
     ) -> Any:
-        """Do what ``Strategy.run`` does."""
-        context.require_cross_replica(self._strategy, "call_for_each_replica()", "call the function itself")
-        return self._call_for_each_replica(fn, args, kwargs)
-
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """Return an uninitialized array of a replica's device, in memory that collectives handle best (collective).
-
-        Extension.
-
-        Returns:
-            An array with one local replica, a PerReplica of arrays with several.
-        """
-        context.require_cross_replica(self._strategy, "empty()", "call it before run()")
-        return self._per_replica([self._empty(shape, dtype, device) for (device,) in self.worker_devices_by_replica])
-
-    def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """Return an :meth:`empty` filled with zeros (collective). Extension."""
-        arrays = self.empty(shape, dtype)
-        for array in arrays.values if isinstance(arrays, ReplicaValues) else (arrays,):
-            with place_of(array).current():
-                array.fill(0)
-        return arrays
-
-    # Shared by strategies -------------------------------------------------------------------------------------
-
-    def _reduce_to(self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None) -> Any:
-        return self._batch_reduce_to(op, [(value, destinations)], options)[0]
-
-    def _reduce(self, op: ReduceOp, leaves: Sequence[Any], structure: str = "") -> list[Any]:
-        """Reduce values to plain ones, which stay on the device of the first replica's."""
-        return self._batch_reduce_to(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, structure)
-
-    def _replica_ctx_update(
-        self, ctx: ReplicaContext, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
-    ) -> Any:
-        var = self._own_variable(var, "update")
-        local_id = ctx.local_replica_id
-        component = var.values[local_id]
-        with context.entered(Frame(self._strategy, None, local_id)):
-            result = fn(component, *select_replica(local_id, tuple(args)), **select_replica(local_id, kwargs or {}))
+        """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
+        local_id = replica.local_replica_id
+        component = self.own_variable(var, "update").values[local_id]
+        if args or kwargs:
+            args, kwargs = select_replica(local_id, args), select_replica(local_id, kwargs)
+        with context.entered(Frame(self.strategy, None, local_id)):
+            result = fn(component, *args, **kwargs)
         return result if group else (result,)
 
     def _update(
@@ -273,27 +531,159 @@ class StrategyExtended(StrategyHooks):
     ) -> Any:
         results = []
         for i, (device,) in enumerate(self.worker_devices_by_replica):
-            with place_at(device).current(), context.entered(Frame(self._strategy, None, i)):
+            with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
                 results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
         return regroup(results, self.local_replica_ids) if group else tuple(results)
 
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        from mpidist.strategies.strategy import local_results
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+        """Update variables by summed gradients, in update context. Extension.
 
-        return value.values if isinstance(value, Variable) else local_results(value, len(self.local_replica_ids))
+        Args:
+            optimizer: A ``mpidist.training.Optimizer`` whose slots exist.
+            summed: Gradients and their variables, as they come in.
+        """
+        optimizer.update_copies(summed)
 
-    def _per_replica(self, values: Sequence[Any]) -> Any:
-        return regroup(values, self.local_replica_ids, wrap_lone=self._wraps_lone_replica)
+    def own_variable(self, var: Any, method: str) -> Variable:
+        """Return the variable that ``var``, or a component of it, is, after checking that it is this strategy's."""
+        var = var.container if isinstance(var, Component) else var
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            return var
+        of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
+        raise ValueError(
+            f"{method} was given {var!r}{of_whom}; expected a variable created in "
+            f"`with strategy.scope():` of this {type(self.strategy).__name__}"
+        )
 
-    def _own_variable(self, var: Any, method: str) -> Variable:
-        var = self.value_container(var)
-        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
-            of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
-            raise ValueError(
-                f"{method} was given {var!r}{of_whom}; expected a variable created in "
-                f"`with strategy.scope():` of this {type(self._strategy).__name__}"
-            )
-        return var
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Result], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Result:
+        """Do what ``Strategy.run`` does."""
+        context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
+        return self.run(fn, tuple(args), kwargs or {})
+
+    def run(self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+        """Call ``fn`` for each replica and group the results; errors of one rank reach the others. Extension."""
+        try:
+            results = self.run_replicas(fn, args, kwargs)
+        except Exception as error:
+            # If the caller goes on, the other ranks must not pair this rank's next step with their present one.
+            self.announce(error, "the function given to run()")
+            raise
+        grouped: Result = self.per_replica(results)
+        return grouped
+
+    def per_replica(self, values: Sequence[Any]) -> Any:
+        """Return a structure per local replica as one structure of distributed values. Extension."""
+        return regroup(values, self.local_replica_ids, wrap_lone=self.wraps_lone_replica)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Do what ``Strategy.experimental_local_results`` does. Extension."""
+        if isinstance(value, (ReplicaValues, Variable)):
+            return tuple(value.values)
+        if not nest.is_nest(value):
+            return (value,)
+        return tuple(select_replica(i, value) for i in range(len(self.local_replica_ids)))
+
+    # Input ----------------------------------------------------------------------------------------------------
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+        """Do what ``Strategy.experimental_distribute_dataset`` does (collective). Extension."""
+        return distribute_dataset(dataset, self.input_workers(), self.strategy, options)
+
+    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+        """Do what ``Strategy.distribute_datasets_from_function`` does (collective). Extension."""
+        workers, allowed = self.input_workers(), self.allows_per_replica_input
+        return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
+
+    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+        """Do what ``Strategy.experimental_distribute_values_from_function`` does. Extension."""
+        return distribute_values(value_fn, self.input_workers())
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """Return an uninitialized array of a replica's device, in memory that collectives handle best (collective).
+
+        Extension.
+
+        Returns:
+            An array with one local replica, a PerReplica of arrays with several.
+        """
+        context.require_cross_replica(self.strategy, "empty()", "call it before run()")
+        return self.per_replica([self._empty(shape, dtype, device) for (device,) in self.worker_devices_by_replica])
+
+    def _empty(self, shape: int | Sequence[int], dtype: Any, device: str) -> Array:
+        where = place_at(device)
+        if self.communicator is not None and where.is_host:
+            return self.communicator.empty(shape, dtype)
+        return where.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype), where.number)
+
+    def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """Return an :meth:`empty` filled with zeros (collective). Extension."""
+        arrays = self.empty(shape, dtype)
+        for array in arrays.values if isinstance(arrays, ReplicaValues) else (arrays,):
+            with place_of(array).current():
+                array.fill(0)
+        return arrays
+
+    # What the ranks have in common ----------------------------------------------------------------------------
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block around rank-local work whose errors every rank learns of. Extension."""
+        return nullcontext() if self.communicator is None else self.communicator.shared_errors(doing)
+
+    def announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error that is about to be raised in place of a collective. Extension."""
+        if self.communicator is not None:
+            self.communicator.announce(error, doing)
+
+    def agree_on(self, text: Callable[[], str]) -> None:
+        """Return once all ranks have said the same (collective); else raise MismatchError. Extension.
+
+        Args:
+            text: Called where there are other ranks; says what is being done, and with what.
+        """
+        if self.communicator is not None:
+            self.communicator.meet(text())
+
+    def step_agreement(self) -> StepAgreement:
+        """Return what lets the ranks agree on a step (collective). Extension."""
+        return StepAgreement(None) if self.communicator is None else self.communicator.step_agreement()
+
+    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a block in which each rank changes a copy of its own; the ranks compare them afterwards. Extension.
+
+        Args:
+            label: What is changed, the same on all ranks.
+            what: How, as in "assign of variable 'w'".
+            checksum: Called where other ranks have copies of their own.
+        """
+        if self.communicator is None or self.is_central:
+            return nullcontext()
+        return self.communicator.changing(label, what, checksum)
+
+    def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+        """Have the ranks compare what each has done by itself, where there is no state to be compared. Extension."""
+        if self.communicator is not None and not self.is_central:
+            self.communicator.done(label, what, checksum())
+
+    def require_checkpoints(self, method: str) -> None:
+        """Raise RuntimeError where this rank takes no part in checkpoints; by default every rank does. Extension."""
+        del method
+
+    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+        """Return a copy for ``strategy``, a copy of the strategy. Extension.
+
+        Raises:
+            ValueError: It cannot be copied.
+        """
+        raise ValueError(f"{type(self.strategy).__name__} cannot be copied; build a new one on every rank")
+
+    def close(self) -> None:
+        """Free what is held (collective). Extension."""
+        if self.communicator is not None:
+            self.communicator.close()
 
 
 def _first_device(value: Any) -> str:
@@ -301,12 +691,7 @@ def _first_device(value: Any) -> str:
     return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
 
 
-def is_on_read(value: Any) -> bool:
-    """Whether ``value`` is a variable whose copies differ between replicas."""
-    return isinstance(value, Variable) and value.synchronization == VariableSynchronization.ON_READ
-
-
 def _told(value: Any, destinations: Any) -> str:
     """Return what ranks compare of a value that is reduced: its structure, and which variable it is for."""
     structure = nest.describe(value)
-    return f"{structure} for variable {destinations._label!r}" if isinstance(destinations, Variable) else structure
+    return f"{structure} for variable {destinations.label!r}" if isinstance(destinations, Variable) else structure

@@ -1,20 +1,50 @@
-"""The leaves of what strategies are given to reduce or gather: whether that can be done, and making up the results."""
+"""The leaves of values that strategies reduce or gather: whether that can be done, making up results, reducing an axis.
+
+``Strategy.reduce`` with an axis reduces along it in each replica first, and then over the replicas.
+
+Replicas of one process must not have in common the results they write to, nor the gradients of one PyTorch module: they
+run one after the other and share whatever the program made once. A module that was made once has one ``.grad`` per
+parameter, to which each replica adds: their sum over replicas is no sum of theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
-from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
+from mpidist.arrays.convert import NUMBERS, Array, is_torch, restorer, to_array
+from mpidist.arrays.dtypes import DType, check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
-from mpidist.collectives.reading import check_can_be_written
+from mpidist.collectives.reading import check_can_be_written, restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
-from mpidist.values import IndexedSlices, ReplicaValues, Variable
-from mpidist.values.placement import copy_of, place_of
+from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable
+from mpidist.values.placement import Place, copy_of, place_of
+
+if TYPE_CHECKING:
+    from mpidist.strategies.extended import StrategyExtended
+
+_ONE_REPLICA_PER_RANK = (
+    "Expected one replica per rank, each with a module and arrays of its own: give the strategy one device, and type "
+    "mpirun -n {n} python train.py"
+)
+# A look asks all that Python knows, a tenth of a second in a large program. Who shares a module does so from the first
+# step; where so many looks were in vain the replicas share constants, and one look in so many is enough.
+_LOOKS = 32
+_shared_calls = [0]
+
+_ALONG: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MEAN: np.sum,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+    ReduceOp.PROD: np.prod,
+}
 
 
 def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
@@ -77,17 +107,11 @@ def check_can_gather(value: Any, axis: int, method: str) -> None:
         )
 
 
-def restored(sample: Any, array: Array) -> Any:
-    """Return ``array`` as an array of the kind of ``sample``."""
-    restore = restorer(sample)
-    return array if restore is None else restore(array)
-
-
 def copied(value: Any) -> Any:
     """Return a copy of ``value``; IndexedSlices as they are."""
     if isinstance(value, IndexedSlices):
         return value
-    return restored(value, copy_of(to_array(value)))
+    return restore(value, copy_of(to_array(value)))
 
 
 def check_returned(leaves: Sequence[Any]) -> None:
@@ -124,7 +148,7 @@ def apart_from(result: Any, given: Any) -> Any:
     if isinstance(result, NUMBERS):
         return result
     array = to_array(result)
-    return restored(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
+    return restore(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
 
 
 def _arrays_in(value: Any) -> Iterator[Array]:
@@ -154,3 +178,183 @@ def concatenated(arrays: Sequence[Array], axis: int) -> Array:
             "expected equal dtypes and equal sizes along every other axis"
         )
     return np.concatenate(arrays, axis)
+
+
+def check_axis(axis: Any) -> None:
+    """Raise TypeError unless ``axis`` is None, an int or a tuple of ints."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    valid = all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes)
+    if axis is not None and not (valid and axes):
+        raise TypeError(
+            f"axis is {axis!r} of type {type(axis).__name__}; expected None, an int such as axis=0, or a tuple of ints"
+        )
+
+
+def reduce_over_axis(
+    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...], structure: str
+) -> list[Any]:
+    """Reduce ``leaves``, from a ``structure``, along ``axis`` and over the replicas, in one batch (collective)."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    along = f"{structure} along axis {axis}"
+    with extended.shared_errors(f"reducing{along}"):
+        leaves = [extended.distributed(leaf) for leaf in leaves]
+        parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
+        counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
+        samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
+    if op is ReduceOp.MEAN:
+        totals = extended.reduce_leaves(
+            ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}"
+        )
+    else:
+        totals = extended.reduce_leaves(op, _as_contributions(extended, parts), along)
+    results = []
+    for index, sample in enumerate(samples):
+        total, dtype = to_array(totals[index]), reduction_dtypes(to_array(sample).dtype, op)[1]
+        if op is ReduceOp.MEAN:
+            total = _quotient(total, to_array(totals[len(leaves) + index]))
+        with place_of(total).current():
+            result = total.astype(dtype, copy=False)
+        restore = restorer(sample)
+        results.append(result[()] if restore is None else restore(result))
+    return results
+
+
+def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
+    """Return what to combine: along an axis, values that are equal on all replicas count on each of them."""
+    contributions = []
+    for part in parts:
+        if isinstance(part, Mirrored):
+            part = PerReplica(part.values, part.replica_ids)
+        elif extended.num_replicas_in_sync > 1 and not isinstance(part, ReplicaValues):
+            part = PerReplica((part,) * len(extended.local_replica_ids), extended.local_replica_ids)
+        contributions.append(part)
+    return contributions
+
+
+def _per_component(leaf: Any, fn: Any) -> Any:
+    if isinstance(leaf, ReplicaValues):
+        return type(leaf)([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
+    return fn(to_array(leaf))
+
+
+def _check_axes(array: Array, axes: tuple[int, ...]) -> None:
+    for axis in axes:
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(
+                f"axis {axis} is out of range for a value of rank {array.ndim} (shape {array.shape}); "
+                + (f"expected {-array.ndim} to {array.ndim - 1}" if array.ndim else "expected axis=None for a scalar")
+            )
+
+
+def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
+    _check_axes(array, axes)
+    wire = reduction_dtypes(array.dtype, op)[0]
+    place = place_of(array)
+    with place.current():
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return _extreme(array, op, axes, place)
+        # Rounded to the dtype of the result once, at the end.
+        return to_array(_ALONG[op](array, axis=axes, dtype=wire))
+
+
+def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) -> Array:
+    """Return the minimum or maximum along ``axes``; one that changes no other where there are no rows."""
+    if all(array.shape[axis] for axis in axes):
+        return to_array(_ALONG[op](array, axis=axes))
+    dropped = {axis % array.ndim for axis in axes}
+    shape = tuple(size for axis, size in enumerate(array.shape) if axis not in dropped)
+    neutral = place.ops.empty(shape, array.dtype, place.number)
+    neutral.fill(_neutral(array.dtype, op))
+    return neutral
+
+
+def _neutral(dtype: DType, op: ReduceOp) -> Any:
+    """Return what changes no minimum or maximum."""
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
+
+
+def _count(array: Array, axes: tuple[int, ...]) -> Array:
+    """Return the number of elements along ``axes``, where ``array`` is: it travels with the sums."""
+    return place_of(array).brings(np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64)))
+
+
+def _quotient(total: Array, count: Array) -> Array:
+    with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
+        return to_array(np.true_divide(total, count))
+
+
+def check_results_apart(outs: Any) -> None:
+    """Raise ValueError where replicas gave the same memory for their results.
+
+    Args:
+        outs: What each replica gave as ``out``, regrouped.
+    """
+    for leaf in nest.flatten(outs):
+        parts = leaf.values if isinstance(leaf, PerReplica) else ()
+        for (i, one), (j, other) in combinations(enumerate(map(to_array, parts)), 2):
+            if any(overlaps([one], [other])) and _share_elements(one, other):
+                raise ValueError(
+                    f"replicas {i} and {j} of this process gave the same memory as out, so one result would overwrite "
+                    f"the other. {_ONE_REPLICA_PER_RANK.format(n=len(parts))}"
+                )
+
+
+def _share_elements(one: Array, other: Array) -> bool:
+    """Whether arrays whose addresses overlap have elements in common; on a device that is taken for granted."""
+    on_host = isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
+    return not on_host or bool(np.shares_memory(one, other))
+
+
+def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
+    """Raise ValueError where replicas gave the gradient of one and the same parameter of PyTorch.
+
+    Args:
+        leaves: What the replicas of this process gave.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    shared = [found for leaf in leaves if (found := _shared_tensor(torch, leaf.values)) is not None]
+    if not shared:
+        return
+    _shared_calls[0] += 1
+    if _shared_calls[0] > _LOOKS and _shared_calls[0] % _LOOKS:
+        return
+    gradients = _addresses_of_gradients(torch)
+    for address, first, number, count in shared:
+        if address in gradients:
+            raise ValueError(
+                f"replicas {first} and {number} of this process gave the same tensor, the .grad of a parameter: they "
+                "use one module of PyTorch, to whose gradients both have added. "
+                f"{_ONE_REPLICA_PER_RANK.format(n=count)}"
+            )
+
+
+def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
+    """Return the address of a tensor that two replicas gave, which these are, and of how many."""
+    seen: dict[int, int] = {}
+    for number, value in enumerate(values):
+        address = _address(torch, value) if is_torch(value) else None
+        if address is not None and (first := seen.setdefault(address, number)) != number:
+            return address, first, number, len(values)
+    return None
+
+
+def _addresses_of_gradients(torch: Any) -> set[int | None]:
+    """Return where the gradients of all parameters lie; modules are not known here, so all objects are asked."""
+    # Not isinstance: it asks proxies for their class, which may do anything.
+    leaves = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_leaf)
+    return {_address(torch, leaf.grad) for leaf in leaves if leaf.grad is not None}
+
+
+def _address(torch: Any, tensor: Any) -> int | None:
+    """Return where a tensor lies; None for one without elements, or without memory in one piece, as sparse ones."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    try:
+        return int(tensor.data_ptr()) or None
+    except RuntimeError:
+        return None

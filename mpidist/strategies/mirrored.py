@@ -1,16 +1,17 @@
-"""MirroredStrategy: the devices of one process, or the ranks of one node."""
+"""MirroredStrategy: the devices of one process, or the ranks of one node; OneDeviceStrategy: one device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives import Communicator
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.strategies.devices import check_devices
-from mpidist.strategies.one_node import ranks_of_node
+from mpidist.strategies.devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy import Strategy
+from mpidist.topology import world_topology
+from mpidist.values import select_replica
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,3 +62,48 @@ class MirroredStrategy(Strategy):
         super().__init__(
             ReplicatedExtended(self, local_devices, comm, cross_device_ops, allows_per_replica_input=comm is None)
         )
+
+
+def ranks_of_node(strategy: str, instead: str) -> MPI.Intracomm:
+    """Return the ranks of the node, which are all of the job.
+
+    Args:
+        strategy: Name of the strategy, for the message.
+        instead: What to use on several nodes.
+
+    Raises:
+        ValueError: The job has several nodes.
+    """
+    topology = world_topology()
+    if topology.num_nodes > 1:
+        raise ValueError(
+            f"{strategy} is for one node, and this job has {topology.size} ranks on {topology.num_nodes} nodes; "
+            f"use {instead}"
+        )
+    return topology.node
+
+
+class OneDeviceExtended(ReplicatedExtended):
+    """One replica on one device of this process."""
+
+    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+        """See ``StrategyExtended``: the bare value, as in TensorFlow."""
+        return select_replica(0, super().distribute_values(value_fn))
+
+
+class OneDeviceStrategy(Strategy):
+    """Runs on one device (tf.distribute.OneDeviceStrategy); for testing code that is to be distributed later.
+
+    Args:
+        device: The device string, such as ``"cpu:0"`` or ``"gpu:1"``.
+
+    Raises:
+        ValueError: Not a device of this process.
+        DeviceError: A GPU, and there is no usable CuPy.
+
+    >>> OneDeviceStrategy("cpu:0").run(lambda x: 2 * x, args=(21,))
+    42
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(OneDeviceExtended(self, (check_device(device),), None))

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpidist.collectives.channel.work import FinishedWork, PartOfWork, Work
-from mpidist.core import nest
+from mpidist.collectives import FinishedWork, PartOfWork, Work
+from mpidist.core import context, nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.strategies.leaves import copy_into
+from mpidist.cross_device_ops.local_values import destination_devices
+from mpidist.cross_device_ops.local_values import place as place_values
+from mpidist.strategies.leaves import (
+    check_can_gather,
+    check_can_reduce,
+    check_gradients_apart,
+    check_out,
+    check_results_apart,
+    copied,
+    copy_into,
+)
 from mpidist.strategies.replica_threads import run_of_this_thread
-from mpidist.values import regroup, select_replica
+from mpidist.strategies.replica_work import finished_work, replica_works
+from mpidist.values import PerReplica, regroup, select_replica
 from mpidist.values.component import Assignable
-from mpidist.values.distributed import PerReplica, here
+from mpidist.values.distributed import here
+from mpidist.values.placement import place_at
 
 if TYPE_CHECKING:
     from mpidist.strategies.strategy import Strategy
+    from mpidist.values import Variable
+
+Value = TypeVar("Value")
 
 
 class ReplicaContext:
@@ -33,7 +48,20 @@ class ReplicaContext:
         self._strategy = strategy
         self._id = replica_id_in_sync_group
         self._local_id = local_replica_id
-        self._frame = Frame(strategy, self)
+        self.frame = Frame(strategy, self)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` in this context, with this replica's part of the distributed values in its arguments. Extension.
+
+        For strategies that run replicas one after the other in the calling thread.
+        """
+        push(self.frame)
+        try:
+            if not args and not kwargs:
+                return fn()
+            return fn(*select_replica(self._local_id, args), **select_replica(self._local_id, kwargs))
+        finally:
+            pop(self.frame)
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -92,33 +120,30 @@ class ReplicaContext:
         require_replica(self, "merge_call()")
         # Replicas that meet in functions with other code have lost one another.
         call = ("merge_call", getattr(merge_fn, "__code__", merge_fn))
-        return self._meet(call, merge_fn, tuple(args), kwargs or {})
+        return self.meet(call, merge_fn, tuple(args), kwargs or {})
 
-    def _meet(
+    def meet(
         self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``merge_call`` does; ``call`` is what must be equal on all local replicas."""
+        """Do what ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
         run = run_of_this_thread()
         if run is not None:
             return run.merge(call, merge_fn, args, kwargs)
         extended = self._strategy.extended
-        if extended._wraps_lone_replica:
+        if extended.wraps_lone_replica:
             args, kwargs = regroup([(args, kwargs)], (self._id,), wrap_lone=True, unwrap_objects=True)
-        push(extended._frame)
-        try:
+        with context.entered(extended.frame):
             result = merge_fn(self._strategy, *args, **kwargs)
-        finally:
-            pop(extended._frame)
         return select_replica(0, result)
 
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: Value,
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
-    ) -> Any:
+    ) -> Value:
         """Reduce over all replicas and give every replica the result.
 
         Collective: call it on every replica, in the same order, with the same structure, shapes and dtypes. A
@@ -143,7 +168,43 @@ class ReplicaContext:
         require_replica(self, "all_reduce()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        return self._strategy.extended._replica_ctx_all_reduce(self, op, _read_here(value), options, out)
+        reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
+        return reduced
+
+    def _all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Any:
+        """Do what ``all_reduce`` does, with a value of these leaves, after the checks of context and options."""
+        self._check_values(value, leaves, op, out)
+        if self.num_replicas_in_sync == 1:
+            return nest.map_structure(copied, value) if out is None else copy_into(out, value)
+
+        def merged(strategy: Strategy, values: Any, outs: Any) -> Any:
+            pairs, note = self._contributions(op, values, outs)
+            results = strategy.extended.reduce(op, pairs, strategy.num_replicas_in_sync, options, note)
+            return nest.pack_like(values, results)
+
+        reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
+        return reduced if out is None else copy_into(out, reduced)
+
+    def _check_values(self, value: Any, leaves: list[Any], op: ReduceOp, out: Any) -> None:
+        with self._strategy.extended.shared_errors(f"{op.name} of its values"):
+            check_can_reduce(leaves, op)
+            if out is not None:
+                check_out(value, out, op, self.num_replicas_in_sync)
+
+    def _contributions(self, op: ReduceOp, values: Any, outs: Any) -> tuple[list[tuple[PerReplica, Any]], str]:
+        """Return the values of all local replicas and where their sums are to be, and what describes them."""
+        extended = self._strategy.extended
+        leaves = [
+            leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), extended.local_replica_ids)
+            for leaf in nest.flatten(values)
+        ]
+        with extended.shared_errors(f"{op.name} of its values"):
+            check_results_apart(outs)
+            check_gradients_apart(leaves)
+        # Results go where the values are: an array of the host stays there, also under a strategy of devices.
+        return [(leaf, leaf) for leaf in leaves], "" if isinstance(values, PerReplica) else nest.describe(values)
 
     def all_reduce_async(
         self,
@@ -161,11 +222,28 @@ class ReplicaContext:
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        extended = self._strategy.extended
-        work: Work = extended._replica_ctx_all_reduce_async(self, op, _read_here(value), options, out)
+        work = self._start_all_reduce(op, *_read_here(value), options, out)
         return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def _start_all_reduce(
+        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+    ) -> Work | PartOfWork | FinishedWork:
+        self._check_values(value, leaves, op, out)
+        extended = self._strategy.extended
+        if self.num_replicas_in_sync == 1:
+            return finished_work(nest.map_structure(copied, value), extended.first_gpu)
+
+        def merged(strategy: Strategy, values: Any, outs: Any) -> PerReplica:
+            pairs, note = self._contributions(op, values, outs)
+            work = strategy.extended.reduce_async(op, pairs, strategy.num_replicas_in_sync, options, note)
+            nested = PartOfWork(work, lambda results: nest.pack_like(values, results))
+            places = [place_at(device) for device in extended.worker_devices]
+            return PerReplica(replica_works(nested, places), extended.local_replica_ids)
+
+        work: PartOfWork = self.meet(("all_reduce_async", op, options), merged, (value, out), {})
+        return work
+
+    def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
 
         Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
@@ -182,38 +260,53 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather()")
         check_communication_options(options)
-        return self._strategy.extended._replica_ctx_all_gather(self, _read_here(value), axis, options)
+        given, leaves = _read_here(value)
+        with self._strategy.extended.shared_errors("gathering its values"):
+            for leaf in leaves:
+                check_can_gather(leaf, axis, "all_gather()")
 
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        def merged(strategy: Strategy, values: Any) -> Any:
+            leaves = nest.flatten(values)
+            gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
+            return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
+
+        gathered: Value = self.meet(("all_gather along axis", axis, options), merged, (given,), {})
+        return gathered
+
+    def _update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
         """Apply ``fn`` to this replica's component of ``var``; copies diverge if the arguments differ."""
         require_replica(self, "_update()")
-        return self._strategy.extended._replica_ctx_update(self, var, fn, args, kwargs, group)
+        return self._strategy.extended.update_in_replica(self, var, fn, tuple(args), kwargs or {}, group)
 
     def __enter__(self) -> ReplicaContext:
-        push(self._frame)
+        push(self.frame)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pop(self._frame)
+        pop(self.frame)
 
     def __repr__(self) -> str:
         return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
 
 
-def _read_here(value: Any) -> Any:
-    """Return ``value`` with its variables and PerReplica values replaced by what they are in this replica."""
-    if not nest.is_nest(value):
-        return _read_leaf(value)
-    if not any(isinstance(leaf, (Assignable, PerReplica)) for leaf in nest.flatten(value)):
-        return value
-    return nest.map_structure(_read_leaf, value)
+def _read_here(value: Any) -> tuple[Any, list[Any]]:
+    """Return ``value`` with variables and PerReplica values as they are in this replica; and its leaves."""
+    leaves = nest.flatten(value)
+    if any([isinstance(leaf, (Assignable, PerReplica)) for leaf in leaves]):
+        leaves = [leaf.value() if isinstance(leaf, Assignable) else here(leaf) for leaf in leaves]
+        value = nest.pack_like(value, leaves)
+        leaves = nest.flatten(value)
+    return value, leaves
 
 
-def _read_leaf(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Assignable) else here(leaf)
-
-
-def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:
+def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Value) -> Value:
     """Return the gradient of ``ctx.all_reduce(reduce_op, x)`` with respect to this replica's ``x``. Extension.
 
     For autodiff libraries; collective as ``all_reduce``.
@@ -231,4 +324,5 @@ def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Any) -> Any:
     context = get_replica_context()
     if context is None:
         raise RuntimeError("all_reduce_grad() requires replica context; call it inside strategy.run()")
-    return context.all_reduce(op, upstream)
+    gradient: Value = context.all_reduce(op, upstream)
+    return gradient

@@ -15,13 +15,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mpidist.core.callsite import user_call_site
 from mpidist.core.context import as_in_a_new_thread, entered, pop, push
-from mpidist.strategies.replica_stream import ReplicaStream
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
 
@@ -35,6 +35,39 @@ _UNWINDING_SECONDS = 30.0
 
 class _Abandoned(BaseException):
     """Unwinds a replica that waits at a merge point after another replica has failed."""
+
+
+class ReplicaStream:
+    """The stream of the coordinating thread, on which a replica computes unless it chooses another one.
+
+    Made in the coordinating thread. A replica that has another stream current when it meets the others, or returns,
+    has the two wait for one another there, so that values may be handed over. The host never waits.
+
+    Args:
+        place: Where the replica computes.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._outer = place.ops.current_stream(place.number)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make device and stream current in the replica's thread."""
+        with self._place.current(), self._outer:
+            yield
+
+    def hand_over(self) -> None:
+        """Let the coordinating thread's stream wait for what the replica has started."""
+        inner = self._place.ops.current_stream(self._place.number)
+        if inner.handle != self._outer.handle:
+            self._outer.wait(inner.record())
+
+    def take_back(self) -> None:
+        """Let the replica's stream wait for what the coordinating thread has started."""
+        inner = self._place.ops.current_stream(self._place.number)
+        if inner.handle != self._outer.handle:
+            inner.wait(self._outer.record())
 
 
 class ReplicaRun:
@@ -75,7 +108,7 @@ class ReplicaRun:
         self._has_paused.put(None)
 
     def _run_replica(self) -> None:
-        frame = self.context._frame
+        frame = self.context.frame
         with as_in_a_new_thread():
             push(frame)
             try:
@@ -294,11 +327,11 @@ def _merge(strategy: Strategy, runs: Sequence[ReplicaRun]) -> None:
     works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
     ids = [run.context.replica_id_in_sync_group for run in runs]
     fn = requests[0][0]  # type: ignore[index]
-    with strategy.extended._shared_errors("the values of its replicas"):
+    with strategy.extended.shared_errors("the values of its replicas"):
         _check_same_call(runs)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-    with entered(strategy.extended._frame), (strategy.extended._first_gpu or HOST).current():
+    with entered(strategy.extended.frame), (strategy.extended.first_gpu or HOST).current():
         merged = fn(strategy, *args, **kwargs)
     for run in runs:
         run.merged = merged

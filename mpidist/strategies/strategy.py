@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core import context, nest
@@ -14,13 +14,15 @@ from mpidist.core.options import RunOptions
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
 from mpidist.strategies import logical_devices
-from mpidist.strategies.leaves import apart_from, as_result, check_returned
-from mpidist.strategies.reduce_axis import check_axis, reduce_over_axis
-from mpidist.values import ReplicaValues
+from mpidist.strategies.leaves import apart_from, as_result, check_axis, check_returned, reduce_over_axis
 from mpidist.values.placement import Place
 
 if TYPE_CHECKING:
     from mpidist.strategies.extended import StrategyExtended
+
+# What a replica function returns, and what goes into a combination of replicas and comes out of it.
+Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class Strategy:
@@ -41,12 +43,12 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, over all ranks, whose values are combined in a step."""
-        return self._extended._num_replicas_in_sync
+        return self._extended.num_replicas_in_sync
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """The cluster resolver in use, None where there is none."""
-        return self._extended._cluster_resolver
+        return self._extended.cluster_resolver
 
     def scope(self) -> AbstractContextManager[Any]:
         """Make the strategy current and enter cross-replica context; variables created inside are distributed.
@@ -63,16 +65,16 @@ class Strategy:
         ...     mpidist.get_strategy() is strategy
         True
         """
-        gpu = self._extended._first_gpu
+        gpu = self._extended.first_gpu
         return context.scope(self) if gpu is None else _scope_on(gpu, self)
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Result],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> Result:
         """Call ``fn`` once for each replica of this rank, in replica context, with the replica's device current.
 
         Args:
@@ -86,7 +88,8 @@ class Strategy:
         thread, such as ``torch.no_grad()``, are entered inside ``fn``.
 
         Returns:
-            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values.
+            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values. Its type is
+            that of the bare value, which it has again once ``reduce`` or ``experimental_local_results`` took it.
 
         Raises:
             RuntimeError: Called inside ``run``, or inside another strategy's scope.
@@ -107,13 +110,13 @@ class Strategy:
                 raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
             self._require_cross_replica("run()", "one replica cannot start replicas: call the function itself")
         except Exception as error:
-            self._extended._announce(error, "run()")
+            self._extended.announce(error, "run()")
             raise
-        if whole_elements.watch.pending and self._extended._in_multi_worker_mode():
-            whole_elements.watch.look_at((args, kwargs), self._extended._input_workers())
-        return self._extended._call_for_each_replica(fn, args, kwargs)
+        if whole_elements.watch.pending and self._extended.communicator is not None:
+            whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
+        return self._extended.run(fn, tuple(args), kwargs or {})
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
         """Combine the values of all replicas into one array, the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -142,19 +145,21 @@ class Strategy:
         >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
         [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
-        with self._extended._shared_errors("reduce()"):
+        with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
             check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
             check_returned(leaves)
         if axis is None:
-            results = self._extended._reduce(op, leaves, structure)
+            results = self._extended.reduce_leaves(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        return nest.pack_like(value, [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)])
+        combined = [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)]
+        reduced: Value = nest.pack_like(value, combined)
+        return reduced
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Value, axis: int) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -168,13 +173,14 @@ class Strategy:
             ValueError: A scalar, an axis out of range, or replicas that differ in another dimension.
             NotImplementedError: IndexedSlices.
         """
-        with self._extended._shared_errors("gather()"):
+        with self._extended.shared_errors("gather()"):
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
-        results = self._extended._gather_to_implementation(leaves, axis, nest.describe(value))
-        return nest.pack_like(value, list(map(apart_from, results, leaves)))
+        results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
+        gathered: Value = nest.pack_like(value, map(apart_from, results, leaves))
+        return gathered
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
 
         A nest gives a nest for each local replica, also where all in it are plain values.
@@ -183,9 +189,9 @@ class Strategy:
         >>> mpidist.get_strategy().experimental_local_results(5)
         (5,)
         """
-        return self._extended._local_results(value)
+        return self._extended.local_results(value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: Value) -> tuple[Value, ...]:
         """Return the same as :meth:`experimental_local_results` (deprecated name)."""
         return self.experimental_local_results(value)
 
@@ -200,7 +206,7 @@ class Strategy:
             options: See ``InputOptions``.
         """
         self._require_cross_replica("experimental_distribute_dataset()", "call it before run()")
-        return self._extended._experimental_distribute_dataset(dataset, options)
+        return self._extended.distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -210,7 +216,7 @@ class Strategy:
         Collective: call it on every rank.
         """
         self._require_cross_replica("distribute_datasets_from_function()", "call it before run()")
-        return self._extended._distribute_datasets_from_function(dataset_fn, options)
+        return self._extended.distribute_from_function(dataset_fn, options)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -221,7 +227,7 @@ class Strategy:
         value. Nothing is communicated.
         """
         self._require_cross_replica("experimental_distribute_values_from_function()", "call it before run()")
-        return self._extended._experimental_distribute_values_from_function(value_fn)
+        return self._extended.distribute_values(value_fn)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
         """Return a dataset of the slices of ``numpy_input`` along axis 0, of which it keeps a copy (deprecated).
@@ -262,11 +268,11 @@ class Strategy:
 
     def _require_cross_replica(self, method: str, instead: str) -> None:
         # Not of ``self``: the default strategy has a second face, that of v1.
-        context.require_cross_replica(self._extended._strategy, method, instead)
+        context.require_cross_replica(self._extended.strategy, method, instead)
 
     def close(self) -> None:
         """Free what the strategy holds (collective). Closing again does nothing."""
-        self._extended._close()
+        self._extended.close()
 
     def __enter__(self) -> Any:
         return self
@@ -276,7 +282,7 @@ class Strategy:
             self.close()
         elif isinstance(error, Exception):
             # Closing takes all ranks, and this one is on its way out alone.
-            self._extended._announce(error, f"the block of {type(self).__name__}")
+            self._extended.announce(error, f"the block of {type(self).__name__}")
 
     def __copy__(self) -> Strategy:
         raise RuntimeError(
@@ -288,7 +294,7 @@ class Strategy:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_extended"})
-        twin._extended = self._extended._copy_for(twin)
+        twin._extended = self._extended.copy_for(twin)
         return twin
 
     def __reduce__(self) -> Any:
@@ -302,16 +308,3 @@ class Strategy:
 def _scope_on(gpu: Place, strategy: Strategy) -> Iterator[Any]:
     with context.scope(strategy) as entered, gpu.current():
         yield entered
-
-
-def local_results(value: Any, num_local: int) -> tuple[Any, ...]:
-    """Return the components of this rank in ``value``, a structure per local replica where it is nested."""
-    if isinstance(value, ReplicaValues):
-        return value.values
-    if not nest.is_nest(value):
-        return (value,)
-    leaves = nest.flatten(value)
-    return tuple(
-        nest.pack_like(value, [leaf.values[i] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves])
-        for i in range(num_local)
-    )

@@ -1,14 +1,12 @@
 """What a training loop needs beside a strategy: losses, optimizers, metrics, random numbers."""
 
-from mpidist.training.adam import Adam, AdamW
 from mpidist.training.gradient_accumulator import GradientAccumulator
 from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm
 from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
 from mpidist.training.metrics import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
 from mpidist.training.optimizer import Optimizer
 from mpidist.training.random import common_rng, replica_rng, set_seed
-from mpidist.training.rmsprop import RMSprop
-from mpidist.training.sgd import SGD
+from mpidist.training.update_rules import SGD, Adam, AdamW, RMSprop
 
 __all__ = [
     "SGD",

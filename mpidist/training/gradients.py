@@ -1,21 +1,30 @@
-"""Gradients before an optimizer takes them: checks, the sum over replicas, clipping."""
+"""Gradients before an optimizer takes them: checks, the sum over replicas all at once or in buckets, clipping."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
-from mpidist.core.context import get_replica_context, has_strategy
-from mpidist.training.checks import check_is_float
+from mpidist.core.context import get_replica_context, get_strategy, has_strategy
+from mpidist.core.protocols import ReplicaContextLike
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
-from mpidist.values.composite import AnyVariable, cut_for, parts_of
+from mpidist.values.composite import AnyVariable, CompositeVariable
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
+if TYPE_CHECKING:
+    from mpidist.strategies import Strategy
+
 GradientsAndVariables = Iterable[tuple[Any, AnyVariable]]
+# Large enough for the wire, small enough that there is something left to hide behind (benchmarks: step, overlap).
+BUCKET_BYTES = 16 << 20
+_UNDER_ONE_STRATEGY = (
+    "expected: one strategy for all; create variables and optimizer inside `with strategy.scope():` of the strategy "
+    "whose run() uses them"
+)
 
 
 def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], list[Variable]]:
@@ -43,7 +52,11 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
         names.append(variable.name)
         if gradient is not None:
             found = True
-            yield from zip(cut_for(variable, _checked(gradient, variable)), parts_of(variable), strict=True)
+            gradient = _checked(gradient, variable)
+            if isinstance(variable, CompositeVariable):
+                yield from zip(variable.cut(gradient), variable.variables, strict=True)
+            else:
+                yield gradient, variable
     if not found:
         what = f"only None for the variables {names}" if names else "no gradients"
         raise ValueError(
@@ -89,25 +102,67 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
     [0.5]
     """
     gradients, variables = checked_pairs(grads_and_vars)
-    return list(zip(sum_over_replicas(gradients, variables), variables, strict=True))
-
-
-def sum_over_replicas(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Return the sums over all replicas (collective, one packed all-reduce).
-
-    The labels travel in the plan, so that replicas that list their variables in another order are told so.
-    """
     context = get_replica_context()
     if context is None:
         raise RuntimeError(
             "gradients of replicas cannot be summed in cross-replica context; call it inside strategy.run(), or "
             "sum them with strategy.reduce('SUM', gradients, axis=None)"
         )
-    if context.num_replicas_in_sync == 1 or not has_strategy():
-        return list(gradients)
-    named = {f"{i:06d} {v._label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
-    reduced: dict[str, Any] = context.all_reduce("SUM", named)
-    return list(reduced.values())
+    if context.num_replicas_in_sync > 1 and has_strategy():
+        # The labels travel in the plan, so that replicas that list their variables in another order are told so.
+        named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
+        gradients = list(context.all_reduce("SUM", named).values())
+    return list(zip(gradients, variables, strict=True))
+
+
+class Buckets:
+    """Gradients on their way to their sums.
+
+    Collective: every replica adds gradients of the same variables in the same order. A bucket's all-reduce is started
+    as soon as the bucket is full. The labels of the variables travel in its plan, so replicas that add them in another
+    order are told so.
+
+    Args:
+        context: The replica.
+    """
+
+    def __init__(self, context: ReplicaContextLike) -> None:
+        self._context = context
+        self._sums_over_replicas = context.num_replicas_in_sync > 1 and has_strategy()
+        self._started: list[tuple[Any, list[Variable]]] = []
+        self._gradients: dict[str, Any] = {}
+        self._variables: list[Variable] = []
+        self._nbytes = 0
+        self._added = 0
+
+    def add(self, gradient: Any, variable: Variable) -> None:
+        """Add a gradient; it must not be changed before the sums are there."""
+        self._gradients[f"{self._added:06d} {variable.label}"] = gradient
+        self._variables.append(variable)
+        self._added += 1
+        # Rows of sparse gradients are gathered, which is done at once.
+        self._nbytes += 0 if isinstance(gradient, IndexedSlices) else gradient.nbytes
+        if self._sums_over_replicas and self._nbytes >= BUCKET_BYTES:
+            self._start()
+
+    def _start(self) -> None:
+        self._started.append((self._context.all_reduce_async("SUM", self._gradients), self._variables))
+        self._gradients, self._variables, self._nbytes = {}, [], 0
+
+    def sums(self) -> Iterator[tuple[list[Any], list[Variable]]]:
+        """Return the summed gradients and their variables, a bucket at a time, once all have been added."""
+        if self._started and self._gradients:
+            self._start()
+        last = self._gradients
+        if last and self._sums_over_replicas:
+            last = self._context.all_reduce("SUM", last)
+        return self._in_order(last)
+
+    def _in_order(self, last: dict[str, Any]) -> Iterator[tuple[list[Any], list[Variable]]]:
+        for work, variables in self._started:
+            yield list(work.wait().values()), variables
+        if last:
+            yield list(last.values()), self._variables
 
 
 def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[list[Any], Any]:
@@ -142,6 +197,48 @@ def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[lis
     return [None if g is None else _scaled(g, scale) for g in dense], norm[()]
 
 
+def check_is_float(variable: AnyVariable) -> None:
+    """Raise TypeError unless a variable holds numbers that can change by fractions."""
+    if variable.dtype.kind != "f" and variable.dtype.name != "bfloat16":
+        raise TypeError(
+            f"variable {variable.name!r} has dtype {variable.dtype}; an optimizer expects floating-point variables, "
+            "for example mpidist.Variable(np.zeros(2)) or mpidist.Variable(0.0)"
+        )
+
+
+def strategy_of(variables: Iterable[Variable]) -> Strategy:
+    """Return the strategy that all ``variables`` belong to.
+
+    Raises:
+        ValueError: They belong to several, or to another one than the current one.
+    """
+    firsts: dict[Strategy, Variable] = {}
+    for variable in variables:
+        firsts.setdefault(cast("Strategy", variable.distribute_strategy), variable)
+    (strategy, first), *others = firsts.items()
+    if others:
+        other, odd = others[0]
+        raise ValueError(
+            f"the variables belong to different strategies: {first.name!r} to {_strategy_name(strategy)}, and "
+            f"{odd.name!r} to {_strategy_name(other, strategy)}; {_UNDER_ONE_STRATEGY}"
+        )
+    current = cast("Strategy", get_strategy())
+    if has_strategy() and current is not strategy:
+        raise ValueError(
+            f"variable {first.name!r} belongs to {_strategy_name(strategy)}, and "
+            f"{_strategy_name(current, strategy)} is current; {_UNDER_ONE_STRATEGY}"
+        )
+    return strategy
+
+
+def _strategy_name(strategy: Strategy, beside: Strategy | None = None) -> str:
+    """Return what to call a strategy in a message that has named ``beside`` before."""
+    kind = type(strategy).__name__
+    if kind == "DefaultStrategy":
+        return "DefaultStrategy (it was created outside of strategy.scope())"
+    return f"another {kind}" if kind == type(beside).__name__ else kind
+
+
 def _checked(gradient: Any, variable: AnyVariable) -> Any:
     if isinstance(gradient, ReplicaValues):
         if not isinstance(gradient, Mirrored):
@@ -169,7 +266,7 @@ def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
     if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
         gradient = array_of(gradient).astype(variable.dtype)
     # Where the variable is, so that the replicas' gradients meet there whatever each of them computed with.
-    array = variable._local_place().brings(to_array(gradient, f"gradient of variable {variable.name!r}"))
+    array = variable.local_place().brings(to_array(gradient, f"gradient of variable {variable.name!r}"))
     if array.dtype == variable.dtype:
         return array
     # A wider gradient would be rounded without anybody noticing; most often it is float64 by accident.

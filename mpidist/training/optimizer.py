@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import zlib
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
-from mpidist.training.buckets import Buckets
-from mpidist.training.checks import check_is_float, check_schedule, strategy_of
-from mpidist.training.gradients import GradientsAndVariables
-from mpidist.training.update_tools import compute_dtype, current
+from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of, wholes_of
 from mpidist.values.placement import variables_on_host
@@ -83,7 +81,7 @@ class Optimizer:
         if not callable(value) and not isinstance(value, (int, float, np.number)):
             raise TypeError(f"learning_rate is {value!r}; expected a number or a function of the step")
         if callable(value):
-            check_schedule(value)
+            _check_schedule(value)
             self._schedule = value
             self._numbers.clear()
         else:
@@ -152,7 +150,7 @@ class Optimizer:
         for variable in new:
             self._check_variable(variable)
         strategy = strategy_of([*self._slots, *new])
-        with _entered(strategy):
+        with in_scope_of(strategy):
             if self._iterations is None:
                 # On the host: reading it in a step must not wait for a device.
                 with variables_on_host():
@@ -250,10 +248,10 @@ class Optimizer:
                 summed = buckets.sums()
             self._update_in_replica(context, summed, variables)
             return
-        with _entered(strategy):
+        with in_scope_of(strategy):
             self.build(variables)
             # A checksum takes as long as copying them, and is worth it where copies could drift apart.
-            strategy.extended._agree_on(
+            strategy.extended.agree_on(
                 lambda: (
                     f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, outside of "
                     "strategy.run(), where gradients must be the same on all ranks: their checksum is "
@@ -282,7 +280,9 @@ class Optimizer:
     def _update_in_replica(self, context: ReplicaContext, summed: Iterable[Summed], variables: list[Variable]) -> None:
         self._build_in_replica(variables)
         # One update context for all: inside it every variable, slots included, means this replica's copy.
-        context._update(self.iterations, partial(self._update_all, summed=summed))
+        context.strategy.extended.update_in_replica(
+            context, self.iterations, partial(self._update_all, summed=summed), (), {}, False
+        )
 
     def _build_in_replica(self, variables: list[Variable]) -> None:
         if all(variable in self._slots for variable in variables):
@@ -317,16 +317,16 @@ class Optimizer:
             # Travels with the gradients.
             rate = self.learning_rate
             what = f"the learning rate {rate!r} of step {self._step()} by the schedule"
-            context.strategy.extended._done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
+            context.strategy.extended.done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
 
     def _agree_on(self, strategy: Strategy, settings: str) -> None:
-        strategy.extended._agree_on(lambda: f"apply_gradients() of {settings}")
+        strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}")
         self._agreed = settings
 
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
         """Have the strategy update what the update context is about."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
-        strategy.extended._apply_gradients(self, map(self._that_change, summed))
+        strategy.extended.apply_gradients(self, map(self._that_change, summed))
 
     def _that_change(self, summed: Summed) -> Summed:
         """Leave out sparse gradients without rows where they change nothing, as most shards of a variable get."""
@@ -351,7 +351,7 @@ class Optimizer:
 
     def update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
         """Update one variable, in update context, and keep it to its constraint; see :meth:`update_variable`."""
-        place = variable._local_place()
+        place = variable.local_place()
         if isinstance(gradient, IndexedSlices):
             values = place.brings(gradient.values)
             self.update_sparse(variable, IndexedSlices(values, gradient.indices, gradient.dense_shape), rate, step)
@@ -381,8 +381,7 @@ class Optimizer:
     def rule(self) -> Optimizer:
         """Return a twin without variables and without a schedule: what it takes to update elsewhere."""
         twin = copy.copy(self)
-        twin._schedule, twin._numbers, twin._deferred = None, {}, {}
-        twin._iterations, twin._slots = None, {}
+        vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _iterations=None, _slots={})
         return twin
 
     def take_settings(self, other: Optimizer) -> None:
@@ -411,7 +410,7 @@ class Optimizer:
 
     def _step(self) -> int:
         if self._iterations is not None:
-            return int(np.asarray(self._iterations))
+            return int(self._iterations.as_array())
         return int(self._deferred.get("iterations", 0))
 
     def rate_at(self, step: int) -> float:
@@ -447,11 +446,31 @@ class Optimizer:
         self._deferred = values
 
 
+def current(variable: Variable) -> Array:
+    """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
+    return variable.as_array()
+
+
+def compute_dtype(variable: AnyVariable) -> np.dtype[Any]:
+    """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
+    return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
+
+
+def _check_schedule(schedule: Callable[..., float]) -> None:
+    """Raise TypeError unless a learning rate that is a function can be called with the step."""
+    try:
+        signature = inspect.signature(schedule)
+    except (TypeError, ValueError):
+        return  # some callables of C libraries do not tell
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        raise TypeError(
+            f"learning_rate is the function {schedule!r}{signature}, which cannot be called with the step alone "
+            f"({error}); expected a number, or a function of the step: lambda step: 0.1 * 0.99**step"
+        ) from None
+
+
 def _name_of(schedule: Callable[[int], float]) -> str:
     name: str = getattr(schedule, "__name__", type(schedule).__name__)
     return name
-
-
-def _entered(strategy: Strategy) -> AbstractContextManager[Any]:
-    is_inside = in_cross_replica_context() and get_strategy() is strategy
-    return nullcontext() if is_inside else strategy.scope()

@@ -1,6 +1,11 @@
 """The names of ``tf.compat.v1.distribute``."""
 
 from mpidist import cluster_resolver
+from mpidist.compat.input_iterator import InputIterator
+from mpidist.compat.v1_strategies import MirroredStrategyV1 as MirroredStrategy
+from mpidist.compat.v1_strategies import OneDeviceStrategyV1 as OneDeviceStrategy
+from mpidist.compat.v1_strategies import StrategyV1 as Strategy
+from mpidist.compat.v1_strategies import get_strategy
 from mpidist.core.context import (
     experimental_set_strategy,
     get_loss_reduction,
@@ -11,13 +16,9 @@ from mpidist.core.context import (
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import RunOptions
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
-from mpidist.input import InputContext, InputIterator, InputReplicationMode
+from mpidist.input import InputContext, InputReplicationMode
 from mpidist.parameter_server.server import Server
 from mpidist.strategies import ReplicaContext, StrategyExtended
-from mpidist.strategies.v1 import MirroredStrategyV1 as MirroredStrategy
-from mpidist.strategies.v1 import OneDeviceStrategyV1 as OneDeviceStrategy
-from mpidist.strategies.v1 import StrategyV1 as Strategy
-from mpidist.strategies.v1 import get_strategy
 from mpidist.v1 import experimental
 from mpidist.values import DistributedValues
 

@@ -1,9 +1,15 @@
 """What a strategy hands around: per-replica and mirrored values, variables, sparse slices."""
 
 from mpidist.values.composite import CompositeVariable
-from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica, ReplicaValues
+from mpidist.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReplicaValues,
+    regroup,
+    select_replica,
+)
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.regroup import regroup, select_replica
 from mpidist.values.variable import Variable
 
 __all__ = [

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Assignment = Callable[[Array, Array], None]
 
 
-def ASSIGN(array: Array, value: Array) -> None:  # noqa: N802 - a constant that happens to be a function
+def assign(array: Array, value: Array) -> None:
     """Set ``array`` to ``value``."""
     np.copyto(array, value)
 
 
-def ASSIGN_ADD(array: Array, value: Array) -> None:  # noqa: N802
+def assign_add(array: Array, value: Array) -> None:
     """Add ``value`` to ``array``."""
     np.add(array, value, out=array)
 
 
-def ASSIGN_SUB(array: Array, value: Array) -> None:  # noqa: N802
+def assign_sub(array: Array, value: Array) -> None:
     """Subtract ``value`` from ``array``."""
     np.subtract(array, value, out=array)
 
@@ -43,10 +43,12 @@ class Assignable(ReadsAsArray):
 
     name: str
 
-    def _assign(self, how: Assignment, value: Any) -> Any:
+    def assign_by(self, how: Assignment, value: Any) -> Any:
+        """Change the value by one of the assignments."""
         raise NotImplementedError
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Any:
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Any:
+        """Change rows by one of the scatter operations."""
         raise NotImplementedError
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -72,21 +74,21 @@ class Assignable(ReadsAsArray):
             TypeError: Another dtype.
         """
         del use_locking, name, read_value
-        return self._assign(ASSIGN, value)
+        return self.assign_by(assign, value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
-        return self._assign(ASSIGN_ADD, delta)
+        return self.assign_by(assign_add, delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
-        return self._assign(ASSIGN_SUB, delta)
+        return self.assign_by(assign_sub, delta)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Add rows at positions; repeated positions accumulate.
@@ -101,35 +103,35 @@ class Assignable(ReadsAsArray):
             NotImplementedError: The variable is synchronized ON_READ.
             ValueError: A position outside the variable, or rows of another shape.
         """
-        return self._scatter(scatter.ADD, sparse_delta)
+        return self.scatter_by(scatter.ADD, sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
         """Subtract rows at positions; see :meth:`scatter_add`."""
-        return self._scatter(scatter.SUB, sparse_delta)
+        return self.scatter_by(scatter.SUB, sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
         """Multiply rows at positions; see :meth:`scatter_add`."""
-        return self._scatter(scatter.MUL, sparse_delta)
+        return self.scatter_by(scatter.MUL, sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
         """Divide rows at positions, integers towards zero; see :meth:`scatter_add`."""
-        return self._scatter(scatter.DIV, sparse_delta)
+        return self.scatter_by(scatter.DIV, sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
         """Take the smaller of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.MIN, sparse_delta)
+        return self.scatter_by(scatter.MIN, sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
         """Take the larger of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.MAX, sparse_delta)
+        return self.scatter_by(scatter.MAX, sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
         """Replace rows at positions; only without aggregation or with ONLY_FIRST_REPLICA."""
-        return self._scatter(scatter.UPDATE, sparse_delta)
+        return self.scatter_by(scatter.UPDATE, sparse_delta)
 
     def gather_nd(self, indices: Any) -> Array:
         """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
-        array = self._read()
+        array = self.as_array()
         place = place_of(array)
         with place.current():
             coordinates = tuple(np.moveaxis(place.brings(array_of(indices)), -1, 0))
@@ -143,7 +145,7 @@ class Assignable(ReadsAsArray):
         Positions that lie on a device are checked first, which waits for it: CuPy would wrap those outside around.
         (``cupy.take(variable, indices, axis=0)`` does not wait.)
         """
-        array = self._read()
+        array = self.as_array()
         place = place_of(array)
         with place.current():
             positions = place.brings(array_of(indices))
@@ -157,7 +159,7 @@ class Assignable(ReadsAsArray):
         itself, ``numpy.asarray(variable)`` or ``cupy.asarray(variable)``, to compute with it without a copy. (CuPy
         has no read-only arrays: what it makes of a variable is not to be written.)
         """
-        return copy_of(self._read())
+        return copy_of(self.as_array())
 
     def read_value(self) -> Array:
         """Return the same as :meth:`value`."""
@@ -166,12 +168,12 @@ class Assignable(ReadsAsArray):
     @property
     def dtype(self) -> DType:
         """Dtype of the elements."""
-        return self._local_array().dtype
+        return self.local_array().dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the variable."""
-        return self._local_array().shape
+        return self.local_array().shape
 
     @property
     def ndim(self) -> int:
@@ -183,15 +185,16 @@ class Assignable(ReadsAsArray):
         """Number of elements."""
         return math.prod(self.shape)
 
-    def _local_array(self) -> Array:
+    def local_array(self) -> Array:
+        """Return the first local copy's array, not to be written."""
         raise NotImplementedError
 
-    def _local_place(self) -> Place:
+    def local_place(self) -> Place:
         """Return where the copy is that the current context addresses."""
         raise NotImplementedError
 
     def _is_on_device(self) -> bool:
-        return not self._local_place().is_host
+        return not self.local_place().is_host
 
     # NumPy's mixin compares element by element, which would make variables unusable as keys.
     __hash__ = object.__hash__
@@ -212,19 +215,19 @@ class Component(Assignable):
         self.device = device
         self.container: Variable
 
-    def _copy(self) -> Component:
+    def copied(self) -> Component:
         """Return a component of another variable with the same value."""
         raise NotImplementedError
 
-    def _shown(self) -> str:
+    def shown(self) -> str:
         """Return its value for people, or where it is if that is another process."""
         return f"on {self.device}"
 
-    def _start_from(self, value: Array) -> None:
+    def start_from(self, value: Array) -> None:
         """Set the value that another one was to have before anybody used it; local, and the same on every rank."""
-        self._assign(ASSIGN, value)
+        self.assign_by(assign, value)
 
-    def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""
         del doing
         return nullcontext()
@@ -252,28 +255,35 @@ class ArrayComponent(Component):
             # CuPy has no such flag; there only snapshots and results are given out.
             self._view.flags.writeable = False
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
         return self._view
 
-    def _local_array(self) -> Array:
+    def local_array(self) -> Array:
+        """See ``Assignable``."""
         return self._array
 
-    def _local_place(self) -> Place:
+    def local_place(self) -> Place:
+        """See ``Assignable``."""
         return self._place
 
-    def _assign(self, how: Assignment, value: Any) -> ArrayComponent:
+    def assign_by(self, how: Assignment, value: Any) -> ArrayComponent:
+        """See ``Assignable``."""
         self._place.calls(how, self._array, as_value_of(self, value))
         return self
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> ArrayComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> ArrayComponent:
+        """See ``Assignable``."""
         self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
         return self
 
-    def _shown(self) -> str:
+    def shown(self) -> str:
+        """See ``Component``."""
         text = np.array2string(on_host(self._array), separator=", ", threshold=10, edgeitems=2)
         return " ".join(text.split())
 
-    def _copy(self) -> ArrayComponent:
+    def copied(self) -> ArrayComponent:
+        """See ``Component``."""
         return ArrayComponent(self._place.copies(self._array), self.name, self.device)
 
     def __repr__(self) -> str:
@@ -296,8 +306,8 @@ def as_value_of(variable: Assignable, value: Any) -> Array:
     if type(value) is np.ndarray:
         array: Array = value
     else:
-        array = value._read() if isinstance(value, ReadsAsArray) else array_of(value, f"value for {variable.name!r}")
-    shape, dtype, place = variable.shape, variable.dtype, variable._local_place()
+        array = value.as_array() if isinstance(value, ReadsAsArray) else array_of(value, f"value for {variable.name!r}")
+    shape, dtype, place = variable.shape, variable.dtype, variable.local_place()
     if array.shape != shape:
         raise ValueError(
             f"a value of shape {array.shape} was assigned to variable {variable.name!r} of shape {shape}; "

@@ -60,5 +60,5 @@ def wholes_of(variables: Iterable[AnyVariable]) -> list[AnyVariable]:
 
 
 def _whole_of(variable: AnyVariable) -> AnyVariable:
-    whole = variable._whole if isinstance(variable, Variable) else None
+    whole = variable.whole if isinstance(variable, Variable) else None
     return variable if whole is None else whole

@@ -1,4 +1,4 @@
-"""Values with one component per replica: PerReplica (they differ) and Mirrored (they are equal)."""
+"""Values with one component per replica: PerReplica (they differ), Mirrored (they are equal), structures of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.convert import Array, is_array_like
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.core import nest
 from mpidist.core.context import current_frame, has_strategy
+from mpidist.values.component import Assignable, Component
+from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import array_of
 
@@ -58,7 +60,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
     PerReplica:{0: 10, 1: 11}
     """
 
-    def _here(self) -> Any:
+    def here(self) -> Any:
         """Return the component of the replica that the context addresses."""
         frame = current_frame()
         index = frame.update_replica_id
@@ -66,7 +68,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
             index = frame.replica_context.local_replica_id
         extended = frame.strategy.extended
         # An update of a copy that all replicas share is of none of them.
-        is_of_all = frame.update_replica_id is not None and extended._is_central and len(self.values) > 1
+        is_of_all = frame.update_replica_id is not None and extended.is_central and len(self.values) > 1
         if index is None or len(self.values) != len(extended.local_replica_ids) or is_of_all:
             raise ValueError(
                 f"a PerReplica value of {len(self.values)} replicas was used as one array; "
@@ -75,8 +77,9 @@ class PerReplica(ReplicaValues, ReadsAsArray):
             )
         return self.values[index]
 
-    def _read(self) -> Array:
-        return array_of(self._here())
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
+        return array_of(self.here())
 
     def _is_on_device(self) -> bool:
         return any(map(is_device_array, self.values))
@@ -86,7 +89,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         if name.startswith("_") or "values" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            component = self._here()
+            component = self.here()
         except ValueError as error:
             raise AttributeError(str(error)) from None  # so that hasattr() says no
         return getattr(component, name)
@@ -97,18 +100,18 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         return func(*nest.map_structure(here, tuple(args)), **nest.map_structure(here, kwargs or {}))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._here()[here(key)]
+        return self.here()[here(key)]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._here())
+        return iter(self.here())
 
     def __len__(self) -> int:
-        return len(self._here())
+        return len(self.here())
 
 
 def here(value: Any) -> Any:
     """Return ``value``, or this replica's component of a PerReplica."""
-    return value._here() if isinstance(value, PerReplica) else value
+    return value.here() if isinstance(value, PerReplica) else value
 
 
 def _forward(name: str, reflected: bool) -> Callable[..., Any]:
@@ -116,7 +119,7 @@ def _forward(name: str, reflected: bool) -> Callable[..., Any]:
     function = getattr(operator, name)
 
     def forward(self: PerReplica, *other: Any) -> Any:
-        operands = [self._here(), *map(here, other)]
+        operands = [self.here(), *map(here, other)]
         return function(*(reversed(operands) if reflected else operands))
 
     return forward
@@ -137,7 +140,8 @@ class Mirrored(ReplicaValues, ReadsAsArray):
     array([2., 3.])
     """
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
         return array_of(self.values[0])
 
     def _is_on_device(self) -> bool:
@@ -146,9 +150,94 @@ class Mirrored(ReplicaValues, ReadsAsArray):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one copy."""
-        return self._read().shape
+        return self.as_array().shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of one copy."""
-        return self._read().dtype
+        return self.as_array().dtype
+
+
+def regroup(
+    values: Sequence[Any],
+    replica_ids: Sequence[int] | None = None,
+    always_wrap: bool = False,
+    *,
+    wrap_lone: bool = False,
+    unwrap_objects: bool = False,
+) -> Any:
+    """Return one structure whose leaves hold the corresponding leaves of ``values``.
+
+    None, an equal string, and a variable come out unwrapped; so do the components of one variable, as the
+    variable. Numbers and arrays are always wrapped when there are several replicas, also when they are equal or
+    identical: the same replicas laid out over several ranks could not know, and must give the same numbers.
+
+    Args:
+        values: A structure per local replica.
+        replica_ids: Their global ids.
+        always_wrap: Wrap every leaf in a PerReplica, also that of a lone replica.
+        wrap_lone: Treat a lone replica as one of several, for strategies whose ranks differ in their numbers.
+        unwrap_objects: Unwrap also any other object that is one and the same on every replica and is neither
+            number nor array; for the arguments of ``merge_call``.
+
+    Raises:
+        ValueError: The structures differ.
+
+    >>> regroup([{"loss": 1.0, "name": "a"}, {"loss": 2.0, "name": "a"}])
+    {'loss': PerReplica:{0: 1.0, 1: 2.0}, 'name': 'a'}
+    """
+    if len(values) == 1 and not (always_wrap or wrap_lone):
+        return values[0]
+
+    def group(*leaves: Any) -> Any:
+        # What a replica function captured and hands on is its replica's value.
+        leaves = tuple(
+            leaf.values[i] if isinstance(leaf, PerReplica) and len(leaf.values) == len(leaves) else leaf
+            for i, leaf in enumerate(leaves)
+        )
+        if not always_wrap:
+            first = leaves[0]
+            if isinstance(first, Component) and all(
+                isinstance(leaf, Component) and leaf.container is first.container for leaf in leaves
+            ):
+                return first.container
+            if isinstance(first, str) and all(isinstance(leaf, str) and leaf == first for leaf in leaves):
+                return first
+            if all(leaf is first for leaf in leaves) and _unwraps(first, unwrap_objects):
+                return first
+        return PerReplica(leaves, replica_ids)
+
+    return nest.map_structure(group, *values)
+
+
+def _unwraps(leaf: object, unwrap_objects: bool) -> bool:
+    if leaf is None or isinstance(leaf, Assignable):
+        return True
+    return unwrap_objects and not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
+
+
+def select_replica(local_id: int, structure: Any) -> Any:
+    """Return ``structure`` with every distributed value replaced by its component for a local replica.
+
+    Variables stay as they are: they resolve by context.
+
+    >>> select_replica(1, {"x": PerReplica((1, 2)), "y": 5})
+    {'x': 2, 'y': 5}
+    """
+
+    def select(leaf: Any) -> Any:
+        return leaf.values[local_id] if isinstance(leaf, ReplicaValues) else leaf
+
+    return nest.map_structure(select, structure)
+
+
+def select_replica_mirrored(local_id: int, structure: Any) -> Any:
+    """As :func:`select_replica`, for structures in which nothing may differ between replicas.
+
+    Raises:
+        TypeError: A leaf is a PerReplica.
+    """
+    for path, leaf in nest.flatten_with_path(structure):
+        if isinstance(leaf, ReplicaValues) and not isinstance(leaf, Mirrored):
+            raise TypeError(f"expected a value that is equal on all replicas, and was given {leaf!r}{path}")
+    return select_replica(local_id, structure)

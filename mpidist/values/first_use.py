@@ -42,7 +42,7 @@ def before_first_use(variable: Variable) -> None:
     """Let all that wait look, as ``variable`` may be what they wait for."""
     with _lock:
         look(variable)
-        variable._is_unused = False
+        variable.is_unused = False
 
 
 def look(used: Variable | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Operators of things that stand for an array: each asks ``_read()`` for the array and lets its library do the rest."""
+"""Operators of things that stand for an array: each asks ``as_array()`` for it and lets its library do the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITERS = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagona
 
 def as_operand(value: Any) -> Any:
     """Return ``value``, or the array that it stands for."""
-    return value._read() if isinstance(value, ReadsAsArray) else value
+    return value.as_array() if isinstance(value, ReadsAsArray) else value
 
 
 def _as_operands(value: Any) -> Any:
@@ -32,26 +32,26 @@ def _as_operands(value: Any) -> Any:
 
 
 class ReadsAsArray(NDArrayOperatorsMixin):
-    """Mixin: arithmetic, comparison, indexing and NumPy functions act on what ``_read()`` returns.
+    """Mixin: arithmetic, comparison, indexing and NumPy functions act on what ``as_array()`` returns.
 
     An array on a device is computed with there, and never copied to the host unasked.
     """
 
-    def _read(self) -> Array:
+    def as_array(self) -> Array:
         """Return the array that stands for this object in the current context."""
         raise NotImplementedError
 
     def _is_on_device(self) -> bool:
-        """Whether ``_read()`` returns an array on a device."""
+        """Whether ``as_array()`` returns an array on a device."""
         raise NotImplementedError
 
     def numpy(self) -> Array:
         """Return the value as a NumPy array of the caller's own, from wherever it is."""
-        array = self._read()
+        array = self.as_array()
         return on_host(array) if is_device_array(array) else np.array(array)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = self._read()
+        array = self.as_array()
         if is_device_array(array):
             raise TypeError(
                 f"{type(self).__name__} is on {device_name(array)}, and NumPy computes on the host; copy it there with "
@@ -68,7 +68,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         # CuPy asks whatever it is given for this; there is none of it where the array is NumPy's.
         if not self._is_on_device():
             raise AttributeError(f"{type(self).__name__} is not on a device")
-        return self._read
+        return self.as_array
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if "out" in kwargs and any(isinstance(out, ReadsAsArray) for out in kwargs["out"]):
@@ -102,32 +102,32 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         return None
 
     def __getitem__(self, key: Any) -> Any:
-        return picked(self._read(), as_operand(key))
+        return picked(self.as_array(), as_operand(key))
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self.as_array())
 
     def __iter__(self) -> Iterator[Any]:
-        array = self._read()
+        array = self.as_array()
         return iter(array) if not is_device_array(array) else (self[i] for i in range(len(array)))
 
     def __bool__(self) -> bool:
-        return bool(self._read())
+        return bool(self.as_array())
 
     def __float__(self) -> float:
-        return float(self._read())
+        return float(self.as_array())
 
     def __int__(self) -> int:
-        return int(self._read())
+        return int(self.as_array())
 
     def __index__(self) -> int:
-        return operator.index(on_host(self._read())[()])
+        return operator.index(on_host(self.as_array())[()])
 
     def __format__(self, spec: str) -> str:
-        return format(on_host(self._read())[()], spec) if spec else str(self)
+        return format(on_host(self.as_array())[()], spec) if spec else str(self)
 
     def __complex__(self) -> complex:
-        return complex(self._read())
+        return complex(self.as_array())
 
 
 def picked(array: Array, key: Any) -> Any:

@@ -9,8 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.values.indexed_slices import IndexedSlices, check_indices
-from mpidist.values.repeated_rows import Combine, combined, last_of_each
+from mpidist.values.indexed_slices import Combine, IndexedSlices, check_indices, combined, last_of_each
 
 
 class ScatterOp(NamedTuple):
@@ -87,7 +86,7 @@ def check_slices(slices: Any, variable: Any) -> IndexedSlices:
             f"{variable.shape}; expected rows of shape {variable.shape[1:]}"
         )
     check_indices(slices.indices, variable.shape[0])
-    place = variable._local_place()
+    place = variable.local_place()
     values = place.brings(slices.values)
     if slices.dtype == variable.dtype:
         return slices if values is slices.values else IndexedSlices(values, slices.indices, slices.dense_shape)

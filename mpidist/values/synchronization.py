@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.values.component import ASSIGN, Assignment, as_value_of
+from mpidist.values.component import Assignment, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.placement import array_of, on_host, place_of
@@ -39,29 +39,8 @@ if TYPE_CHECKING:
     from mpidist.values.variable import Variable
 
 
-class Policy(Protocol):
-    """One row of the table."""
-
-    def read(self, variable: Variable) -> Array:
-        """Read in cross-replica context."""
-
-    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
-        """Write in replica context."""
-
-    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        """Write in cross-replica context."""
-
-    def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
-        """Raise NotImplementedError where ``how`` has no meaning."""
-
-    def scatter_in_replica(
-        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
-    ) -> None:
-        """Scatter in replica context."""
-
-
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
-    is_central = variable._policy is _CENTRAL
+    is_central = variable.distribute_strategy.extended.is_central
     if isinstance(value, PerReplica) and (is_central or len(value.values) != len(variable.values)):
         raise ValueError(
             f"a PerReplica of {len(value.values)} replicas was assigned to variable {variable.name!r}, which has "
@@ -73,7 +52,7 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
             part = value.values[i] if len(value.values) == len(variable.values) else value.values[0]
         else:
             part = value
-        component._assign(how, part)
+        component.assign_by(how, part)
 
 
 @contextmanager
@@ -86,32 +65,32 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         how: What is done to it.
         rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
     """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable._is_copy or variable._differs:
+    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
         yield
         return
-    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable._label!r}"
-    with extended._changing(variable._label, what, lambda: checksum(variable.values[0]._local_array(), on_host)):
+    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
+    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
         yield
     if rows is not None:
         parts = (rows.values, rows.indices)
-        extended._done(
-            f"rows of {variable._label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts))
-        )
+        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
 
 
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, ReplicaValues) else value
-    return strategy.extended._broadcast_from_first(mine, doing)
+    return strategy.extended.broadcast_nest(mine, note=doing)
 
 
-class _OnWrite:
-    """Copies are equal at all times."""
+class Policy:
+    """The rules of ON_WRITE, where copies are equal at all times; of others in subclasses."""
 
     def read(self, variable: Variable) -> Array:
-        return variable.values[0]._read()
+        """Return the value in cross-replica context."""
+        return variable.values[0].as_array()
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        """Assign in replica context."""
         self._require_aggregation(variable)
 
         def merged(strategy: StrategyLike, values: Any) -> None:
@@ -119,33 +98,35 @@ class _OnWrite:
                 combined = _first_replica(strategy, values, doing)
             else:
                 op = ReduceOp.from_variable_aggregation(variable.aggregation)
-                combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
+                combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             _write_all(variable, how, combined)
-            if how is ASSIGN:
-                variable._differs = False
+            if how is assign:
+                variable.differs = False
 
-        doing = f"{how.__name__.lower()} of variable {variable._label!r}"
-        context._meet((doing,), merged, (value,), {})
+        doing = f"{how.__name__} of variable {variable.label!r}"
+        context.meet((doing,), merged, (value,), {})
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
-        doing = f"{how.__name__.lower()} outside of strategy.run()"
+        """Assign in cross-replica context."""
+        doing = f"{how.__name__} outside of strategy.run()"
         differs = isinstance(value, PerReplica)
-        if not differs and not (variable._differs and how is ASSIGN):
+        if not differs and not (variable.differs and how is assign):
             with changing(variable, doing):
                 _write_all(variable, how, value)
             return
         # There is no state to be compared before or after: the copies differ. But all ranks have to do it.
         _write_all(variable, how, value)
-        variable._differs = differs
-        if not variable._is_copy:
-            what = f"{doing} {'of a PerReplica ' if differs else ''}to variable {variable._label!r}"
-            variable.distribute_strategy.extended._done(
-                f"copies of {variable._label}",
+        variable.differs = differs
+        if not variable.is_copy:
+            what = f"{doing} {'of a PerReplica ' if differs else ''}to variable {variable.label!r}"
+            variable.distribute_strategy.extended.done(
+                f"copies of {variable.label}",
                 what,
-                lambda: 1 if differs else checksum(variable.values[0]._local_array(), on_host),
+                lambda: 1 if differs else checksum(variable.values[0].local_array(), on_host),
             )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
+        """Raise NotImplementedError where ``how`` has no meaning."""
         if not how.can_aggregate and variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             raise NotImplementedError(
                 f"{how.name} on variable {variable.name!r} with aggregation {variable.aggregation.name}; "
@@ -155,6 +136,7 @@ class _OnWrite:
     def scatter_in_replica(
         self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
     ) -> None:
+        """Scatter in replica context, which ``check_scatter`` allows."""
         self._require_aggregation(variable)
         if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
             op = ReduceOp.SUM
@@ -168,13 +150,13 @@ class _OnWrite:
         self, op: ReduceOp, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
     ) -> None:
         def merged(strategy: StrategyLike, values: Any) -> None:
-            combined = strategy.extended._batch_reduce_to(op, [(values, variable)], None, doing)[0]
+            combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
                 part = combined.values[i] if isinstance(combined, ReplicaValues) else combined
-                component._scatter(how, part)
+                component.scatter_by(how, part)
 
-        doing = f"{how.name} of variable {variable._label!r}"
-        context._meet((doing,), merged, (slices,), {})
+        doing = f"{how.name} of variable {variable.label!r}"
+        context.meet((doing,), merged, (slices,), {})
 
     def _require_aggregation(self, variable: Variable) -> None:
         if variable.aggregation == VariableAggregation.NONE:
@@ -185,7 +167,7 @@ class _OnWrite:
             )
 
 
-class _Central(_OnWrite):
+class _Central(Policy):
     """There is one copy, into which every replica scatters: in TensorFlow too, aggregation is for assignments alone."""
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
@@ -197,7 +179,7 @@ class _Central(_OnWrite):
         self._scatter_rows(ReduceOp.SUM, variable, context, how, slices)
 
 
-class _OnRead:
+class _OnRead(Policy):
     """Every replica writes its own copy; copies are combined when they are read together."""
 
     def read(self, variable: Variable) -> Array:
@@ -208,20 +190,20 @@ class _OnRead:
                 "ONLY_FIRST_REPLICA, or read it inside strategy.run()"
             )
         strategy = variable.distribute_strategy
-        copies = PerReplica([c._local_array() for c in variable.values], strategy.extended.local_replica_ids)
+        copies = PerReplica([c.local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return array_of(_first_replica(strategy, copies, f"reading variable {variable._label!r}"))
+                return array_of(_first_replica(strategy, copies, f"reading variable {variable.label!r}"))
             op = ReduceOp.from_variable_aggregation(variable.aggregation)
-            doing = f"reading variable {variable._label!r}"
-            return array_of(strategy.extended._batch_reduce_to(op, [(copies, variable.devices[0])], None, doing)[0])
+            doing = f"reading variable {variable.label!r}"
+            return array_of(strategy.extended.reduce_pairs(op, [(copies, variable.devices[0])], None, doing)[0])
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
-        variable.values[context.local_replica_id]._assign(how, value)
+        variable.values[context.local_replica_id].assign_by(how, value)
 
     def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
         if variable.aggregation == VariableAggregation.SUM:
-            if how is not ASSIGN:
+            if how is not assign:
                 raise ValueError(
                     f"assign_add or assign_sub in cross-replica context on variable {variable.name!r}, whose value is "
                     "the sum of its copies: which copy should change? Call it inside strategy.run(), or use assign()"
@@ -236,13 +218,8 @@ class _OnRead:
             f"{how.name} on variable {variable.name!r}, which is synchronized ON_READ; expected ON_WRITE"
         )
 
-    def scatter_in_replica(
-        self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
-    ) -> None:
-        self.check_scatter(variable, how)
 
-
-_ON_WRITE = _OnWrite()
+_ON_WRITE = Policy()
 _ON_READ = _OnRead()
 _CENTRAL = _Central()
 

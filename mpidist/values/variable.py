@@ -13,7 +13,6 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import as_dtype, check_transportable
 from mpidist.core.context import (
     Frame,
     current_frame,
@@ -27,9 +26,9 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
 from mpidist.values import first_use, scatter
 from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
+from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
-from mpidist.values.models_of_others import check_is_no_model
-from mpidist.values.placement import Place, array_of, place_at, place_of, placed
+from mpidist.values.placement import Place, place_at, placed
 from mpidist.values.synchronization import Policy, changing, policy_for
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class _CreatedByStrategy(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not Variable:
             return super().__call__(*args, **kwargs)
-        arguments = _variable_arguments(*args, **kwargs)
+        arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
         for creator in variable_creators():
             create = partial(creator, create)
@@ -58,79 +57,14 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
         )
     extended = get_strategy().extended
     is_named = arguments["name"] is not None
-    name = arguments["name"] if is_named else extended._variable_names.default()
-    variable = extended._create_variable(**{**arguments, "name": name})
+    name = arguments["name"] if is_named else extended.variable_names.default()
+    dtype, shape = arguments.pop("dtype"), arguments.pop("shape")
+    with extended.shared_errors(f"creating variable {name!r}"):
+        array = initial_array(arguments["initial_value"], dtype, shape, arguments["aggregation"])
+    variable = extended.create_variable(array, **{**arguments, "name": name})
     if not is_named:
-        extended._variable_names.took_default()
+        extended.variable_names.took_default()
     return variable
-
-
-def _variable_arguments(
-    initial_value: Any = None,
-    trainable: bool | None = None,
-    dtype: Any = None,
-    name: str | None = None,
-    shape: Sequence[int] | None = None,
-    constraint: Callable[[Array], Any] | None = None,
-    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-    aggregation: VariableAggregation = VariableAggregation.NONE,
-) -> dict[str, Any]:
-    """Check what can be checked without knowing the strategy, and fill in the defaults."""
-    if initial_value is None:
-        raise ValueError("Variable was given no initial_value; expected a number, an array or a callable")
-    check_is_no_model(initial_value)
-    try:
-        synchronization = VariableSynchronization(synchronization)
-        aggregation = VariableAggregation(aggregation)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; expected members of mpidist.VariableSynchronization "
-            f"({', '.join(how.name for how in VariableSynchronization)}) and of mpidist.VariableAggregation "
-            f"({', '.join(how.name for how in VariableAggregation)}), such as mpidist.VariableAggregation.MEAN"
-        ) from None
-    if synchronization == VariableSynchronization.NONE:
-        raise ValueError(
-            "synchronization is VariableSynchronization.NONE, which no strategy offers; use AUTO, ON_WRITE or ON_READ"
-        )
-    if synchronization == VariableSynchronization.AUTO:
-        synchronization = VariableSynchronization.ON_WRITE
-    if synchronization == VariableSynchronization.ON_READ and trainable:
-        raise ValueError(
-            "trainable=True with synchronization ON_READ: an optimizer needs equal copies; "
-            "use synchronization=VariableSynchronization.ON_WRITE or trainable=False"
-        )
-    return {
-        "initial_value": initial_value,
-        "trainable": synchronization != VariableSynchronization.ON_READ if trainable is None else trainable,
-        "dtype": dtype,
-        "name": name,
-        "shape": shape,
-        "constraint": constraint,
-        "synchronization": synchronization,
-        "aggregation": aggregation,
-    }
-
-
-def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, aggregation: Any) -> Array:
-    """Evaluate and check an initial value.
-
-    Raises:
-        TypeError: It is no array of numbers or bools.
-        ValueError: It has another shape than ``shape``, or its mean cannot be formed in its dtype.
-    """
-    value = initial_value() if callable(initial_value) else initial_value
-    array = value._read() if isinstance(value, Assignable) else array_of(value, "initial_value")
-    if dtype is not None:
-        array = place_of(array).casts(array, as_dtype(dtype))
-    check_transportable(array.dtype, "Variable")
-    if shape is not None and tuple(shape) != array.shape:
-        raise ValueError(f"initial_value has shape {array.shape}; expected shape={tuple(shape)}, as given")
-    if aggregation == VariableAggregation.MEAN and array.dtype.kind in "iub":
-        raise ValueError(
-            f"aggregation MEAN with dtype {array.dtype}: a mean need not be an integer; "
-            "use a floating dtype, SUM or ONLY_FIRST_REPLICA"
-        )
-    return array
 
 
 class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
@@ -183,13 +117,13 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             aggregation: VariableAggregation = VariableAggregation.NONE,
         ) -> None: ...
 
-    __signature__ = inspect.signature(_variable_arguments).replace(return_annotation=None)
+    __signature__ = inspect.signature(variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
-    _whole: CompositeVariable | None = None
+    whole: CompositeVariable | None = None
     # Whether it may still be given a restored value that waits for it, when it comes to its place.
-    _is_unused = True
+    is_unused = True
 
-    def _assemble(
+    def assemble(
         self,
         strategy: StrategyLike,
         components: Sequence[Component],
@@ -202,16 +136,19 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         aggregation: VariableAggregation,
         label: str | None = None,
     ) -> None:
+        """Take the copies and the properties of a new variable."""
         self._strategy = strategy
         self._components = tuple(components)
+        # Whatever the context.
+        self._has_one_value = len(components) == 1 and strategy.num_replicas_in_sync == 1
         for component in self._components:
             component.container = self
-        self._policy: Policy = policy_for(synchronization, strategy.extended._is_central)
+        self._policy: Policy = policy_for(synchronization, strategy.extended.is_central)
         self.name = name
-        self._label = strategy.extended._variable_names.label(name) if label is None else label
-        self._is_copy = label is not None
+        self.label = strategy.extended.variable_names.label(name) if label is None else label
+        self.is_copy = label is not None
         # Whether the copies were given values that differ.
-        self._differs = False
+        self.differs = False
         self._copies = 0
         self.trainable = trainable
         self.constraint = constraint
@@ -222,7 +159,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     @property
     def values(self) -> tuple[Component, ...]:
         """The copies of this rank's replicas."""
-        if self._is_unused:
+        if self.is_unused:
             first_use.before_first_use(self)
         return self._components
 
@@ -268,11 +205,13 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         """Return a hashable reference that compares by identity, as in TensorFlow."""
         return Reference(self)
 
-    def _local_array(self) -> Array:
-        return self._components[0]._local_array()
+    def local_array(self) -> Array:
+        """See ``Assignable``."""
+        return self._components[0].local_array()
 
-    def _local_place(self) -> Place:
-        return self._component(self._local_id() or 0)._local_place()
+    def local_place(self) -> Place:
+        """See ``Assignable``."""
+        return self._component(self._local_id() or 0).local_place()
 
     def _component(self, local_id: int) -> Component:
         """Return the copy of a local replica; the only one where all of them share it."""
@@ -280,26 +219,27 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def _local_id(self) -> int | None:
         """Return which local component the context addresses, None in cross-replica context."""
-        frame = current_frame()
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
+        if self._has_one_value:
             return 0
+        frame = current_frame()
         if frame.strategy is not self._strategy:
             return None
         if frame.update_replica_id is not None:
             return frame.update_replica_id
         return None if frame.replica_context is None else frame.replica_context.local_replica_id
 
-    def _read(self) -> Array:
-        if self._is_unused:
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
+        if self.is_unused:
             first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is not None:
-            return self._component(local_id)._read()
+            return self._component(local_id).as_array()
         return self._policy.read(self)
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
-        if self._is_unused:
+        if self.is_unused:
             first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
@@ -308,45 +248,47 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def sparse_read(self, indices: Any) -> Array:
         """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
-        if self._is_unused:
+        if self.is_unused:
             first_use.before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
             return super().sparse_read(indices)
         return self._component(local_id or 0).sparse_read(indices)
 
-    def _assign(self, how: Assignment, value: Any) -> Variable:
-        if self._is_unused:
+    def assign_by(self, how: Assignment, value: Any) -> Variable:
+        """See ``Assignable``."""
+        if self.is_unused:
             first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
-            self._components[0]._assign(how, _sole_value(value))
+        if self._has_one_value:
+            self._components[0].assign_by(how, _sole_value(value))
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
-            self._component(frame.update_replica_id)._assign(how, value)
+            self._component(frame.update_replica_id).assign_by(how, value)
         elif frame.replica_context is not None and frame.strategy is self._strategy:
             try:
                 checked = as_value_of(self, value)
             except (TypeError, ValueError) as error:
-                self._strategy.extended._announce(error, f"assigning to variable {self._label!r}")
+                self._strategy.extended.announce(error, f"assigning to variable {self.label!r}")
                 raise
             self._policy.assign_in_replica(self, frame.replica_context, how, checked)
         else:
-            with self._strategy.scope(), self._components[0]._shared_errors(f"assigning to variable {self._label!r}"):
+            with self._strategy.scope(), self._components[0].shared_errors(f"assigning to variable {self.label!r}"):
                 self._policy.assign_across(self, how, value)
         return self
 
-    def _scatter(self, how: scatter.ScatterOp, slices: Any) -> Variable:
-        if self._is_unused:
+    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Variable:
+        """See ``Assignable``."""
+        if self.is_unused:
             first_use.before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
-        if len(self._components) == 1 and self._strategy.num_replicas_in_sync == 1:
-            self._components[0]._scatter(how, slices)
+        if self._has_one_value:
+            self._components[0].scatter_by(how, slices)
         elif frame.update_replica_id is not None and frame.strategy is self._strategy:
-            self._component(frame.update_replica_id)._scatter(how, slices)
+            self._component(frame.update_replica_id).scatter_by(how, slices)
         else:
-            with self._components[0]._shared_errors(f"{how.name} of variable {self._label!r}"):
+            with self._components[0].shared_errors(f"{how.name} of variable {self.label!r}"):
                 self._policy.check_scatter(self, how)
                 slices = scatter.check_slices(slices, self)
             if frame.replica_context is not None and frame.strategy is self._strategy:
@@ -354,7 +296,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             else:
                 with self._strategy.scope(), changing(self, f"{how.name} outside of strategy.run()", slices):
                     for component in self._components:
-                        component._scatter(how, slices)
+                        component.scatter_by(how, slices)
         return self
 
     def _check_belongs_here(self, frame: Frame) -> None:
@@ -373,7 +315,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        if self._is_unused:
+        if self.is_unused:
             first_use.before_first_use(self)
         frame = current_frame()
         if self._strategy.num_replicas_in_sync > 1 and (
@@ -383,10 +325,10 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
                 f"variable {self.name!r} was copied outside its strategy; "
                 "copy it inside `with strategy.scope():` of the strategy it was created under"
             )
-        parts = [component._copy() for component in self._components]
+        parts = [component.copied() for component in self._components]
         self._copies += 1
         twin: Variable = object.__new__(type(self))
-        twin._assemble(
+        twin.assemble(
             self._strategy,
             parts,
             initial_value=self._initial_value(),
@@ -396,7 +338,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             synchronization=self.synchronization,
             aggregation=self.aggregation,
             # Not counted among those of the strategy: a copy may be made on one rank alone.
-            label=f"{self._label} (copy {self._copies})",
+            label=f"{self.label} (copy {self._copies})",
         )
         memo[id(self)] = twin
         return twin
@@ -407,7 +349,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         )
 
     def __repr__(self) -> str:
-        copies = [component._shown() for component in self._components]
+        copies = [component.shown() for component in self._components]
         if len(copies) > 1:
             ids = self._strategy.extended.local_replica_ids
             shown = "{" + ", ".join(f"{i}: {copy}" for i, copy in zip(ids, copies, strict=True)) + "}"
@@ -442,7 +384,7 @@ class Reference:
 
 
 def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, **properties: Any) -> Variable:
-    """Return a variable with a copy of ``array`` for each of ``devices``; for the strategies' ``_create_variable``."""
+    """Return a variable with a copy of ``array`` for each of ``devices``; for ``StrategyExtended.create_variable``."""
     name = properties["name"]
     components = [
         ArrayComponent(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
@@ -454,7 +396,7 @@ def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, 
 def variable_of(strategy: StrategyLike, components: Sequence[Component], **properties: Any) -> Variable:
     """Return a variable made of ``components``, which no other variable has."""
     variable: Variable = object.__new__(Variable)
-    variable._assemble(strategy, components, **properties)
+    variable.assemble(strategy, components, **properties)
     return variable
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import mpidist
-from mpidist.strategies.central import CentralExtended
+from mpidist.strategies.central_storage import CentralExtended
 
 AUTO = mpidist.VariableSynchronization.AUTO
 ON_WRITE = mpidist.VariableSynchronization.ON_WRITE

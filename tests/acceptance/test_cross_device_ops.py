@@ -226,7 +226,7 @@ def test_a_class_of_ones_own_is_used_between_ranks(devices: list[str], base: typ
         n = strategy.num_replicas_in_sync
         value = per_replica(strategy, lambda i: np.array([i + 0.5]))
         clipped = 0.5 + (n - 1)
-        expected = clipped if strategy.extended._comm is None else 2 * clipped
+        expected = clipped if strategy.extended.communicator is None else 2 * clipped
         context = mpidist.get_replica_context
         ways = [
             lambda: strategy.reduce("SUM", value, axis=None),

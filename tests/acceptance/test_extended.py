@@ -210,28 +210,36 @@ def test_arrays_of_the_strategy(strategy: Any) -> None:
     assert isinstance(zeros, mpidist.DistributedValues) == (len(local_ids(strategy)) > 1)
 
 
-def test_hooks_for_authors(strategy: Any) -> None:
+def test_what_authors_write_and_what_is_built_on_it(strategy: Any) -> None:
     extended, ids = strategy.extended, local_ids(strategy)
+    assert set(mpidist.StrategyExtended.__abstractmethods__) == {
+        *("local_replica_ids", "worker_devices", "input_workers", "create_variable"),
+        *("run_replicas", "reduce", "gather", "broadcast"),
+    }
     for name in (
-        "_create_variable",
-        "_call_for_each_replica",
-        "_reduce",
-        "_reduce_to",
-        "_batch_reduce_to",
-        "_gather_to_implementation",
+        "create_variable",
+        "run_replicas",
+        "reduce",
+        "reduce_async",
+        "reduce_pairs",
+        "reduce_leaves",
+        "gather",
+        "gather_leaves",
+        "broadcast",
+        "broadcast_nest",
+        "input_workers",
+        "local_results",
+        "distribute_dataset",
+        "distribute_from_function",
+        "distribute_values",
+        "update_in_replica",
+        "apply_gradients",
         "_update",
         "_update_non_slot",
-        "_broadcast_to",
-        "_local_results",
-        "_experimental_distribute_dataset",
-        "_distribute_datasets_from_function",
-        "_experimental_distribute_values_from_function",
         "_in_multi_worker_mode",
-        "_replica_ctx_all_reduce",
-        "_replica_ctx_update",
     ):
         assert callable(getattr(extended, name, None)), name
-    assert extended._num_replicas_in_sync == strategy.num_replicas_in_sync
+    assert extended.num_replicas_in_sync == strategy.num_replicas_in_sync
     assert [extended._get_replica_id_in_sync_group(k) for k in range(len(ids))] == list(ids)
     assert [extended._get_local_replica_id(i) for i in ids] == list(range(len(ids)))
 

@@ -157,7 +157,7 @@ def test_regroup_of_the_components_of_a_variable(strategy: Any) -> None:
 
 
 def test_select_replica_mirrored_refuses_per_replica() -> None:
-    from mpidist.values.regroup import select_replica_mirrored
+    from mpidist.values.distributed import select_replica_mirrored
 
     same(select_replica_mirrored(1, {"a": Mirrored([1.0, 1.0]), "b": 2}), {"a": 1.0, "b": 2})
     with pytest.raises(TypeError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.results import Results
-from benchmarks.rows import Figure, Row, make_row
+from benchmarks.measuring.rows import Figure, Row, make_row
+from benchmarks.reports.files import Results
 
 MACHINE: dict[str, Any] = {
     "date": "2026-01-01T00:00:00+00:00",

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import cpu_model
+from benchmarks.measuring.machine import cpu_model
 from mpidist.topology import import_mpi
 
 FAILED = "FAILED"

@@ -16,8 +16,8 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import latest_checkpoint, safetensors_file, save_steps
-from mpidist.checkpoint.pending import finish_writing, give_up_all
+from mpidist.checkpoint import latest_checkpoint, safetensors_file, saving
+from mpidist.checkpoint.job import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.jobs import child_environment, run_script
@@ -281,7 +281,7 @@ def test_a_rank_without_memory_for_the_copy(
         checkpoint = Checkpoint(v=mpidist.Variable(1.0))
     with monkeypatch.context() as patch:
         if is_chief:
-            patch.setattr(save_steps, "on_host", exhausted)
+            patch.setattr(saving, "on_host", exhausted)
         with pytest.raises(MemoryError if is_chief else PeerError, match="Unable to allocate"):
             checkpoint.save(tmp_path / "ckpt", async_save=True)
     assert checkpoint.save(tmp_path / "ckpt", async_save=True).endswith("ckpt-1")

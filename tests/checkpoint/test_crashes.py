@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import storage
+from mpidist.checkpoint import writer
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
 from tests.support.ranks.programs import run_program
 
@@ -344,6 +344,6 @@ def test_no_file_descriptor_is_leaked(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(FileExistsError):
             checkpoint.write(tmp_path / "taken-2")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
-            patch.setattr(storage, "_sync", fails)
+            patch.setattr(writer, "_sync", fails)
             manager.save()
     assert open_files() == before

@@ -15,7 +15,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, naming, storage
+from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, storage
 
 FILES = ("data.safetensors", "manifest.json")
 
@@ -158,7 +158,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, mon
             shutil.rmtree(path)
         return read_manifest(path)
 
-    monkeypatch.setattr(naming, "read_manifest", listed_too_late)
+    monkeypatch.setattr(storage, "read_manifest", listed_too_late)
     assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-3")
     assert not first.exists()
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, safetensors_file, saving, storage
+from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, safetensors_file, storage
+from mpidist.checkpoint.job import Job
 from mpidist.checkpoint.manifest import Manifest, Part, Tensor
 
 pytestmark = pytest.mark.one_rank
@@ -187,7 +188,8 @@ def test_a_note_that_no_rank_wrote(record: str, tmp_path: Path) -> None:
         note.symlink_to(tmp_path / "of others")
     else:
         note.write_text(record)
-    job = saving.Job(tmp_path, 0, 2, {}, {}, {}, None, None, lambda _: None)
+    job = Job(tmp_path / "ckpt", 0, 2, {}, {}, {}, lambda: Manifest(1, 1, {}, {}), lambda _: None)
+    job.directory = tmp_path
     with pytest.raises(DamagedCheckpointError, match=r"rank-1\.json is damaged"):
         job.await_notes(None, lambda _: False)
     (tmp_path / "rank-0.json.part").symlink_to(tmp_path / "elsewhere")

@@ -18,7 +18,8 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, retention, safetensors_file
+from mpidist.checkpoint import DamagedCheckpointError, safetensors_file
+from mpidist.checkpoint import manager as manager_module
 from mpidist.core.errors import PeerError
 from tests.support.ranks.jobs import child_environment
 from tests.support.ranks.layouts import layouts
@@ -181,7 +182,7 @@ def test_the_old_goes_only_when_the_new_is_safe(
     manager = CheckpointManager(checkpoint, tmp_path, 1)
     first = manager.save()
     events = []
-    write, remove = safetensors_file.write, retention.remove_checkpoint
+    write, remove = safetensors_file.write, manager_module.remove_checkpoint
 
     def fails(path: Path, tensors: Any) -> Any:
         raise OSError(28, "No space left on device", str(path))
@@ -193,7 +194,7 @@ def test_the_old_goes_only_when_the_new_is_safe(
             manager.save()
     assert manager.checkpoints == [first]
     monkeypatch.setattr(safetensors_file, "write", lambda *a: (events.append("written"), write(*a))[1])
-    monkeypatch.setattr(retention, "remove_checkpoint", lambda path: (events.append(path.name), remove(path)))
+    monkeypatch.setattr(manager_module, "remove_checkpoint", lambda path: (events.append(path.name), remove(path)))
     second = manager.save()
     assert names([second]) == ["ckpt-2"]
     assert events == (["written", "ckpt-1"] if strategy.extended.should_checkpoint else [])
@@ -365,7 +366,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of(tmp_path: Path, monkeypa
 
     manager = CheckpointManager(Checkpoint(step=1), tmp_path, 1)
     manager.save()
-    monkeypatch.setattr(retention, "remove_checkpoint", refuse)
+    monkeypatch.setattr(manager_module, "remove_checkpoint", refuse)
     with pytest.warns(UserWarning, match=r"ckpt-1, an old one, cannot be removed: .*Permission denied"):
         manager.save()
     assert names(manager.checkpoints) == ["ckpt-2"]

@@ -243,7 +243,7 @@ from mpidist.experimental import PreemptionCheckpointHandler
 
 folder, last, victim, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 strategy = mpidist.MultiWorkerMirroredStrategy()
-rank, size = strategy.extended._comm.rank, strategy.extended._comm.size
+rank, size = strategy.extended.communicator.rank, strategy.extended.communicator.size
 with strategy.scope():
     w = mpidist.Variable(np.zeros(3), aggregation=mpidist.VariableAggregation.ONLY_FIRST_REPLICA)
 dataset = mpidist.Dataset.range(12 * size).shuffle(seed=3).repeat().batch(2 * size)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, safetensors_file, save_steps, sharding
-from mpidist.checkpoint.sharding import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint import DamagedCheckpointError, safetensors_file, saving
+from mpidist.checkpoint.job import Job
+from mpidist.checkpoint.saving import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
@@ -75,7 +76,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_written_together_and_read_in_any_layout(strategy: mpidist.Strategy, async_save: bool, tmp_path: Path) -> None:
-    together = strategy.extended._spans_ranks()
+    together = strategy.extended.spans_ranks
     with of_all_ranks(tmp_path) as shared:
         folder = tmp_path if not together else shared / f"ranks-from-{first_rank_of(strategy)}"
         mine = model(strategy, 5.0)
@@ -105,7 +106,7 @@ def first_rank_of(strategy: mpidist.Strategy) -> int:
     """Return which rank of the job is the strategy's first (collective)."""
     from mpi4py import MPI
 
-    return int(strategy.extended._broadcast_from_first(np.array(MPI.COMM_WORLD.rank)))
+    return int(strategy.extended.broadcast_nest(np.array(MPI.COMM_WORLD.rank)))
 
 
 def alone() -> Any:
@@ -166,11 +167,16 @@ def test_folders_that_are_not_shared(
     # What another host does whose folder of this name is its own, or has nothing of what the first rank has made.
     rank = MPI.COMM_WORLD.rank
     checkpoint = Checkpoint(**model(strategy, 1.0))
-    write, job = safetensors_file.write, save_steps.Job
+    write, part = safetensors_file.write, Job.part
+
+    def part_elsewhere(job: Job) -> Any:
+        job.directory = tmp_path / job.directory.name
+        return part(job)
+
     if rank == 1 and seen:
         monkeypatch.setattr(safetensors_file, "write", lambda path, tensors: write(tmp_path / path.name, tensors))
     elif rank == 1:
-        monkeypatch.setattr(save_steps, "Job", lambda folder, *rest: job(tmp_path / folder.name, *rest))
+        monkeypatch.setattr(Job, "part", part_elsewhere)
     with of_all_ranks(tmp_path) as folder:
         expected = OSError if rank == (0 if seen else 1) else PeerError
         with pytest.raises(expected, match="expected a directory that all ranks share"):
@@ -196,7 +202,7 @@ def test_other_objects_on_one_rank(strategy: mpidist.Strategy, tmp_path: Path) -
 def test_a_part_that_is_missing_or_damaged(
     strategy: mpidist.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharding, "SMALLEST_PART_BYTES", 8)
+    monkeypatch.setattr(saving, "SMALLEST_PART_BYTES", 8)
     is_first = strategy.extended.should_checkpoint
     with of_all_ranks(tmp_path) as folder:
         with strategy.scope():

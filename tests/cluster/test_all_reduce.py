@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.cluster_wire import least_bytes
+from benchmarks.measuring.wire import least_bytes
 from tests.cluster.jobs import PLACEMENTS, launch
 from tests.cluster.lab import Lab
 

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpidist.cluster_resolver import MPIClusterResolver
-from mpidist.cluster_resolver.multi_worker_util import is_chief
+from mpidist.compat.multi_worker_util import is_chief
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.pool import run
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from mpidist.cluster_resolver import SlurmClusterResolver
-from mpidist.cluster_resolver.multi_worker_util import is_chief
+from mpidist.compat.multi_worker_util import is_chief
 from mpidist.topology.environments import LAUNCHER_VARIABLES
 
 # The environment of one process, made up.

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.node import packing, slots
-from mpidist.collectives.reduce.algorithms import IN_NODE, NAMES, two_level, wires
+from mpidist.collectives.reduce.algorithms import two_level
+from mpidist.collectives.reduce.registry import host_algorithms, host_names, wire_algorithms
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
@@ -23,7 +24,8 @@ DTYPES = ["f4", "f8", "i4", "i8", "f2", "c8"]
 def usable(comm: Communicator) -> list[str | None]:
     """The algorithms that work where these ranks are."""
     node = comm._channel.node
-    names = [name for name in NAMES if node.is_alone or name not in IN_NODE]
+    works_between = {*host_algorithms.at("several_nodes"), *wire_algorithms.names}
+    names = [name for name in host_names() if node.is_alone or name in works_between]
     return [None, *(name for name in names if node.reads_neighbours or name != "neighbours")]
 
 
@@ -196,7 +198,7 @@ def test_error_feedback_makes_good_what_rounding_loses(comm: Communicator) -> No
 
 
 def test_every_way_between_nodes_has_a_name() -> None:
-    assert set(wires.NAMES) <= set(NAMES)
+    assert set(wire_algorithms.names) <= set(host_names())
 
 
 @pytest.mark.min_ranks(2)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mpidist import Communicator
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.reduce.algorithms import wires
+from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
 ONE_NODE = [] if RANKS_PER_NODE.read() else ["gather_reduce"]
 READING = ["neighbours"] if READ_NEIGHBOURS.read() else []
-ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *wires.NAMES, *READING, "window", *ONE_NODE]
+ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *wire_algorithms.names, *READING, "window", *ONE_NODE]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

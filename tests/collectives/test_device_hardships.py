@@ -18,7 +18,7 @@ from mpidist.arrays import cupy_ops
 from mpidist.arrays.kernel_source import kernel_for
 from mpidist.collectives.gpu import device_ring, staging
 from mpidist.collectives.reduce.algorithms import ring as host_ring
-from mpidist.collectives.reduce.algorithms.wires import NAMES as WIRES
+from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import import_mpi, world_topology
@@ -341,7 +341,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
 
 
 @pytest.mark.parametrize("per_node", [8, 1], indirect=True)
-@pytest.mark.parametrize("name", ["hierarchical", *WIRES])
+@pytest.mark.parametrize("name", ["hierarchical", *wire_algorithms.names])
 def test_a_way_between_nodes_may_be_asked_for_on_any_number_of_nodes(cupy: Any, per_node: int, name: str) -> None:
     with Communicator() as comm:
         got = comm.all_reduce("SUM", cupy.ones(10_000, "f4"), options=CommunicationOptions(algorithm=name))

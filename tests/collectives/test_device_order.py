@@ -16,7 +16,8 @@ import pytest
 from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives.gpu import device_call, device_hierarchical, device_ring, device_streams, staged, staging
+from mpidist.collectives.gpu import device_call, device_ring, device_streams, staging
+from mpidist.collectives.gpu.algorithms import device_hierarchical, staged
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.collectives.reduce.algorithms import DEVICE_NAMES, NAMES, wires
-from mpidist.collectives.reduce.table import (
-    ALGORITHMS,
-    SHIPPED,
+from mpidist.collectives.reduce.registry import (
+    GPU_PLACES,
+    HOST_PLACES,
     Row,
+    algorithms_at,
+    gpu_algorithms,
+    host_algorithms,
+)
+from mpidist.collectives.reduce.table import (
+    SHIPPED,
     Table,
     check_table,
     look_up,
@@ -28,7 +33,7 @@ pytestmark = pytest.mark.one_rank
 
 def rows(place: str) -> st.SearchStrategy[Row]:
     """Any row that is right at a place."""
-    names = st.sampled_from(ALGORITHMS[place])
+    names = st.sampled_from(algorithms_at(place))
     limits = st.lists(st.integers(1, 1 << 40), unique=True, max_size=4).map(sorted)
     entries = limits.flatmap(lambda found: st.tuples(*(st.tuples(st.just(limit), names) for limit in found)))
     return st.builds(lambda first, last: (*first, (None, last)), entries, names)
@@ -51,12 +56,21 @@ def test_looking_up(row: Row, nbytes: int) -> None:
 
 def test_the_shipped_table_is_right_and_every_place_names_algorithms_that_exist() -> None:
     check_table(SHIPPED)
-    assert set(ALGORITHMS) == set(Table._fields)
-    assert set(ALGORITHMS["between_nodes"]) == set(wires.NAMES)
-    for place in ("one_node_readable", "one_node", "several_nodes"):
-        assert set(ALGORITHMS[place]) <= set(NAMES) - set(wires.NAMES)
-    for place in ("one_node_gpu", "several_nodes_gpu"):
-        assert set(ALGORITHMS[place]) <= {*DEVICE_NAMES, "hierarchical"}
+    assert {*HOST_PLACES, *GPU_PLACES, "between_nodes"} == set(Table._fields)
+    assert algorithms_at("between_nodes") == ("halving_doubling", "pairwise", "ring")
+    assert algorithms_at("one_node") == ("gather_reduce", "hierarchical", "mpi", "reduce_broadcast", "window")
+    assert algorithms_at("one_node_readable") == tuple(sorted({*algorithms_at("one_node"), "neighbours"}))
+    assert algorithms_at("several_nodes") == ("hierarchical", "mpi", "reduce_broadcast", "window")
+    assert algorithms_at("one_node_gpu") == ("nccl", "staged")
+    assert algorithms_at("several_nodes_gpu") == ("hierarchical", "nccl", "staged")
+
+
+def test_a_name_is_registered_once() -> None:
+    for registry in (host_algorithms, gpu_algorithms):
+        entry = registry.get(registry.names[0])
+        assert entry is not None
+        with pytest.raises(ValueError, match="expected a new name"):
+            registry.register(entry)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,21 @@ import mpidist
 from mpidist import Communicator
 from mpidist.arrays.cupy_module import find_cupy
 from mpidist.collectives import tuning
-from mpidist.collectives.reduce.algorithms import DEVICE_NAMES, NAMES, gather_reduce, wires
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import ALGORITHMS, SHIPPED, Row, Table, check_table, look_up
+from mpidist.collectives.reduce.registry import (
+    GPU_PLACES,
+    HOST_PLACES,
+    Row,
+    algorithms_at,
+    candidates_at,
+    gpu_names,
+    host_algorithms,
+    host_names,
+    wire_algorithms,
+)
+from mpidist.collectives.reduce.table import SHIPPED, Table, check_table, look_up
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
-from mpidist.collectives.tuning import CANDIDATES, SIZES, Timing, best_row, decide
+from mpidist.collectives.tuning import SIZES, Timing, best_row, decide
 from mpidist.core.errors import AlgorithmError, DeviceError
 
 pytestmark = pytest.mark.counts
@@ -117,8 +128,11 @@ def test_where_no_way_between_nodes_works_mpi_is_left() -> None:
 
 
 def test_candidates_are_algorithms() -> None:
-    assert {name for names in CANDIDATES.values() for name in names} <= {*NAMES, *DEVICE_NAMES}
-    assert set(CANDIDATES["several_nodes"]) == {"mpi", *wires.NAMES}
+    assert {name for place in (*HOST_PLACES, *GPU_PLACES) for name in candidates_at(place)} <= {
+        *host_names(),
+        *gpu_names(),
+    }
+    assert set(candidates_at("several_nodes")) == {"mpi", *wire_algorithms.names}
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -140,7 +154,7 @@ def test_tuning_measures_every_candidate_and_says_how_far_it_is(comm: Communicat
     assert tuned.setup == setup_of(node)
     assert [timing.nbytes for timing in tuned.timings] == [1 << 10, 1 << 16]
     for timing in tuned.timings:
-        assert set(timing.seconds) == set(CANDIDATES[tuned.place])
+        assert set(timing.seconds) == set(candidates_at(tuned.place))
         assert all(0 < seconds < 10 for seconds in timing.seconds.values())
     check_table(tuned.table)
     assert comm.all_gather_object(tuned) == [tuned] * comm.size
@@ -167,7 +181,7 @@ def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
     assert read(path) == ({ELSEWHERE: SHIPPED, setup: table} if comm.rank == 0 else {ELSEWHERE: SHIPPED})
     monkeypatch.setenv(SETTING, str(path))
     with Communicator() as tuned:
-        assert tuned._engine.choice.table == table
+        assert tuned._engine.table == table
 
 
 @pytest.mark.min_ranks(2)
@@ -189,10 +203,12 @@ def test_a_candidate_that_does_not_work_is_left_out(comm: Communicator, monkeypa
     if not comm._channel.node.is_alone:
         pytest.skip("gather_reduce is a candidate on one node")
 
-    def made(node: object) -> None:
+    def make(site: object) -> None:
         raise AlgorithmError("no room")
 
-    monkeypatch.setattr(gather_reduce.GatherReduce, "made", made)
+    entry = host_algorithms.get("gather_reduce")
+    assert entry is not None
+    monkeypatch.setitem(host_algorithms._entries, "gather_reduce", replace(entry, make=make))
     tuned = tuning.run(None, 0.05)
     assert all("gather_reduce" not in timing.seconds for timing in tuned.timings)
     assert "gather_reduce" not in dict(getattr(tuned.table, tuned.place)).values()
@@ -249,7 +265,7 @@ def test_tuning_for_arrays_on_gpus(fake_gpus: Any, comm: Communicator) -> None:
     place = place_of(comm._channel.node, "gpu")
     tuned = tuning.run(None, 0.05, device=f"gpu:{comm.rank}")
     assert tuned.place == place
-    assert set(tuned.timings[0].seconds) == set(ALGORITHMS[place])
+    assert set(tuned.timings[0].seconds) == set(algorithms_at(place))
     for row in Table._fields:
         assert row == place or getattr(tuned.table, row) == getattr(SHIPPED, row)
     with fake_gpus.cuda.Device(comm.rank), Communicator(table=tuned.table) as communicator:

@@ -148,7 +148,7 @@ def test_all_ranks_take_the_table_of_rank_0_though_their_files_differ(
     # On further ranks there is no such file.
     monkeypatch.setenv(SETTING, str(tmp_path / "t"))
     with Communicator() as tuned:
-        assert tuned._engine.choice.table == REDUCE_BROADCAST
+        assert tuned._engine.table == REDUCE_BROADCAST
         assert taken(tuned) == "reduce_broadcast"
 
 
@@ -161,7 +161,7 @@ def test_what_is_set_on_rank_0_counts(
     if comm.rank == rank:
         monkeypatch.setenv(SETTING, str(tmp_path / "t"))
     with Communicator() as tuned:
-        assert tuned._engine.choice.table == (REDUCE_BROADCAST if rank == 0 else SHIPPED)
+        assert tuned._engine.table == (REDUCE_BROADCAST if rank == 0 else SHIPPED)
         assert (taken(tuned) == "reduce_broadcast") == (rank == 0)
 
 
@@ -180,7 +180,7 @@ def test_a_wrong_file_of_rank_0_is_the_same_error_on_all_ranks(
     assert comm.all_gather_object(str(caught.value)) == [str(caught.value)] * comm.size
     monkeypatch.delenv(SETTING, raising=False)
     with Communicator() as after:
-        assert after._engine.choice.table == SHIPPED
+        assert after._engine.table == SHIPPED
 
 
 @pytest.mark.min_ranks(2)
@@ -191,7 +191,7 @@ def test_a_wrong_file_of_another_rank_is_of_no_account(
         (tmp_path / "t").write_text("{")
         monkeypatch.setenv(SETTING, str(tmp_path / "t"))
     with Communicator() as tuned:
-        assert tuned._engine.choice.table == SHIPPED
+        assert tuned._engine.table == SHIPPED
 
 
 def test_one_rank_alone_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from mpidist.collectives.watch import trace_file, trace_merge
 from mpidist.collectives.watch.flight_file import FlightFile
 from mpidist.collectives.watch.flight_file import path_of as flight_path
 from mpidist.core.files import open_regular, replacing
-from mpidist.estimator import results
+from mpidist.estimator import evaluations
 
 pytestmark = pytest.mark.one_rank
 
@@ -45,8 +45,8 @@ def write_tuning(folder: Path) -> Path:
 
 
 def write_metrics(folder: Path) -> Path:
-    results.append(folder, results.EvalResult("ckpt-1", {"loss": 0.5}, 0.0, 1.0))
-    return folder / results.FILE
+    evaluations.append(folder, evaluations.EvalResult("ckpt-1", {"loss": 0.5}, 0.0, 1.0))
+    return folder / evaluations.FILE
 
 
 WRITERS = [write_trace, write_merged_trace, write_flight_record, write_tuning, write_metrics]

@@ -97,9 +97,10 @@ def train(state):
             if len(calls) == 1 and state.step == 6:
                 if me in (0, 1): wait_until_gone(pids[3]); raise RankLostError("noticed just before the commit")
                 if me == 3: os.kill(os.getpid(), signal.SIGKILL)
+                from mpidist.checkpoint.checkpoint import TrackedObjects
                 from mpidist.elastic import state as room
                 room.take_snapshot = lambda tracked, real=room.take_snapshot: real(lonely)
-                lonely = mpidist.Checkpoint(v=np.array(6.0))
+                lonely = TrackedObjects({"v": np.array(6.0)})
             state.commit()
         return state.step
 elastic.run(train, elastic.State(step=0))

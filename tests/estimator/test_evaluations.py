@@ -13,8 +13,7 @@ import pytest
 
 import mpidist
 from mpidist.estimator import EvalSpec, evaluations
-from mpidist.estimator.evaluations import Evaluations
-from mpidist.estimator.results import FILE
+from mpidist.estimator.evaluations import FILE, Evaluations
 
 # Its directories are those of one process.
 pytestmark = pytest.mark.one_rank

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.estimator.results import FILE, EvalResult, append, plain_metrics
+from mpidist.estimator.evaluations import FILE, append, plain_metrics
+from mpidist.estimator.specs import EvalResult
 
 pytestmark = pytest.mark.one_rank
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpidist
-from mpidist.estimator.results import FILE
+from mpidist.estimator.evaluations import FILE
 from tests.estimator import programs
 from tests.estimator.programs import STEPS
 from tests.support.ranks.jobs import run_alone

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.gpu_machine import describe_gpu
+from benchmarks.measuring.machine import describe_gpu
 from tests.gpu import machine
 from tests.support.ranks.jobs import mpirun_command
 

@@ -26,7 +26,7 @@ def use_stand_in_if_asked() -> None:
 
 def problem() -> str | None:
     """Return why nothing can run on a GPU here, None where it can."""
-    from benchmarks.gpu_machine import gpu_problem
+    from benchmarks.measuring.machine import gpu_problem
 
     use_stand_in_if_asked()
     return gpu_problem()

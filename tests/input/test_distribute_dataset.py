@@ -228,7 +228,7 @@ def test_different_datasets_are_refused_on_all_workers():
 def test_different_numbers_of_passes_are_refused_on_all_workers():
     def work(workers):
         distributed = distribute_dataset(Dataset.range(4).batch(2), workers, None)
-        distributed._passes = workers.worker_id
+        distributed._distribution.passes = workers.worker_id
         return iter(distributed)
 
     assert [type(error) for error in run_workers(work, (1, 1))] == [MismatchError] * 2

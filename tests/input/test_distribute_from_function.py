@@ -9,9 +9,8 @@ from mpidist.core.errors import PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_from_function, distribute_values
 from mpidist.input.element_spec import ArraySpec
-from mpidist.input.input_context import InputContext
 from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_workers import InputContext, InputWorkers
 from mpidist.values import PerReplica
 from tests.input.worker_threads import lists, run_workers, steps_of
 

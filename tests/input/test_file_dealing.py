@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.file_dealing import FileNames
+from mpidist.input.sources import FileNames
 from tests.input.policy_helpers import (
     AUTO,
     FILE,

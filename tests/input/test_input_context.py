@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from mpidist.input.input_context import InputContext, ValueContext
 from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
 
 pytestmark = pytest.mark.one_rank
 

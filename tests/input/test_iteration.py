@@ -9,8 +9,7 @@ from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.distributed_dataset import DistributedIterator
 from mpidist.input.input_workers import InputWorkers
-from mpidist.input.iteration import DatasetIterator
-from mpidist.input.optional import Optional
+from mpidist.input.iteration import DatasetIterator, Optional
 from tests.input.worker_threads import lists, run_workers
 
 pytestmark = pytest.mark.one_rank

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.input import permutations
+from mpidist.input import row_indices
 from mpidist.input.dataset import Dataset
-from mpidist.input.permutations import Bijection, order_in_windows, random_order
-from mpidist.input.row_indices import Joined, as_array, concatenate
+from mpidist.input.row_indices import Bijection, Joined, as_array, concatenate, order_in_windows, random_order
 
 pytestmark = pytest.mark.one_rank
 
@@ -76,7 +75,7 @@ def test_many_rows_are_shuffled_in_little_memory():
 
 def test_short_and_long_orders_are_exact(monkeypatch):
     for largest in (1 << 22, 100):
-        monkeypatch.setattr(permutations, "LARGEST_ARRAY", largest)
+        monkeypatch.setattr(row_indices, "LARGEST_ARRAY", largest)
         numbers = np.concatenate(list(random_order(70_000, rng())))
         assert not np.array_equal(numbers, np.arange(70_000))
         assert np.array_equal(np.sort(numbers), np.arange(70_000))
@@ -88,7 +87,7 @@ def test_short_and_long_orders_are_exact(monkeypatch):
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 6), st.sampled_from([1 << 22, 3]))
 def test_windows_are_a_partition_of_whole_blocks(count, block_rows, window_blocks, largest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(permutations, "LARGEST_ARRAY", largest)
+        patch.setattr(row_indices, "LARGEST_ARRAY", largest)
         pieces = list(order_in_windows(count, block_rows, window_blocks, rng(count)))
     assert sorted(x for piece in pieces for x in piece.tolist()) == list(range(count))
     blocks = [set((piece // block_rows).tolist()) for piece in pieces]

@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.input.dataset import Dataset
+from mpidist.input import SHARD_HINT, Dataset
+from mpidist.input.caching import Cached
+from mpidist.input.choosing import Shuffled, Skip
 from mpidist.input.even_batches import EvenBatches
-from mpidist.input.file_dealing import FileNames
-from mpidist.input.item_steps import SameItems
-from mpidist.input.pipeline import Items, Node, Rows
+from mpidist.input.graph import Form, GraphNode
+from mpidist.input.sources import FileNames
+from mpidist.input.steps import Concatenated, Mapped, Prefetched
 from tests.input.policy_helpers import (
     read,
     stream,
@@ -18,12 +20,13 @@ pytestmark = pytest.mark.one_rank
 
 
 def kinds_of(node):
-    """Return the classes of all the steps of a pipeline."""
-    return {type(node)}.union(*map(kinds_of, node.inputs))
+    """Return the classes of all the steps of a dataset, with the forms of their elements."""
+    return {(type(node), node.form)}.union(*map(kinds_of, node.inputs))
 
 
 def test_every_step_goes_on_alike_after_the_same_inputs(tmp_path):
-    rows = Dataset.range(12).map(lambda x: x * 2).shuffle(seed=1).prefetch(1).repeat(2).batch(3)
+    rows = Dataset.range(12).map(lambda x: x * 2).shuffle(seed=1).skip(1).prefetch(1).repeat(2)
+    rows = rows.batch(3).take(5).shard(2, 0)
     items = (
         stream(9).map(lambda x: x).filter(lambda x: x > 1).shuffle(4, seed=1).batch(2).prefetch(2).skip(1).enumerate()
     )
@@ -31,8 +34,9 @@ def test_every_step_goes_on_alike_after_the_same_inputs(tmp_path):
     pairs = Dataset.zip(items, Dataset.from_files(["0:3", "3:3"], read))
     joined = Dataset.sample_from_datasets([Dataset.range(3).concatenate(Dataset.range(4)).cache(), Dataset.range(5)])
     kept = stream(9).concatenate(Dataset.range(4)).cache().padded_batch(2).unbatch().batch(2).cache(tmp_path / "kept")
-    kept = Dataset(EvenBatches(kept._node, 1))
+    kept = Dataset(EvenBatches((kept._node,), 1))
     windows = Dataset.range(6).window(2).flat_map(lambda window: window)
+    hint = Dataset.range(6).shard(SHARD_HINT, SHARD_HINT)
 
     def again(node):
         return node.with_inputs([again(before) for before in node.inputs])
@@ -47,12 +51,18 @@ def test_every_step_goes_on_alike_after_the_same_inputs(tmp_path):
         for one, other in zip(dataset, twin, strict=True):
             assert str(one) == str(other)
         seen |= kinds_of(dataset._node)
+    assert repr(Dataset(again(hint._node))) == repr(hint)
+    seen |= kinds_of(hint._node)
 
     def subclasses(kind):
         return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
-    steps = {kind for kind in subclasses(Node) if kind.__module__.startswith("mpidist.")}
-    assert seen == steps - {Node, Rows, Items, SameItems}  # which are abstract
+    steps = {kind for kind in subclasses(GraphNode) if kind.__module__.startswith("mpidist.")}
+    assert {kind for kind, _ in seen} == {kind for kind in steps if not kind.__subclasses__()}  # others are abstract
+    for kind in (Mapped, Shuffled, Skip, Prefetched, Cached, Concatenated):
+        forms = {form for one, form in seen if one is kind}
+        assert Form.ROWS in forms
+        assert forms != {Form.ROWS}
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpidist.input import SHARD_HINT
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.file_dealing import FileNames
+from mpidist.input.sources import FileNames
 from tests.input import test_dealing
 from tests.input.policy_helpers import (
     AUTO,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpidist.collectives import Communicator
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.input import SHARD_HINT, AutoShardPolicy, Dataset, InputWorkers, distribute_dataset
-from mpidist.input.file_dealing import FileNames
+from mpidist.input.sources import FileNames
 from tests.input.test_dealing import reference, reference_b
 from tests.input.worker_threads import steps_of
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from mpidist.input.read_ahead import ReadAhead, Readers
+from mpidist.input.threads import ReadAhead, Readers
 
 pytestmark = pytest.mark.one_rank
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.collectives import Communicator
 from mpidist.core.errors import PeerError
-from mpidist.input import permutations
+from mpidist.input import row_indices
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.input_workers import InputWorkers
@@ -36,7 +36,7 @@ def shuffled(rows, way):
 @pytest.mark.parametrize("way", ["array", "no array", "windows"])
 def test_every_order_is_a_partition_in_every_pass(communicator, way, monkeypatch):
     if way == "no array":
-        monkeypatch.setattr(permutations, "LARGEST_ARRAY", 10)
+        monkeypatch.setattr(row_indices, "LARGEST_ARRAY", 10)
     called = []
 
     def function(row):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.input import Dataset, InputIterator, InputOptions, InputReplicationMode
+from mpidist.input import Dataset, InputOptions, InputReplicationMode
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
 from mpidist.input.input_workers import InputWorkers
+from mpidist.v1 import InputIterator
 
 pytestmark = pytest.mark.one_rank
 

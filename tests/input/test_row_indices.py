@@ -27,15 +27,15 @@ def flat(found):
 @given(blocks, st.integers(0, 40))
 def test_take_and_skip(found, count):
     everything = flat(found)
-    assert flat(row_indices.take(found, count)) == everything[:count]
-    assert flat(row_indices.skip(found, count)) == everything[count:]
+    assert flat(row_indices.cut(found, 0, count, 1)) == everything[:count]
+    assert flat(row_indices.cut(found, count, None, 1)) == everything[count:]
 
 
 @quick
 @given(blocks, st.integers(1, 5), st.data())
 def test_shard(found, num_shards, data):
     index = data.draw(st.integers(0, num_shards - 1))
-    assert flat(row_indices.shard(found, num_shards, index)) == flat(found)[index::num_shards]
+    assert flat(row_indices.cut(found, index, None, num_shards)) == flat(found)[index::num_shards]
 
 
 @quick
@@ -50,4 +50,4 @@ def test_batch(found, size, drop_remainder):
 
 def test_contiguous_rows_stay_a_range():
     assert list(row_indices.batch([range(10)], 4, False)) == [range(4), range(4, 8), range(8, 10)]
-    assert list(row_indices.shard([range(8)], 2, 1)) == [range(1, 8, 2)]
+    assert list(row_indices.cut([range(8)], 1, None, 2)) == [range(1, 8, 2)]

@@ -90,7 +90,7 @@ def test_elements_that_nobody_divided(
     with caplog.at_level("WARNING", "mpidist"):
         loop(all_ranks)
     told = [record.getMessage() for record in caplog.records]
-    workers = all_ranks.extended._input_workers()
+    workers = all_ranks.extended.input_workers()
     assert len(told) == (workers.num_workers > 1 and workers.worker_id == 0)
     for text in told:
         assert f"which each of the {workers.num_workers} ranks goes through by itself" in text

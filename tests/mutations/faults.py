@@ -112,11 +112,11 @@ _TOPOLOGY = (
 
 _CLUSTER_RESOLVER = (
     Fault(
-        "workers are numbered as if there were no chief",
-        "mpidist/cluster_resolver/multi_worker_util.py",
-        'return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)',
-        "return task_id",
-        ("tests/cluster_resolver/test_multi_worker_util.py",),
+        "tasks are dealt out in the order of their names",
+        "mpidist/cluster_resolver/roles.py",
+        "for job, count in jobs.items() for index in range(count)]",
+        "for job, count in sorted(jobs.items()) for index in range(count)]",
+        ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
     ),
     Fault(
         "every Slurm task of a node takes the GPUs of the first",
@@ -259,7 +259,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the host reduces before the GPU has copied to it",
-        "mpidist/collectives/gpu/staged.py",
+        "mpidist/collectives/gpu/algorithms/staged.py",
         "        yield from until_event(copied)\n",
         "        del copied\n",
         ("tests/collectives/test_device_order.py",),
@@ -278,7 +278,7 @@ _VALUES = (
     Fault(
         "each rank keeps its own value where that of the first replica counts",
         "mpidist/values/synchronization.py",
-        "return strategy.extended._broadcast_from_first(mine, doing)",
+        "return strategy.extended.broadcast_nest(mine, note=doing)",
         "return mine",
         ("tests/acceptance/test_variable_tables.py",),
         ranks=2,
@@ -288,7 +288,7 @@ _VALUES = (
 _CROSS_DEVICE_OPS = (
     Fault(
         "the results of several replicas share their memory",
-        "mpidist/cross_device_ops/destinations.py",
+        "mpidist/cross_device_ops/local_values.py",
         "put(value, device, copies=True) for device in devices[1:]",
         "put(value, device) for device in devices[1:]",
         ("tests/acceptance/test_replica_context.py",),
@@ -312,7 +312,7 @@ _INPUT = (
     ),
     Fault(
         "a pass that goes on from a state takes the last step again",
-        "mpidist/input/distributed_iterator.py",
+        "mpidist/input/distributed_dataset.py",
         "return self._remainder.after(self._taken).to_json()",
         "return self._remainder.after(max(0, self._taken - 1)).to_json()",
         ("tests/input/test_resume.py",),
@@ -322,17 +322,17 @@ _INPUT = (
 _STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
-        "mpidist/strategies/replicated.py",
-        '            self._announce(error, "the function given to run()")\n',
+        "mpidist/strategies/extended.py",
+        '            self.announce(error, "the function given to run()")\n',
         "",
         ("tests/acceptance/test_going_on_after_errors.py",),
         ranks=2,
     ),
     Fault(
         "the mean of plain values is divided by the replicas instead of the ranks",
-        "mpidist/strategies/replicated.py",
-        "divisor = len(self._replica_counts) if is_plain else self._total",
-        "divisor = self._total",
+        "mpidist/strategies/extended.py",
+        "divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync",
+        "divisor = self.num_replicas_in_sync",
         ("tests/acceptance/test_examples_reductions.py",),
         ranks=2,
     ),
@@ -382,14 +382,14 @@ _CHECKPOINT = (
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/save_steps.py",
+        "mpidist/checkpoint/saving.py",
         "needs_copy = self._options.is_async and copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
     ),
     Fault(
         "one checkpoint too few is kept",
-        "mpidist/checkpoint/retention.py",
+        "mpidist/checkpoint/manager.py",
         "max(0, len(saved_at) - self._max_to_keep)",
         "max(0, len(saved_at) - max(1, self._max_to_keep - 1))",
         ("tests/checkpoint/test_manager.py",),
@@ -430,6 +430,23 @@ _ESTIMATOR = (
     ),
 )
 
+_COMPAT = (
+    Fault(
+        "workers are numbered as if there were no chief",
+        "mpidist/compat/multi_worker_util.py",
+        'return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)',
+        "return task_id",
+        ("tests/compat/test_multi_worker_util.py",),
+    ),
+    Fault(
+        "an iterator that is initialized again goes on where it was",
+        "mpidist/compat/input_iterator.py",
+        "        self._iterator = iter(self._dataset)\n",
+        "        self._iterator = self._iterator or iter(self._dataset)\n",
+        ("tests/compat/test_v1_iterators.py",),
+    ),
+)
+
 _CLI = (
     Fault(
         "launch replaces what the user has set",
@@ -451,7 +468,7 @@ _FACADES_FAULTS = (
     Fault(
         "the v1 name of a strategy is that of v2",
         "mpidist/v1/experimental.py",
-        "from mpidist.strategies.v1 import CentralStorageStrategyV1 as CentralStorageStrategy",
+        "from mpidist.compat.v1_strategies import CentralStorageStrategyV1 as CentralStorageStrategy",
         "from mpidist.strategies import CentralStorageStrategy",
         ("tests/strategies/test_central_storage.py",),
     ),
@@ -479,6 +496,7 @@ FAULTS: tuple[Fault, ...] = (
     *_CHECKPOINT,
     *_ELASTIC,
     *_ESTIMATOR,
+    *_COMPAT,
     *_CLI,
     *_FACADES_FAULTS,
 )

@@ -39,7 +39,7 @@ class Touched:
         self.reads: dict[int, Any] = {}
         self.writes: dict[int, Any] = {}
         numbers = {id(shard): number for number, shard in enumerate(variable.variables)}
-        read, sparse_read, scatter = Variable._read, Variable.sparse_read, Variable._scatter
+        read, sparse_read, scatter = Variable.as_array, Variable.sparse_read, Variable.scatter_by
 
         def noting_read(shard: Any) -> Any:
             if id(shard) in numbers:
@@ -55,6 +55,6 @@ class Touched:
             self.writes[numbers[id(shard)]] = slices.indices.tolist()
             return scatter(shard, how, slices)
 
-        monkeypatch.setattr(Variable, "_read", noting_read)
+        monkeypatch.setattr(Variable, "as_array", noting_read)
         monkeypatch.setattr(Variable, "sparse_read", noting_sparse_read)
-        monkeypatch.setattr(Variable, "_scatter", noting_scatter)
+        monkeypatch.setattr(Variable, "scatter_by", noting_scatter)

@@ -215,7 +215,7 @@ def test_gradients_are_applied_once(strategy: Any) -> None:
 
 @CENTRAL
 def test_gradients_that_come_as_they_are_computed(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpidist.training.buckets.BUCKET_BYTES", 100)
+    monkeypatch.setattr("mpidist.training.gradients.BUCKET_BYTES", 100)
     with strategy.scope():
         weights = [mpidist.Variable(np.zeros(40)) for _ in range(5)]
         optimizer = mpidist.optimizers.SGD(1.0)

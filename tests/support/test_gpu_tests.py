@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import JOBS
+from benchmarks.suite.gpu import JOBS
 from tests.gpu.__main__ import PARTS
 from tests.gpu.machine import STAND_IN
 from tests.support.ranks.jobs import ROOT, child_environment

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist.optimizers import SGD
-from mpidist.training import buckets
+from mpidist.training import gradients as buckets
 from tests.support.ranks.layouts import per_replica
 
 SHAPES = [(40, 25), (25,), (25, 10), (10,), (7, 3, 2)]

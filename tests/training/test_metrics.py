@@ -113,8 +113,8 @@ def test_a_call_of_one_replica_alone_sends_nothing(strategy: mpidist.Strategy, m
         mean = Mean()
     if not mean._has_copies:
         return
-    for name in ("_replica_ctx_all_reduce", "_reduce"):
-        monkeypatch.setattr(strategy.extended, name, lambda *_, **__: pytest.fail("the replicas communicated"))
+    for owner, name in ((mpidist.ReplicaContext, "all_reduce"), (strategy.extended, "reduce_leaves")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("the replicas communicated"))
     strategy.run(lambda: mean(1.0))
 
 

@@ -21,7 +21,7 @@ def strategy() -> Any:
 
 
 def rank_of(strategy: Any) -> int:
-    return int(strategy.extended._comm.rank)
+    return int(strategy.extended.communicator.rank)
 
 
 def test_learning_rates_that_differ_from_the_beginning(strategy: Any) -> None:

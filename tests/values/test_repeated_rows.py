@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mpidist.values.repeated_rows import combined, last_of_each
+from mpidist.values.indexed_slices import combined, last_of_each
 
 pytestmark = pytest.mark.one_rank
 

@@ -258,6 +258,8 @@ class PackedReduction:
         counts, count, nbytes, dtype: Of the pack.
         has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
+        took: What part of its algorithm was chosen, such as a way between nodes; None where there is nothing to choose.
+        own_results: Memory of this rank for the result, once an algorithm has made it before the ranks meet.
         tell_chunk: What is to be told of each chunk, if anything.
     """
 
@@ -281,6 +283,8 @@ class PackedReduction:
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
         self.has_buffer = pack.has_buffer
         self.is_wanted = True
+        self.took: str | None = None
+        self.own_results: list[Array] | None = None
         self.tell_chunk: Callable[[str, int, int, int], None] | None = None
 
     def flat_input(self) -> Array:

@@ -3,34 +3,76 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
+from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.reduce import algorithms
-from mpidist.collectives.reduce.table import SHIPPED, Row, Table, look_up
+from mpidist.collectives.node.node import Node
+from mpidist.collectives.node.packing import PackedReduction
+from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
+from mpidist.collectives.reduce.registry import (
+    Entry,
+    Registry,
+    Row,
+    check_name,
+    gpu_algorithms,
+    host_algorithms,
+    host_names,
+    wire_algorithms,
+)
+from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpidist.collectives.node.node import Node
-
 _log = logging.getLogger("mpidist")
-_ORDERED = ("hierarchical", "pairwise", "gather_reduce", "neighbours", "window")
+
+
+class Algorithm(Protocol):
+    """What every algorithm for arrays in host memory offers."""
+
+    def prepare(self, job: PackedReduction, may_share: bool) -> None:
+        """Do what this rank has to before all ranks meet; every rank passes a job of the same size.
+
+        Args:
+            job: The reduction.
+            may_share: Whether the result may be read-only arrays that the ranks of the node share.
+        """
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """Reduce the prepared job over all ranks, which have met since; returns the flat results, as cut as the input.
+
+        They are the targets of the job, if it has any. ``job.took`` may name a part of it that was chosen.
+        """
+
+    def close(self) -> None:
+        """Free what the algorithm holds (collective)."""
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=_Closable)
 
 
 def check_options(options: CommunicationOptions) -> None:
     """Raise for options that name something unknown, or two things that do not go together."""
-    algorithms.check_name(options.algorithm)
+    check_name(options.algorithm)
     for name in ("wire_dtype", "deterministic"):
-        if getattr(options, name) and options.algorithm not in (None, *_ORDERED):
+        if getattr(options, name) and options.algorithm is not None and not _is_ordered(options.algorithm):
+            ordered = ", ".join(filter(_is_ordered, host_names()))
             raise ValueError(
                 f"{name}={getattr(options, name)!r} and algorithm={options.algorithm!r} do not go together; "
-                f"leave algorithm out, or take one of {', '.join(_ORDERED)}"
+                f"leave algorithm out, or take one of {ordered}"
             )
     if options.error_feedback and options.wire_dtype is None:
         raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
+
+
+def _is_ordered(name: str) -> bool:
+    entry = host_algorithms.get(name) or wire_algorithms.get(name)
+    return entry is not None and entry.is_ordered
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:
@@ -42,65 +84,103 @@ def place_of(node: Node, kind: str = "cpu") -> str:
     return "one_node_readable" if node.reads_neighbours else "one_node"
 
 
-class Choice:
-    """The algorithms of one communicator.
+class Choice(Generic[A]):
+    """The algorithms of one communicator for arrays of one kind.
 
     Args:
-        comm: The communicator.
-        node: Its node of this rank.
-        table: Which algorithm is taken where.
+        registry: The algorithms that there are.
+        site: Where they work: a Site, or one for arrays on GPUs.
+        place: The row of the table that counts there.
+        row: Its content.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: Node, table: Table = SHIPPED) -> None:
-        self._comm = comm
-        self._node = node
-        self.table = table
-        self._made: dict[str, algorithms.Algorithm] = {}
+    def __init__(self, registry: Registry, site: Any, place: str, row: Row) -> None:
+        self._registry = registry
+        self.site = site
+        self._place = place
+        self.row = row
+        self._names: dict[tuple[str, bool, bool, bool, bool], tuple[str, ...]] = {}
+        self._made: dict[str, A] = {}
         self._without: set[str] = set()
 
-    @property
-    def row(self) -> Row:
-        """The row of the table for the place that the communicator is at."""
-        row: Row = getattr(self.table, place_of(self._node))
-        return row
+    def names_for(self, nbytes: int, options: CommunicationOptions, is_common: bool = True) -> tuple[str, ...]:
+        """Return the algorithm for a message, and what may take its place, in order; the same on every rank.
 
-    def name_for(self, nbytes: int, options: CommunicationOptions) -> str:
-        """Return the algorithm for a message: the same on every rank."""
-        if options.algorithm is not None:
-            return options.algorithm
-        if not self._node.is_alone and (options.wire_dtype is not None or options.deterministic):
-            return "hierarchical"
-        name = look_up(self.row, nbytes)
-        if options.deterministic:
-            return name if name in _ORDERED else "hierarchical"
-        return "mpi" if name in self._without else name
+        Args:
+            nbytes: Of the message.
+            options: Of the call.
+            is_common: Whether every algorithm takes its dtype and operation.
+        """
+        asked = options.algorithm
+        name = look_up(self.row, nbytes) if asked is None else asked
+        key = (name, asked is None, options.deterministic, options.wire_dtype is not None, is_common)
+        names = self._names.get(key)
+        if names is None:
+            names = self._names[key] = self._suiting(*key)
+        return names
 
-    def made(self, nbytes: int, options: CommunicationOptions) -> algorithms.Algorithm | None:
-        """Return the algorithm for a message if it has been made."""
-        return self._made.get(algorithms.kind_of(self.name_for(nbytes, options), self._node))
+    def names_from(self, name: str) -> tuple[str, ...]:
+        """Return the algorithm that the table names, and what may take its place, in order."""
+        return self._suiting(name, may_differ=True, is_ordered=False, rounds=False, is_common=True)
 
-    def make(self, nbytes: int, options: CommunicationOptions) -> Steps[algorithms.Algorithm]:
-        """Make the algorithm for a message (collective).
+    def _suiting(self, name: str, may_differ: bool, is_ordered: bool, rounds: bool, is_common: bool) -> tuple[str, ...]:
+        found = [
+            entry.name
+            for entry in self._entries_from(name)
+            if (entry.is_ordered or not is_ordered)
+            and (entry.rounds or not rounds or self.site.node.is_alone)
+            and (entry.is_general or is_common)
+        ]
+        return tuple(dict.fromkeys(found)) if may_differ else (*found[:1],) or (name,)
 
-        Where the table's own choice does not work, MPI's call takes its place, and a warning says so.
+    def _entries_from(self, name: str) -> list[Entry]:
+        """Return the algorithm that does the work of the one named on this node, and those that take its place."""
+        first = self._registry.get("hierarchical" if wire_algorithms.get(name) else name)
+        if first is None:
+            return []
+        found = [self._registry.get(other) for other in (first.name, *first.instead)]
+        serving = [
+            entry if entry.stands_for is None else self._registry.get(entry.stands_for(self.site.node))
+            for entry in found
+            if entry is not None
+        ]
+        return [entry for entry in serving if entry is not None]
+
+    def first_working(self, names: Sequence[str]) -> str:
+        """Return the first of some algorithms that has not failed to work here, else the last."""
+        return next((name for name in names if name not in self._without), names[-1])
+
+    def made(self, names: Sequence[str]) -> A | None:
+        """Return the algorithm for ``names_for`` a message if it has been made."""
+        return self._made.get(self.first_working(names))
+
+    def make(self, names: Sequence[str]) -> Steps[A]:
+        """Make the algorithm for ``names_for`` a message (collective).
+
+        Where one does not work the next takes its place, and a warning says so.
 
         Raises:
-            AlgorithmError: It was asked for by name, or what only it offers was, and does not work here.
+            AlgorithmError: None of them works here, or the only one is not for arrays of this kind.
         """
-        name = self.name_for(nbytes, options)
-        kind = algorithms.kind_of(name, self._node)
-        rounds = options.wire_dtype is not None and not self._node.is_alone
-        try:
-            made = yield from algorithms.make(kind, self._comm, self._node, self.table.between_nodes)
-        except AlgorithmError as error:
-            if options.algorithm is not None or options.deterministic or rounds or name == "mpi":
-                raise
-            if self._comm.Get_rank() == 0:
-                _log.warning("mpidist: %s; MPI's own call is taken in its place", error)
-            self._without.add(name)
-            return self.made(nbytes, options) or (yield from self.make(nbytes, options))
-        self._made[kind] = made
-        return made
+        while (name := self.first_working(names)) not in self._made:
+            entry = self._registry.get(name)
+            if entry is None:
+                where = self._registry.where
+                other = gpu_algorithms.where if self._registry is host_algorithms else host_algorithms.where
+                offered = host_names() if self._registry is host_algorithms else self._registry.at(self._place)
+                raise AlgorithmError(
+                    f"algorithm {name!r} is for arrays {other}, and was asked for arrays {where}; leave algorithm out, "
+                    f"or take one of {', '.join(offered)}"
+                )
+            try:
+                self._made[name] = yield from entry.make(self.site)
+            except AlgorithmError as error:
+                if name == names[-1]:
+                    raise
+                self._without.add(name)
+                if self.site.comm.Get_rank() == 0:
+                    _log.warning("mpidist: %s%s", error, self._registry.say_instead(self.first_working(names)))
+        return self._made[name]
 
     def close(self) -> None:
         """Free what the algorithms hold (collective)."""

@@ -11,7 +11,7 @@ import json
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-Row = tuple[tuple[int | None, str], ...]
+from mpidist.collectives.reduce.registry import Row, algorithms_at
 
 KiB = 1 << 10
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", KiB))
@@ -45,15 +45,6 @@ SHIPPED = Table(
     one_node_gpu=((None, "nccl"),),
     several_nodes_gpu=((None, BY_NETWORK),),
 )
-# What works at each place.
-ALGORITHMS = {
-    "one_node_readable": ("gather_reduce", "hierarchical", "mpi", "neighbours", "reduce_broadcast", "window"),
-    "one_node": ("gather_reduce", "hierarchical", "mpi", "reduce_broadcast", "window"),
-    "several_nodes": ("hierarchical", "mpi", "reduce_broadcast", "window"),
-    "between_nodes": ("halving_doubling", "pairwise", "ring"),
-    "one_node_gpu": ("nccl", "staged"),
-    "several_nodes_gpu": ("hierarchical", "nccl", "staged"),
-}
 
 
 def resolved(row: Row, has_rdma: bool) -> Row:
@@ -152,7 +143,7 @@ def _row_from_json(row: Any, place: str, where: str) -> Row:
 
     if not isinstance(row, list) or not row or not all(isinstance(e, list) and len(e) == 2 for e in row):
         raise wrong('pairs of a largest size and an algorithm, such as [[32768, "mpi"], [null, "hierarchical"]]')
-    names = (*ALGORITHMS[place], BY_NETWORK) if place == "several_nodes_gpu" else ALGORITHMS[place]
+    names = (*algorithms_at(place), *((BY_NETWORK,) if place == "several_nodes_gpu" else ()))
     unknown = [name for _, name in row if name not in names]
     if unknown:
         raise wrong(f"algorithms out of {', '.join(names)}, not {json.dumps(unknown[0])}")

@@ -16,7 +16,7 @@ import numpy as np
 from result import leave
 
 import mpidist
-from benchmarks.inputs import count_wrong, input_of, sum_of_inputs
+from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
 
 LARGE = (16 << 20) // 4
 ROUNDS_BEFORE_IT_GOES = 3

@@ -7,8 +7,8 @@ import sys
 from result import leave
 
 import mpidist
-from benchmarks.cluster_wire import Sent
-from benchmarks.inputs import count_wrong, input_of, sum_of_inputs
+from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
+from benchmarks.measuring.wire import Sent
 
 count, interface = (int(sys.argv[1]) << 20) // 4, sys.argv[2]
 with mpidist.Communicator() as comm:

@@ -146,7 +146,7 @@ def is_of_one_process(layout: Layout) -> bool:
     On a job of one node, ``mirrored_node`` is ``multi_worker`` under another name.
     """
     one_node = RANKS_PER_NODE.read() is None
-    return layout.kind not in ("multi_worker", "central_node", "mirrored_node") or (
+    return layout.kind in ("default", "one_device", "mirrored", "central") or (
         layout.kind == "mirrored_node" and one_node
     )
 

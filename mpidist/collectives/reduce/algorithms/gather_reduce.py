@@ -13,6 +13,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.node.slots import InlineSlots
+from mpidist.collectives.reduce.registry import ONE_NODE, Entry, Site, host_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
@@ -24,19 +25,18 @@ class GatherReduce:
         slots: Of the node.
     """
 
-    name = "gather_reduce"
-
     def __init__(self, node: Node, slots: InlineSlots) -> None:
         self._node = node
         self._slots = slots
 
     @classmethod
-    def made(cls, node: Node) -> Steps[GatherReduce]:
+    def made(cls, site: Site) -> Steps[GatherReduce]:
         """Return a new one (collective).
 
         Raises:
             AlgorithmError: There is no room; on all ranks.
         """
+        node = site.node
         if not node.is_alone:
             raise AlgorithmError(
                 f"algorithm 'gather_reduce' needs all ranks on one node, and there are {node.topology.num_nodes}; "
@@ -93,3 +93,6 @@ class GatherReduce:
 
     def close(self) -> None:
         """Nothing to free: the slots are the node's."""
+
+
+host_algorithms.register(Entry("gather_reduce", GatherReduce.made, ONE_NODE, ONE_NODE, is_ordered=True, rounds=True))

@@ -14,6 +14,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
+from mpidist.collectives.reduce.registry import Entry, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -87,3 +88,6 @@ class HalvingDoubling:
         yield from until_all_done(
             [self._comm.Irecv(message(receive), rank, tag), self._comm.Isend(message(send), rank, tag)]
         )
+
+
+wire_algorithms.register(Entry("halving_doubling", HalvingDoubling, ("between_nodes",), ("several_nodes",)))

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpidist.collectives.reduce.registry import HOST_PLACES, Entry, Site, at_once, host_algorithms
 
 
 class Mpi:
     """One non-blocking call per piece that fits into an MPI count.
 
     Args:
-        comm: The communicator; not freed.
+        site: Where it works; its communicator is not freed.
     """
 
-    name = "mpi"
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, site: Site) -> None:
+        self._comm = site.comm
 
     def prepare(self, job: PackedReduction, may_share: bool) -> None:
         """See ``Algorithm``."""
@@ -39,3 +33,6 @@ class Mpi:
 
     def close(self) -> None:
         """Nothing to free: the communicator is the caller's."""
+
+
+host_algorithms.register(Entry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))

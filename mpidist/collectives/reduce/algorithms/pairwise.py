@@ -16,6 +16,7 @@ from mpidist.arrays.dtypes import DType
 from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.registry import Entry, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -85,3 +86,8 @@ class Pairwise:
         requests = [comm.Irecv(message(receive[other]), ranks[other], tag) for other in self._others]
         requests += [comm.Isend(message(send[other]), ranks[other], tag) for other in self._others]
         yield from until_all_done(requests)
+
+
+wire_algorithms.register(
+    Entry("pairwise", Pairwise, ("between_nodes",), ("several_nodes",), is_ordered=True, rounds=True)
+)

@@ -8,6 +8,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction
+from mpidist.collectives.reduce.registry import HOST_PLACES, Entry, Site, at_once, host_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -18,13 +19,11 @@ class ReduceBroadcast:
     """Every element is summed on rank 0, in one place, and copied to the others.
 
     Args:
-        comm: The communicator; not freed.
+        site: Where it works; its communicator is not freed.
     """
 
-    name = "reduce_broadcast"
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, site: Site) -> None:
+        self._comm = site.comm
 
     def prepare(self, job: PackedReduction, may_share: bool) -> None:
         """See ``Algorithm``."""
@@ -40,6 +39,9 @@ class ReduceBroadcast:
 
     def close(self) -> None:
         """Nothing to free: the communicator is the caller's."""
+
+
+host_algorithms.register(Entry("reduce_broadcast", at_once(ReduceBroadcast), HOST_PLACES))
 
 
 def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:

@@ -14,6 +14,7 @@ from mpidist.arrays.convert import Array
 from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.registry import Entry, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -58,3 +59,6 @@ class Ring:
                 self._comm.Isend(message(send), self._next, tag),
             ]
         )
+
+
+wire_algorithms.register(Entry("ring", Ring, ("between_nodes",), ("several_nodes",)))

@@ -9,6 +9,8 @@ its first level; on one node the reduce-scatter and all-gather of Rabenseifner's
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import Array
@@ -31,7 +33,8 @@ from mpidist.collectives.node.stage import (
     Results,
     Scratch,
 )
-from mpidist.collectives.reduce.algorithms.wires import Wires
+from mpidist.collectives.reduce.registry import HOST_PLACES, ONE_NODE, Entry, Site, host_algorithms
+from mpidist.collectives.reduce.wires import Wires
 from mpidist.core.errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -75,28 +78,24 @@ class TwoLevel:
         self._slice_bytes = slice_bytes
         self._lanes = lanes
         self._slots = slots
-        self.name = "neighbours" if slots is None else "window"
         self._rails = _rails(node)
         self._depth = _depth(node)
         self._scratch = Scratch(slice_bytes)
-        self._takes_shared = False
-        self._targets: list[Array] | None = None
 
     @classmethod
-    def made(cls, comm: MPI.Intracomm, node: Node, in_place: bool, wires: Wires) -> Steps[TwoLevel]:
+    def made(cls, site: Site, in_place: bool) -> Steps[TwoLevel]:
         """Return a new one (collective).
 
         Args:
-            comm: The communicator.
-            node: Its node of this rank.
+            site: Where it works.
             in_place: Whether private input is read out of the ranks' own memory, or passes through shared memory.
-            wires: What happens between nodes.
 
         Raises:
             AlgorithmError: A rank may not read its neighbours' memory, or shared memory has no room; on all ranks.
         """
+        node, wires = site.node, Wires(site.comm, site.node, site.between_nodes)
         if not in_place:
-            size, slots = yield from _made_slots(comm, node)
+            size, slots = yield from _made_slots(site.comm, node)
             return cls(node, wires, size, slots, slots)
         if not node.reads_neighbours:
             raise AlgorithmError(
@@ -113,19 +112,18 @@ class TwoLevel:
         shared = self._node.shared
         locations = [shared.locate(piece) if shared.has_arrays else None for piece in job.pieces]
         # Small arrays that were copied together come out of the shared result, too.
-        self._takes_shared = may_share and None not in locations[job.has_buffer :]
+        takes_shared = may_share and None not in locations[job.has_buffer :]
         inputs = [
             address_of(piece) if location is None else -1 - location
             for piece, location in zip(job.pieces, locations, strict=True)
         ]
         held = self._node.results.held()
-        self._targets = None if self._takes_shared else job.targets()
-        self._node.board.tell([self._takes_shared, held, *inputs, *self._result_places()])
+        job.own_results = None if takes_shared else job.targets()
+        self._node.board.tell([takes_shared, held, *inputs, *self._result_places(job.own_results)])
 
-    def _result_places(self) -> list[int]:
+    def _result_places(self, results: list[Array] | None) -> list[int]:
         # What passes lanes is not read out of the ranks' results.
-        has_none = self._targets is None or self._lanes is not None
-        return [] if has_none else [address_of(target) for target in self._targets or ()]
+        return [] if results is None or self._lanes is not None else [address_of(result) for result in results]
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
@@ -141,9 +139,7 @@ class TwoLevel:
             yield from self._run(job, inputs, InShared(flat), lanes=None)
             flat.flags.writeable = False
             return job.cut(flat)
-        if self._targets is None:
-            self._targets = job.targets()
-        targets = self._targets
+        targets = job.targets() if job.own_results is None else job.own_results
         result_places = [row[_PLACES + number :] for row in told]
         results: Results
         if self._lanes is not None:
@@ -152,15 +148,12 @@ class TwoLevel:
         else:
             if any(takes):
                 # There is no shared result after all.
-                node.board.tell(self._result_places())
+                node.board.tell(self._result_places(targets))
                 yield from node.board.meet()
                 result_places = node.board.told(number)
             results = InTargets(node, job, targets, result_places)
         yield from self._run(job, inputs, results, self._lanes)
-        self._targets = None
-        if job.given is None:
-            return targets
-        return job.given
+        return targets if job.given is None else job.given
 
     def _run(self, job: PackedReduction, inputs: Inputs, results: Results, lanes: Lanes | None) -> Steps[None]:
         slice_bytes = self._slice_bytes
@@ -173,10 +166,9 @@ class TwoLevel:
         if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
             # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
             per_chunk = job.count
-        self.name = "neighbours" if self._slots is None else "window"
         wire: Wire | None = None
         if not self._node.is_alone:
-            self.name, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes), job.options)
+            job.took, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes), job.options)
         make = Pipeline
         if job.tell_chunk is not None:
             make = WatchedPipeline
@@ -223,3 +215,15 @@ def _made_slots(comm: MPI.Intracomm, node: Node) -> Steps[tuple[int, ChunkBuffer
             "leave algorithm out"
         )
     return size, ChunkBuffers(node.rank, segments, size * rails, size)
+
+
+def _by_memory(node: Node) -> str:
+    return "neighbours" if node.reads_neighbours else "window"
+
+
+for _entry in (
+    Entry("neighbours", partial(TwoLevel.made, in_place=True), ONE_NODE[:1], ONE_NODE[:1]),
+    Entry("window", partial(TwoLevel.made, in_place=False), HOST_PLACES, ONE_NODE),
+    Entry("hierarchical", TwoLevel.made, HOST_PLACES, stands_for=_by_memory),
+):
+    host_algorithms.register(replace(_entry, is_ordered=True, rounds=True))

@@ -1,0 +1,1 @@
+"""Bars: what mpidist must reach, and whether a run reached it."""

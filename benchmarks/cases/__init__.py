@@ -1,0 +1,1 @@
+"""Cases: what is measured, mpidist beside others in the same processes."""

@@ -1,0 +1,201 @@
+"""All-reduces between nodes: beside the bare MPI call, with the bytes that each node sends; and behind products."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.cases import overlap
+from benchmarks.measuring.inputs import Array, count_wrong, input_of, spoil, sum_of_inputs
+from benchmarks.measuring.rows import MPI, OURS, Figure
+from benchmarks.measuring.session import Session
+from benchmarks.measuring.sizes import MIB, size_text
+from benchmarks.measuring.timing import Case, Measured, seconds_per_call
+from benchmarks.measuring.wire import Sent, is_counted, sent_name
+from mpidist.core.options import CommunicationOptions
+from mpidist.topology import Topology
+
+OVERLAP_SIZE = 64 * MIB
+_PRODUCTS = 50
+LEAST_REPETITIONS, MOST_REPETITIONS = 5, 51
+# Arrays of the full size that a rank holds: value, result, expected, room of the library.
+_ARRAYS = 6
+# Spacing of neighbouring numbers between 1 and 2.
+_EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+@dataclass
+class Counted(Measured):
+    """What came out for a case, with the bytes of data in each repetition, those of the node that sent most."""
+
+    sent: list[int] = field(default_factory=list)
+
+
+class WireCounter:
+    """Counts what this node's interface sends; only the first rank of a node does (collective).
+
+    Args:
+        session: Its ranks.
+        interface: Such as eth0; on a node that does not have it nothing is counted anywhere.
+    """
+
+    def __init__(self, session: Session, interface: str) -> None:
+        self._interface = interface
+        topology = Topology(session.bare)
+        self.nodes = topology.num_nodes
+        self.counts = all(session.bare.allgather(is_counted(interface)))
+        self._here = self.counts and topology.local_rank == 0
+        topology.close()
+        if not self.counts:
+            session.skipped.append(f"bytes sent: not every node has {interface}; type --interface NAME (see: ip link)")
+
+    def read(self) -> Sent:
+        """Return the counters on the first rank of a node, zeros on the others."""
+        return Sent.by(self._interface) if self._here else Sent(0, 0)
+
+
+def cases_at(session: Session, size: int, forced: Sequence[str], wire_dtypes: Sequence[str]) -> list[Case]:
+    """Return the cases of an all-reduce of ``size`` bytes of float32, private arrays in and out (collective).
+
+    Args:
+        session: Whose communicators.
+        size: Bytes.
+        forced: Algorithms of mpidist to force, beside its own choice.
+        wire_dtypes: 16-bit dtypes to send; one that is not offered is noted as skipped.
+    """
+    if not session.has_memory_for(_ARRAYS * size, f"all_reduce of {size_text(size)}"):
+        return []
+    count = max(1, size // 4)
+    value, expected = input_of(session.rank, count), sum_of_inputs(session.ranks, count)
+    out = np.full(count, np.nan, np.float32)
+
+    def check(_: object) -> int:
+        return count_wrong(out, expected)
+
+    def ours(variant: str, options: CommunicationOptions, check: Callable[[object], int] = check) -> Case:
+        def call() -> object:
+            return session.comm.all_reduce("SUM", value, out=out, options=options)
+
+        return Case(OURS, variant, call, check, session.last_algorithm, lambda: spoil(out))
+
+    cases = [
+        Case(MPI, "", lambda: session.bare.Allreduce(value, out), check, prepare=lambda: spoil(out)),
+        ours("", CommunicationOptions()),
+        *(ours(f"algorithm={name}", CommunicationOptions(algorithm=name)) for name in forced),
+    ]
+    for dtype in wire_dtypes:
+        # Inputs are not negative, so that no partial sum is larger than the sum.
+        error_of_sum = (session.ranks + 1) * _EPSILON[dtype] / 2 * expected
+
+        def check_rounded(_: object, tolerance: Array = error_of_sum) -> int:
+            return int(np.count_nonzero(~(np.abs(out - expected) <= tolerance)))
+
+        cases.append(ours(f"wire_dtype={dtype}", CommunicationOptions(wire_dtype=dtype), check_rounded))
+    return [case for case in cases if _is_offered(session, case)]
+
+
+def _is_offered(session: Session, case: Case) -> bool:
+    """Call a case once; whether there is such an algorithm or wire dtype (all ranks see alike)."""
+    try:
+        case.call()
+    except NotImplementedError as error:
+        session.skipped.append(f"{case.variant}: not offered ({error})")
+        return False
+    return True
+
+
+def run(session: Session, counter: WireCounter, cases: Sequence[Case], placement: str, size: int) -> None:
+    """Time ``cases`` in turn and count bytes; adds rows and figures to the session (collective)."""
+    for measured in measure_cases(session, counter, cases):
+        variant = ", ".join(filter(None, (placement, measured.case.variant)))
+        session.add_row("all_reduce", variant, measured, size=size, count=max(1, size // 4), op="sum")
+        if counter.counts and size >= MIB:
+            sent = statistics.median(measured.sent) / MIB
+            name = sent_name(measured.case.by, variant, size)
+            session.figures.append(Figure("sent", name, sent, "MiB", measured.algorithm))
+
+
+def run_overlap(session: Session, placement: str) -> None:
+    """Measure an all-reduce, products of one thread that take a little longer, and both at once (collective)."""
+    multiply = overlap.product()
+    cases = overlap.cases_of(session, OVERLAP_SIZE // 4, multiply, lambda case: _products_for(session, case, multiply))
+    medians = []
+    for measured in measure_cases(session, None, cases):
+        medians.append(statistics.median(measured.times))
+        variant = f"{placement}, {measured.case.variant}"
+        session.add_row("overlap", variant, measured, size=OVERLAP_SIZE, count=OVERLAP_SIZE // 4, op="sum")
+    t_comm, t_comp, _ = medians
+    if t_comp < t_comm:
+        session.skipped.append(f"bar of overlap: the products took {t_comp:.2f} s, the all-reduce alone {t_comm:.2f} s")
+    name, hidden = f"{placement}, share of communication hidden", overlap.hidden_share(*medians)
+    session.figures.append(Figure("overlap", name, hidden, "", session.last_algorithm()))
+
+
+def _products_for(session: Session, communication: Case, multiply: Callable[[], object]) -> int:
+    """Return how many products take as long as they must, the same on every rank (collective)."""
+    from mpi4py import MPI
+
+    for _ in range(2):
+        session.bare.Barrier()
+        seconds: float = session.bare.allreduce(seconds_per_call(communication.call, 1), op=MPI.MAX)
+    seconds_per_call(multiply, overlap.WARM_UP_CALLS)
+    session.bare.Barrier()
+    # The fastest rank must have enough to do, too.
+    one: float = session.bare.allreduce(seconds_per_call(multiply, _PRODUCTS), op=MPI.MIN)
+    return math.ceil(overlap.LONGER * seconds / one)
+
+
+def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence[Case]) -> list[Counted]:
+    """Time ``cases`` in turn, at least 5 times each; their results are checked before and at the end (collective).
+
+    The order is drawn anew in each repetition, alike on all ranks.
+    """
+    from mpi4py import MPI
+
+    if not cases:
+        return []
+    noted = [Counted(case) for case in cases]
+    for one in noted:
+        _once(session, counter, one, checked=True)
+    longest = session.bare.allreduce(max(one.times[0] for one in noted), op=MPI.MAX)
+    for one in noted:
+        # The first call makes plans and touches memory.
+        one.times.clear()
+        one.sent.clear()
+    repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(session.seconds / longest)))
+    draw, order = random.Random(0), list(range(len(cases)))
+    for repetition in range(repetitions):
+        draw.shuffle(order)
+        for index in order:
+            _once(session, counter, noted[index], checked=repetition == repetitions - 1)
+    for one in noted:
+        times, sent, wrong = zip(*session.bare.allgather((one.times, one.sent, one.wrong or 0)), strict=True)
+        one.times = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+        one.sent = [max(of_ranks) for of_ranks in zip(*sent, strict=True)]
+        one.wrong = None if one.case.check is None else sum(wrong)
+    return noted
+
+
+def _once(session: Session, counter: WireCounter | None, noted: Counted, checked: bool) -> None:
+    """Call a case once; the messages of the barriers, some hundred bytes, are counted with its own."""
+    case = noted.case
+    if checked:
+        case.prepare()
+    session.bare.Barrier()
+    before = Sent(0, 0) if counter is None else counter.read()
+    session.bare.Barrier()
+    start = time.perf_counter()
+    result = case.call()
+    noted.times.append(time.perf_counter() - start)
+    noted.algorithm = case.algorithm()
+    if counter is not None:
+        session.bare.Barrier()
+        noted.sent.append(counter.read().data_since(before))
+    if checked and case.check is not None:
+        noted.wrong = (noted.wrong or 0) + case.check(result)

@@ -1,0 +1,226 @@
+"""On a GPU: packing beside a plain copy, staging beside one large copy, calls of NCCL, and sums between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
+from benchmarks.measuring.models import MODELS
+from benchmarks.measuring.rows import ALONE, COPY, OURS
+from benchmarks.measuring.session import Session
+from benchmarks.measuring.timing import Case
+from mpidist.arrays.cupy_module import require_cupy
+from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.dtypes import as_dtype
+from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
+from mpidist.collectives.mpi.waiting import drive
+from mpidist.collectives.reduce.nccl_types import nccl_reduction
+from mpidist.core.deadline import Deadline
+from mpidist.core.enums import ReduceOp
+from mpidist.experimental import CommunicationOptions
+
+COUNT_OF_A_CALL = 1024
+_LIMIT_SECONDS = 120.0
+# Whatever the network is: its stages are those that are timed by themselves.
+_HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
+# Launches of one repetition, so that starting them hides behind the GPU's work.
+ROUNDS = 10
+# Dtypes of the arrays and of the flat buffer, and whether it is spread and divided instead of packed.
+WAYS = (
+    ("float32", "float32", False),
+    ("float16", "float32", False),
+    ("bfloat16", "float32", False),
+    ("float32", "bfloat16", False),
+    ("float32", "float32", True),
+    ("float16", "float32", True),
+)
+
+
+def way_name(array: str, flat: str, unpacks: bool) -> str:
+    """Return the variant of a row, such as ``"pack float16 to float32"``."""
+    return f"unpack {flat} to {array}, divided" if unpacks else f"pack {array} to {flat}"
+
+
+def run_packing(session: Session, model: str) -> None:
+    """Time each way of packing the gradients of ``model``, and a copy as large as they are in float32 (collective).
+
+    Sizes are bytes read and written.
+    """
+    cupy: Any = require_cupy()
+    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    stream = ops.stream(device)
+    shapes = MODELS[model]()
+    count = sum(int(np.prod(shape)) for shape in shapes)
+    nbytes = 4 * count
+    source, target = (cupy.zeros(count, np.float32) for _ in range(2))
+
+    def copy() -> None:
+        for _ in range(ROUNDS):
+            target.data.copy_from_device_async(source.data, nbytes, stream.raw)
+        stream.synchronize()
+
+    cases = [(COPY, "copy", copy, 2 * nbytes, None)]
+    for array_name, flat_name, unpacks in WAYS:
+        if "bfloat16" in (array_name, flat_name) and find_spec("ml_dtypes") is None:
+            session.skipped.append(f"{way_name(array_name, flat_name, unpacks)}: bfloat16 needs ml_dtypes")
+            continue
+        arrays = [cupy.ones(shape, as_dtype(array_name)) for shape in shapes]
+        flat = cupy.full(count, 2, as_dtype(flat_name))
+        moved = count * (arrays[0].itemsize + flat.itemsize)
+        call, check = _packing(ops, stream, arrays, flat, unpacks)
+        cases.append((OURS, way_name(array_name, flat_name, unpacks), call, moved, check))
+    cupy.cuda.Device().synchronize()
+    for by, variant, call, moved, check in cases:
+        session.measure(
+            "gpu_pack", [Case(by, f"{model}, {variant}", call, check)], size=ROUNDS * moved, count=ROUNDS * count
+        )
+
+
+def _packing(
+    ops: Any, stream: Any, arrays: list[Any], flat: Any, unpacks: bool
+) -> tuple[Callable[[], object], Callable[[object], int]]:
+    def pack() -> None:
+        for _ in range(ROUNDS):
+            ops.pack(arrays, flat, stream)
+        stream.synchronize()
+
+    def unpack() -> None:
+        for _ in range(ROUNDS):
+            ops.unpack(flat, arrays, 2, stream)
+        stream.synchronize()
+
+    def wrong(_: object) -> int:
+        return sum(int((array.astype(np.float32) != 1).sum()) for array in (arrays if unpacks else [flat]))
+
+    return (unpack if unpacks else pack), wrong
+
+
+def run_staging(session: Session, nbytes: int) -> None:
+    """Time copies to and from the host, whole and through the slots that collectives take (collective)."""
+    cupy: Any = require_cupy()
+    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    streams = DeviceStreams(ops, device)
+    ring = StagingRing(streams, staging_bytes())
+    array = cupy.zeros(nbytes, np.uint8)
+    whole = ops.pinned(nbytes)
+    cupy.cuda.Device().synchronize()
+
+    def whole_to_host() -> None:
+        ops.copy_to_host(whole, array, streams.to_host)
+        streams.to_host.synchronize()
+
+    def whole_to_device() -> None:
+        ops.copy_to_device(array, whole, streams.to_device)
+        streams.to_device.synchronize()
+
+    def staged_to_host() -> None:
+        _through(ring, array, streams.to_host, lambda slot, part: ops.copy_to_host(slot, part, streams.to_host))
+
+    def staged_to_device() -> None:
+        _through(ring, array, streams.to_device, lambda slot, part: ops.copy_to_device(part, slot, streams.to_device))
+
+    cases = [
+        Case(COPY, "device to host", whole_to_host),
+        Case(OURS, "device to host", staged_to_host),
+        Case(COPY, "host to device", whole_to_device),
+        Case(OURS, "host to device", staged_to_device),
+    ]
+    session.measure("gpu_staging", cases, size=nbytes, count=nbytes, dtype="uint8")
+    streams.close()
+
+
+def _through(ring: StagingRing, array: Any, stream: Any, copy: Callable[[Any, Any], None]) -> None:
+    """Copy all of ``array`` in chunks that take turns in the slots."""
+    for start in range(0, array.size, ring.nbytes):
+        part = array[start : start + ring.nbytes]
+        slot = ring.take()
+        while slot is None:
+            slot = ring.take()
+        copy(slot.array(part.size, part.dtype), part)
+        ring.give_back(slot, stream.record())
+    stream.synchronize()
+
+
+def run_nccl_call(session: Session) -> None:
+    """Time the host's part of an all-reduce of 1024 numbers, as mpidist and as CuPy call it (one rank)."""
+    from mpi4py import MPI
+
+    cupy: Any = require_cupy()
+    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    base = MPI.COMM_SELF.Dup()
+    made = drive(NcclComm.made(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
+    if isinstance(made, str):
+        session.skipped.append(f"calls of NCCL: {made}")
+        base.Free()
+        return
+    nccl = cupy.cuda.nccl
+    bare = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    source, target = cupy.ones(COUNT_OF_A_CALL, np.float32), cupy.zeros(COUNT_OF_A_CALL, np.float32)
+    stream = ops.stream(device)
+    stream.wait(ops.current_stream(device).record())
+    datatype, op, _ = nccl_reduction(source.dtype, ReduceOp.SUM)
+
+    def call_bare() -> None:
+        bare.allReduce(source.data.ptr, target.data.ptr, COUNT_OF_A_CALL, datatype, op, stream.handle)
+
+    def call_ours() -> None:
+        made.all_reduce(source, target, ReduceOp.SUM, stream)
+
+    def wrong(_: object) -> int:
+        stream.synchronize()
+        return int((target != 1).sum())
+
+    cases = [Case(ALONE, "CuPy", call_bare, wrong), Case(OURS, "NcclComm", call_ours, wrong)]
+    session.measure("gpu_nccl_call", cases, size=4 * COUNT_OF_A_CALL, count=COUNT_OF_A_CALL, op="sum")
+    stream.synchronize()
+    made.close()
+    bare.destroy()
+    base.Free()
+
+
+def _failure(waited: float) -> TimeoutError:
+    return TimeoutError(f"NCCL did not start within {waited:.0f} s")
+
+
+def run_between_nodes(session: Session, nbytes: int) -> None:
+    """Time a sum of ``nbytes`` of float32 on the GPU, and its stages on as much page-locked memory (collective)."""
+    cupy: Any = require_cupy()
+    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    count = nbytes // 4
+    pinned = ops.pinned(nbytes).view(np.float32)[:count]
+    pinned[...] = input_of(session.rank, count)
+    source, target = ops.from_host(pinned, device), cupy.zeros(count, np.float32)
+    stream = ops.stream(device)
+    cupy.cuda.Device().synchronize()
+
+    def all_reduce() -> None:
+        session.comm.all_reduce("SUM", source, out=target, options=_HIERARCHICAL)
+        cupy.cuda.Device().synchronize()
+
+    def wrong(_: object) -> int:
+        return count_wrong(ops.to_host(target), sum_of_inputs(session.ranks, count))
+
+    def to_host() -> None:
+        ops.copy_to_host(pinned, source, stream)
+        stream.synchronize()
+
+    def to_device() -> None:
+        ops.copy_to_device(target, pinned, stream)
+        stream.synchronize()
+
+    def between_nodes() -> None:
+        session.comm.all_reduce("SUM", pinned, out=pinned)
+
+    cases = [
+        Case(OURS, "whole", all_reduce, wrong, session.last_algorithm, lambda: target.fill(0)),
+        Case(ALONE, "device to host", to_host),
+        Case(ALONE, "between nodes", between_nodes),
+        Case(ALONE, "host to device", to_device),
+    ]
+    session.measure("gpu_all_reduce", cases, size=nbytes, count=count, op="sum")

@@ -1,0 +1,87 @@
+"""Inputs whose sums are exact in float32, arrays for results, and the count of elements that came out wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+# Integers of at most this size: sums over any sensible number of ranks have an exact float32.
+_PERIOD = 251
+
+
+def input_of(rank: int, count: int) -> Array:
+    """Return what ``rank`` puts in: float32 integers of period 251 that differ between ranks and places.
+
+    >>> input_of(1, 3)
+    array([5., 6., 7.], dtype=float32)
+    """
+    period = ((np.arange(_PERIOD) + 5 * rank) % _PERIOD).astype(np.float32)
+    return np.resize(period, count)
+
+
+def sum_of_inputs(ranks: int, count: int) -> Array:
+    """Return the sum of ``input_of`` over all ranks.
+
+    >>> sum_of_inputs(2, 2)
+    array([5., 7.], dtype=float32)
+    """
+    period = sum((input_of(rank, _PERIOD) for rank in range(ranks)), np.zeros(_PERIOD, np.float32))
+    return np.resize(period, count)
+
+
+def count_wrong(result: Any, expected: Array) -> int:
+    """Return how many elements differ; all of them where shape or dtype do.
+
+    >>> count_wrong(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
+    1
+    """
+    array = np.asarray(result)
+    if array.shape != expected.shape or array.dtype != expected.dtype:
+        return max(1, expected.size)
+    return int(np.count_nonzero(array != expected))
+
+
+def spoil(array: Array) -> None:
+    """Fill with NaN, so that an element nobody writes is found."""
+    array.fill(np.nan)
+
+
+def count_wrong_in(results: object, expected: Sequence[Array]) -> int:
+    """Return how many elements of a list of arrays are wrong."""
+    assert isinstance(results, list)
+    return sum(count_wrong(result, right) for result, right in zip(results, expected, strict=True))
+
+
+class Target:
+    """Arrays that a call leaves its results in.
+
+    Args:
+        expected: What they are to hold after it.
+        inputs: What they hold before it, where it works in place; NaN otherwise.
+    """
+
+    def __init__(self, *expected: Array, inputs: Sequence[Array] = ()) -> None:
+        self.arrays = [np.empty_like(array) for array in expected]
+        self._expected, self._inputs = expected, inputs
+        self.prepare()
+
+    @property
+    def array(self) -> Array:
+        """The only one."""
+        (array,) = self.arrays
+        return array
+
+    def prepare(self) -> None:
+        """Make the arrays ready for a call."""
+        for array in self.arrays:
+            spoil(array)
+        for array, value in zip(self.arrays, self._inputs, strict=False):
+            np.copyto(array, value)
+
+    def check(self, _: object) -> int:
+        """Return how many elements are wrong after a call."""
+        return count_wrong_in(self.arrays, self._expected)

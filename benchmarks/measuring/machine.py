@@ -1,0 +1,92 @@
+"""What a result file says about the machine it comes from, and whether that has a GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpi4py
+import numpy as np
+
+import mpidist
+from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, require_cupy
+from mpidist.collectives.gpu.nccl_library import nccl_problem
+from mpidist.collectives.node.node import Node
+from mpidist.topology import world_topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def reads_neighbours(comm: MPI.Intracomm) -> bool:
+    """Return whether the ranks of each node may read each other's memory (collective)."""
+    node = Node(comm)
+    readable = node.reads_neighbours
+    node.close()
+    return readable
+
+
+def describe(comm: MPI.Intracomm, gloo_version: str) -> dict[str, Any]:
+    """Return the machine, the versions and how the run was started (collective).
+
+    Nodes are those that mpidist sees, so virtual ones (MPIDIST_RANKS_PER_NODE) count.
+    """
+    from mpi4py import MPI
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "ranks": comm.size,
+        "nodes": world_topology().num_nodes,
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "mpi": MPI.Get_library_version().splitlines()[0].strip(" \0").split(", package")[0],
+        "mpi4py": mpi4py.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "mpidist": mpidist.__version__,
+        "torch": gloo_version or None,
+        "reads_neighbours": reads_neighbours(comm),
+    }
+
+
+def command_line() -> str:
+    """Return what was typed."""
+    return " ".join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def cpu_model() -> str:
+    """Return the name of the CPU as the kernel knows it, else its architecture."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def gpu_problem() -> str | None:
+    """Return why nothing can run on a GPU here, None where it can."""
+    if not gpus_may_be_present():
+        return "needs a GPU, and this machine shows no NVIDIA driver"
+    return find_cupy().problem or None
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Return the first GPU of this process and the versions of what drives it."""
+    cupy: Any = require_cupy()
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(0)
+    return {
+        "gpu": properties["name"].decode(),
+        "gpus": runtime.getDeviceCount(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "gpu_memory_gib": round(properties["totalGlobalMem"] / 2**30, 1),
+        "driver_cuda": runtime.driverGetVersion(),
+        "runtime_cuda": runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "nccl": nccl_problem() or cupy.cuda.nccl.get_version(),
+    }

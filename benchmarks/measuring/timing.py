@@ -1,0 +1,104 @@
+"""How calls are timed: in turn in one process, each repetition as long as it took on the slowest rank."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAST_REPETITIONS = 11
+MOST_REPETITIONS = 501
+# A call shorter than this is timed in groups, so that the barrier and the clock do not count.
+SHORT_CALL_SECONDS = 100e-6
+CALLS_IN_GROUP = 20
+
+
+@dataclass
+class Case:
+    """One of the things that are timed beside each other.
+
+    Attributes:
+        by: Who does the work.
+        variant: See ``Row``.
+        call: Does it once.
+        check: Returns how many elements of what ``call`` returned are wrong on this rank; None checks nothing.
+        algorithm: Says which algorithm the last call took.
+        prepare: Restores inputs that ``call`` overwrites, before a call whose result is checked.
+    """
+
+    by: str
+    variant: str
+    call: Callable[[], object]
+    check: Callable[[object], int] | None = None
+    algorithm: Callable[[], str] = field(default=lambda: "-")
+    prepare: Callable[[], object] = field(default=lambda: None)
+
+
+@dataclass
+class Measured:
+    """What came out for one case: seconds per call of each repetition, over all ranks, and the rest of a row."""
+
+    case: Case
+    times: list[float] = field(default_factory=list)
+    calls: int = 1
+    wrong: int | None = 0
+    algorithm: str = "-"
+
+
+def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[Measured]:
+    """Time ``cases`` in turn for about ``seconds`` in all, at least 11 times each (collective).
+
+    The order is drawn anew in each repetition (alike on all ranks), so that no case always finds the caches as the
+    same other case has left them. Results are checked by a call before and a call after the timed ones.
+    """
+    if not cases:
+        return []
+    wrong = [_checked(case) for case in cases]
+    estimates = [agreed_seconds(comm, case) for case in cases]
+    calls = [CALLS_IN_GROUP if estimate < SHORT_CALL_SECONDS else 1 for estimate in estimates]
+    one_round = sum(estimate * n for estimate, n in zip(estimates, calls, strict=True))
+    repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(seconds / one_round)))
+    times: list[list[float]] = [[] for _ in cases]
+    order = list(range(len(cases)))
+    draw = random.Random(0)
+    for _ in range(repetitions):
+        draw.shuffle(order)
+        for index in order:
+            comm.Barrier()
+            times[index].append(seconds_per_call(cases[index].call, calls[index]))
+    measured = []
+    for index, case in enumerate(cases):
+        wrong[index] += _checked(case)
+        slowest = [max(of_ranks) for of_ranks in zip(*comm.allgather(times[index]), strict=True)]
+        total = None if case.check is None else comm.allreduce(wrong[index])
+        measured.append(Measured(case, slowest, calls[index], total, case.algorithm()))
+    return measured
+
+
+def seconds_per_call(call: Callable[[], object], calls: int) -> float:
+    """Return the mean time of one call out of ``calls``; a result is dropped as soon as it is there."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def _checked(case: Case) -> int:
+    case.prepare()
+    result = case.call()
+    return 0 if case.check is None else case.check(result)
+
+
+def agreed_seconds(comm: MPI.Intracomm, case: Case) -> float:
+    """Return a first idea of what a call takes, the same on all ranks: plans and pages are there by now."""
+    from mpi4py import MPI
+
+    comm.Barrier()
+    estimate: float = comm.allreduce(seconds_per_call(case.call, 2), op=MPI.MAX)
+    return estimate

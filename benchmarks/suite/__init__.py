@@ -1,0 +1,1 @@
+"""The suite: a file for each command that measures."""

@@ -1,0 +1,331 @@
+"""All-reduce of arrays on GPUs in two levels: NCCL inside each node, MPI between the nodes, overlapped by chunks.
+
+The flat array is cut into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces the slices
+of a chunk to the ranks of the node that have them; each passes through page-locked memory to its rail and back, or
+straight from and to the device where MPI takes its memory; NCCL spreads the slices over the node. The host waits for
+the device only where MPI needs the bytes. NCCL calls are made in the same order on all ranks of a node: first the
+reductions of all chunks, then, chunk by chunk, the spreading. What comes from another node in a ring is added on the
+GPU; small slices, and those that are rounded, on the host.
+
+The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidist.arrays.convert import Array
+from mpidist.arrays.device_ops import Event
+from mpidist.collectives.gpu.device_call import DeviceReduction
+from mpidist.collectives.gpu.device_ring import DeviceRing, received_bytes
+from mpidist.collectives.gpu.device_site import DeviceSite
+from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.gpu_aware_mpi import takes_device_memory
+from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.staging import PinnedBuffer, StagingRing, agreed_staging_bytes
+from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
+from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.node import Node
+from mpidist.collectives.node.pipeline import Wire
+from mpidist.collectives.reduce.registry import Entry, gpu_algorithms
+from mpidist.collectives.reduce.wires import Wires
+from mpidist.core.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    pass
+
+
+class DeviceHierarchical:
+    """NCCL in the node, MPI between the nodes.
+
+    Args:
+        node: The node of this rank.
+        level: NCCL in the node.
+        wires: What happens between nodes on host memory.
+        ring: What happens between nodes on the device.
+        streams: Where it works.
+        staging: What slices pass through.
+    """
+
+    def __init__(
+        self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing, streams: DeviceStreams, staging: StagingRing
+    ) -> None:
+        self._board = node.board
+        self._level = level
+        self._wires = wires
+        self._ring = ring
+        self._streams = streams
+        self._staging = staging
+
+    @classmethod
+    def made(cls, site: DeviceSite) -> Steps[DeviceHierarchical]:
+        """Return a new one (collective).
+
+        Raises:
+            AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
+        """
+        comm, node, streams = site.comm, site.node, site.streams
+        wires = Wires(comm, node, site.between_nodes)
+        aware = yield from takes_device_memory(comm)
+        slice_bytes = yield from agreed_staging_bytes(comm)
+        made: NcclComm | str | None = None
+        if node.size > 1:
+            made = yield from NcclComm.made(node.comm, streams.device, has_given_up=streams.has_given_up)
+        nccl, problem = (None, made) if isinstance(made, str) else (made, None)
+        try:
+            staging = StagingRing(streams, slice_bytes, received_bytes(slice_bytes, len(node.ranks)))
+        except Exception as error:  # the others wait for this rank
+            problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
+        problems: list[str | None] = yield from gather_objects(comm, problem)
+        problem = next((text for text in problems if text is not None), None)
+        if problem is not None:
+            if nccl is not None:
+                nccl.close()
+            raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
+        if nccl is not None:
+            streams.watch(nccl)
+        level = _InNode(nccl, node.rank, min(len(ranks) for ranks in node.ranks), streams)
+        rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
+        ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
+        # MPI does not wait for what a stream has still to do with memory that it gave out before.
+        yield from until_event(staging.is_made)
+        return cls(node, level, wires, ring, streams, staging)
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        streams, level = self._streams, self._level
+        per_slice = self._staging.nbytes // job.dtype.itemsize
+        name, wire = self._wires.choose(min(-(-job.nbytes // level.rails), self._staging.nbytes), job.options)
+        rounds = job.options.wire_dtype is not None
+        on_device = not rounds and (self._ring.takes_device_memory or name == "ring")
+        run = _Run(job, level, wire, self._ring if on_device else None, self._staging, streams)
+        with streams.on():
+            run.start(per_slice)
+        looks = 0
+        while not run.is_over:
+            with streams.on():
+                moved = run.move()
+            looks = 0 if moved else looks + 1
+            if looks:
+                self._board.pause(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+                yield
+        with streams.on():
+            return job.store()
+
+    def close(self) -> None:
+        """Destroy the NCCL communicator (collective over the node) and let go of the memory."""
+        self._level.close()
+
+
+class _InNode:
+    """What NCCL does in one node.
+
+    Args:
+        nccl: Its communicator; None for a rank that is alone on its node.
+        rank: In the node.
+        rails: Ranks of the node that have a slice.
+        streams: Where it works.
+    """
+
+    def __init__(self, nccl: NcclComm | None, rank: int, rails: int, streams: DeviceStreams) -> None:
+        self._nccl = nccl
+        self._rank = rank
+        self.rails = rails
+        self._stream = streams.stream
+        self.has_slice = rank < rails
+        self.is_alone = nccl is None
+
+    def slice_of(self, chunk: Array) -> Array:
+        """Return this rank's slice of a chunk."""
+        return self._slices(chunk)[self._rank]
+
+    def _slices(self, chunk: Array) -> list[Array]:
+        return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
+
+    def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
+        """Reduce each slice of a chunk to the rank that has it; a rank that is alone on its node has copied it."""
+        nccl, targets = self._nccl, self._slices(target)
+        if nccl is None:
+            return
+        if nccl.size == self.rails:
+            nccl.reduce_scatter(source, targets[self._rank], job.op, self._stream)
+        else:
+            with nccl.group():
+                for root, part in enumerate(self._slices(source)):
+                    nccl.reduce(part, targets[root], job.op, root, self._stream)
+
+    def spread(self, chunk: Array) -> None:
+        """Give every rank all slices of a chunk."""
+        nccl, parts = self._nccl, self._slices(chunk)
+        if nccl is None:
+            return
+        if nccl.size == self.rails:
+            nccl.all_gather(parts[self._rank], chunk, self._stream)
+        else:
+            with nccl.group():
+                for root, part in enumerate(parts):
+                    nccl.broadcast(part, part, root, self._stream)
+
+    def close(self) -> None:
+        """Destroy the communicator (collective over the node)."""
+        if self._nccl is not None:
+            self._nccl.close()
+
+
+class _Run:
+    """One reduction: how far each of its chunks has got.
+
+    Args:
+        job: The reduction.
+        level: NCCL in the node.
+        wire: What happens between nodes on host memory.
+        ring: What happens between nodes on the device, which is then taken; or None.
+        staging: What chunks pass through.
+        streams: Where it works.
+    """
+
+    def __init__(
+        self,
+        job: DeviceReduction,
+        level: _InNode,
+        wire: Wire,
+        ring: DeviceRing | None,
+        staging: StagingRing,
+        streams: DeviceStreams,
+    ) -> None:
+        self._job, self._level, self._wire, self._ring = job, level, wire, ring
+        self._staging, self._streams = staging, streams
+        self._is_mpi_on_device = ring is not None and ring.takes_device_memory
+        self._chunks: list[Array] = []
+        self._reduced: list[Event] = []
+        self._crossing: deque[_Crossing] = deque()
+        self._begun = self._spread = 0
+
+    def start(self, per_slice: int) -> None:
+        """Cut the flat array, and have all chunks reduced in the node."""
+        level, streams, job = self._level, self._streams, self._job
+        per_chunk = per_slice * level.rails
+        if level.is_alone:
+            job.copy()
+        for start in range(0, job.target.size, per_chunk):
+            chunk = job.target[start : start + per_chunk]
+            level.reduce(job, job.source[start : start + per_chunk], chunk)
+            self._chunks.append(chunk)
+            self._reduced.append(streams.stream.record())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all chunks have been handed to NCCL to be spread."""
+        return self._spread == len(self._chunks)
+
+    def move(self) -> bool:
+        """Move chunks on; whether any has got further."""
+        moved = self._begin()
+        for crossing in self._crossing:
+            crossing.move()
+        while self._crossing and self._crossing[0].is_done and not self._waits_for_mpi():
+            arrived = self._crossing.popleft().arrived
+            if arrived is not None:
+                self._streams.stream.wait(arrived)
+            self._level.spread(self._chunks[self._spread])
+            self._spread += 1
+            moved = True
+        return moved
+
+    def _nccl_is_done(self) -> bool:
+        """Whether all chunks have been reduced in the node."""
+        return self._reduced[-1].is_done
+
+    def _waits_for_mpi(self) -> bool:
+        """Whether NCCL has to wait: it and MPI are not to be at work on one device at the same time."""
+        all_crossed = self._begun == len(self._chunks) and all(crossing.is_done for crossing in self._crossing)
+        return self._is_mpi_on_device and not all_crossed
+
+    def _begin(self) -> bool:
+        """Begin the crossing of the next chunk, if there is one and room for it."""
+        chunk = self._begun
+        if chunk == len(self._chunks):
+            return False
+        steps: Steps[Event] | None = None
+        if self._level.has_slice:
+            if self._is_mpi_on_device and not self._nccl_is_done():
+                return False
+            slot = self._staging.take()
+            if slot is None:
+                return False
+            part = self._level.slice_of(self._chunks[chunk])
+            steps = (
+                self._through(slot, part, chunk) if self._ring is None else self._around(self._ring, slot, part, chunk)
+            )
+        self._crossing.append(_Crossing(steps))
+        self._begun += 1
+        return True
+
+    def _around(self, ring: DeviceRing, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
+        """Take a slice over the ring, whose sums are formed on the device."""
+        arrived = yield from ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
+        self._staging.give_back(slot, arrived)
+        return arrived
+
+    def _through(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
+        """Take a slice to the host, over the wire and back."""
+        streams, job = self._streams, self._job
+        memory = slot.array(part.size, part.dtype)
+        streams.to_host.wait(self._reduced[chunk])
+        streams.ops.copy_to_host(memory, part, streams.to_host)
+        yield from until_event(streams.to_host.record(), relaxes=False)
+        yield from self._wire.all_reduce(memory, memory, job.op, chunk, self._residual(chunk, memory))
+        streams.ops.copy_to_device(part, memory, streams.to_device)
+        arrived = streams.to_device.record()
+        self._staging.give_back(slot, arrived)
+        return arrived
+
+    def _residual(self, chunk: int, like: Array) -> Array | None:
+        residuals = self._job.residuals
+        if residuals is None:
+            return None
+        if chunk not in residuals:
+            residuals[chunk] = np.zeros_like(like)
+        return residuals[chunk]
+
+
+class _Crossing:
+    """A chunk between having been reduced in this node and having been reduced over all.
+
+    Args:
+        steps: What is left to do, which returns what its arrival on the device is told by; None for nothing.
+    """
+
+    def __init__(self, steps: Steps[Event] | None) -> None:
+        self._steps = steps
+        self.arrived: Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._steps is None
+
+    def move(self) -> None:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration as stop:
+                self.arrived = stop.value
+                self._steps = None
+
+
+gpu_algorithms.register(
+    Entry(
+        "hierarchical",
+        DeviceHierarchical.made,
+        ("several_nodes_gpu",),
+        ("several_nodes_gpu",),
+        rounds=True,
+        is_general=False,
+        instead=("staged",),
+        stands_for=lambda node: "nccl" if node.is_alone else "hierarchical",
+    )
+)

@@ -1,0 +1,170 @@
+"""The registry of algorithms: what each is called, where it works, what it can do, and how it is made.
+
+An algorithm is one file, in ``reduce/algorithms`` for arrays in host memory or in ``gpu/algorithms`` for those on GPUs,
+which registers what is in it. All files there are imported with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.node import Node
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Row = tuple[tuple[int | None, str], ...]
+
+ONE_NODE = ("one_node_readable", "one_node")
+HOST_PLACES = (*ONE_NODE, "several_nodes")
+"""The rows of a table for arrays in host memory."""
+GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
+"""The rows of a table for arrays on GPUs."""
+
+
+class Site(NamedTuple):
+    """Where an algorithm is to work.
+
+    Attributes:
+        comm: The communicator.
+        node: Its node of this rank.
+        between_nodes: The row of the table for what happens between nodes.
+    """
+
+    comm: MPI.Intracomm
+    node: Node
+    between_nodes: Row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm.
+
+    Args:
+        name: What users call it.
+        make: Returns the steps that make it for a site (collective), which end in an AlgorithmError on all ranks where
+            it does not work. A way between nodes is made at once, of a communicator, the ranks of a rail there, the
+            position of this one among them, and, where it rounds, the dtype in which sums travel.
+        places: The rows of a table that may name it; none for one that nobody names.
+        tuned_at: The rows for which ``mpidist.tune`` measures it.
+        is_ordered: Whether sums are formed in a fixed order.
+        rounds: Whether it can send sums between nodes in 16 bits.
+        is_general: Whether it takes every dtype and operation that can be reduced.
+        instead: What takes its place where it does not suit or does not work: the first that does.
+        stands_for: Returns the name of the entry that does its work on a node, if that is another.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    places: tuple[str, ...]
+    tuned_at: tuple[str, ...] = ()
+    is_ordered: bool = False
+    rounds: bool = False
+    is_general: bool = True
+    instead: tuple[str, ...] = ("mpi", "hierarchical")
+    stands_for: Callable[[Node], str] | None = None
+
+
+class Registry:
+    """Algorithms by name.
+
+    Args:
+        where: Where the arrays lie that they take.
+        say_instead: Returns the end of a warning, given the name of the algorithm that takes the place of another.
+    """
+
+    def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
+        self.where = where
+        self.say_instead = say_instead
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, entry: Entry) -> None:
+        """Add an algorithm; its name must be new."""
+        if entry.name in self._entries:
+            raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
+        self._entries[entry.name] = entry
+
+    def get(self, name: str) -> Entry | None:
+        """Return an algorithm, None where there is none of that name."""
+        return self._entries.get(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that users may give, sorted."""
+        return tuple(sorted(name for name, entry in self._entries.items() if entry.places))
+
+    def at(self, place: str) -> tuple[str, ...]:
+        """Return the names that a row of the table may have, sorted."""
+        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.places))
+
+    def tuned_at(self, place: str) -> tuple[str, ...]:
+        """Return the names that are measured for a row of the table, sorted."""
+        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.tuned_at))
+
+
+def _say_instead(name: str) -> str:
+    what = "MPI's own call" if name == "mpi" else repr(name)
+    return f"; {what} is taken in its place"
+
+
+def _say_instead_on_gpus(name: str) -> str:
+    how = "in host memory, which is slow" if name == "staged" else f"by {name!r} instead"
+    return f". Arrays on GPUs are reduced {how}"
+
+
+host_algorithms = Registry("in host memory", _say_instead)
+gpu_algorithms = Registry("on GPUs", _say_instead_on_gpus)
+wire_algorithms = Registry("between nodes", _say_instead)
+"""Ways between nodes; as the name of an algorithm each is ``hierarchical`` with that way."""
+
+
+def at_once(make: Callable[[Any], Any]) -> Callable[[Any], Steps[Any]]:
+    """Return the ``make`` of an algorithm that needs no messages to be made, such as a class that takes a site."""
+
+    def made(site: Any) -> Steps[Any]:
+        yield from ()
+        return make(site)
+
+    return made
+
+
+def import_files(package: str, path: Iterable[str]) -> None:
+    """Import all files of a package of algorithms, which register what is in them."""
+    for module in iter_modules(path):
+        import_module(f"{package}.{module.name}")
+
+
+def algorithms_at(place: str) -> tuple[str, ...]:
+    """Return the algorithms that a row of the table may name, the name of the row given."""
+    registries = (host_algorithms, gpu_algorithms, wire_algorithms)
+    return next((names for registry in registries if (names := registry.at(place))), ())
+
+
+def candidates_at(place: str) -> tuple[str, ...]:
+    """Return the algorithms that ``mpidist.tune`` compares at a place."""
+    registries = (host_algorithms, gpu_algorithms, wire_algorithms)
+    return tuple(name for registry in registries for name in registry.tuned_at(place))
+
+
+def host_names() -> tuple[str, ...]:
+    """Return all names for arrays in host memory, sorted."""
+    return tuple(sorted((*host_algorithms.names, *wire_algorithms.names)))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names for arrays on GPUs alone, sorted."""
+    return tuple(sorted(set(gpu_algorithms.names) - set(host_algorithms.names)))
+
+
+def check_name(name: str | None) -> None:
+    """Raise ValueError unless there is an algorithm of that name, or it is None."""
+    if name is not None and name not in (*host_names(), *gpu_names()):
+        raise ValueError(
+            f"algorithm is {name!r}; expected one of {', '.join(host_names())}, for arrays on GPUs "
+            f"{', '.join(gpu_names())}, or None"
+        )

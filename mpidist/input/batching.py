@@ -1,0 +1,292 @@
+"""Steps that put elements together and cut them up again: batch, padded_batch, unbatch and window."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mpidist.core import nest
+from mpidist.input import row_indices
+from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec
+from mpidist.input.elements import Hidden, as_element, map_leaves, stack
+from mpidist.input.graph import Form, GraphNode, Pass, TableRows
+from mpidist.input.steps import Mapped, Prefetched
+from mpidist.input.tables import SequenceTable
+
+
+@dataclass(eq=False, repr=False)
+class Batched(GraphNode):
+    """Groups of consecutive elements, stacked; of rows only the numbers are grouped.
+
+    Args:
+        size: Of a group.
+        drop_remainder: Leave out a last group that is smaller.
+        padding: Brings the elements of a group to one shape, for which all of them must be read; None: they have one.
+    """
+
+    size: int
+    drop_remainder: bool
+    padding: Padding | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count, size = self.cardinality, self.size
+        if count >= 0:
+            self.cardinality = count // size if self.drop_remainder else -(-count // size)
+        self.text = self.text_of_size(self.size)
+        if self.source.form is Form.ROWS and self.padding is None:
+            self.form, self.table = Form.BATCHES, self.source.table
+            self.read_ahead = -(-self.source.read_ahead // self.size)
+        self.batched = True
+        self.dynamic = not self.drop_remainder
+
+    def text_of_size(self, size: object) -> str:
+        """Return the call with ``size`` as its size."""
+        drop = ", drop_remainder=True" if self.drop_remainder else ""
+        return f"batch({size}{drop})" if self.padding is None else f"padded_batch({size}, {self.padding}{drop})"
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield the row numbers of each batch, or the batches."""
+        if self.form is Form.BATCHES:
+            yield from row_indices.batch(self.source.items(run), self.size, self.drop_remainder)
+            return
+        elements = self.source.elements(run)
+        stacked = stack if self.padding is None else self.padding.stack
+        while group := list(islice(elements, self.size)):
+            if len(group) == self.size or not self.drop_remainder:
+                yield stacked(group)
+
+    def spec(self) -> Any:
+        """Return that of the input with the batch in front."""
+        spec = self.source.spec()
+        if spec is not None and self.padding is not None:
+            spec = self.padding.spec(spec)
+        return None if spec is None else batched(spec, self.size if self.drop_remainder else None)
+
+    def batch_size(self) -> int | None:
+        """Return the size that was asked for."""
+        return self.size
+
+    def row_count(self) -> int:
+        """Return the number of elements of the input, without those of a batch that is dropped."""
+        count = self.source.cardinality
+        return self.cardinality * self.size if self.drop_remainder and count >= 0 else count
+
+
+def last_batching(node: GraphNode) -> Batched | None:
+    """Return the ``batch`` that makes the elements of the graph, None where something else may choose among them."""
+    while isinstance(node, (Mapped, Prefetched)):
+        node = node.source
+    return node if isinstance(node, Batched) else None
+
+
+class Padding:
+    """How elements are made one shape: which one, and what is put behind the values that they have.
+
+    Args:
+        shapes: For each array its shape, a tuple or list; None or -1 in it for the longest one of the batch. None: that
+            on all axes.
+        values: For each array what it is padded with, or one number or text for all. None: 0, or an empty text.
+
+    >>> Padding(None, -1).stack([[1, 2], [3]])
+    array([[ 1,  2],
+           [ 3, -1]])
+    """
+
+    def __init__(self, shapes: Any, values: Any) -> None:
+        self.shapes = shapes
+        self.values = values
+
+    def __str__(self) -> str:
+        return f"padded_shapes={self.shapes!r}, padding_values={self.values!r}"
+
+    def stack(self, elements: Sequence[Any]) -> Any:
+        """Return one element whose leaves are those of ``elements``, padded and stacked.
+
+        Raises:
+            TypeError: A value that the dtype does not hold.
+            ValueError: Different structures or numbers of axes; an array larger than its shape; shapes or values of
+                another structure.
+        """
+        converted = [as_element(element) for element in elements]
+        shapes, values = self._for_leaves(converted[0])
+        return nest.map_structure(
+            lambda shape, value, *leaves: _padded([*map(np.asarray, leaves)], shape.value, value.value),
+            *(shapes, values, *converted),
+        )
+
+    def spec(self, spec: Any) -> Any:
+        """Return what an element of ``spec`` looks like in a batch; sizes that are not given are unknown."""
+        leaves = map_spec(Hidden, spec)
+        shapes, _ = self._for_leaves(leaves)
+
+        def pad(leaf: Hidden, shape: Hidden) -> ArraySpec:
+            sizes = shape.value or [-1] * len(leaf.value.shape)
+            return ArraySpec(tuple(None if size == -1 else size for size in sizes), leaf.value.dtype)
+
+        return nest.map_structure(pad, leaves, shapes)
+
+    def _for_leaves(self, element: Any) -> tuple[Any, Any]:
+        """Return nests like ``element`` of what was given as shape and as value, None where nothing was."""
+        nothing = nest.map_structure(lambda _: Hidden(None), element)
+        shapes = nothing if self.shapes is None else _below(element, self.shapes, "padded_shapes")
+        shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
+        if isinstance(self.values, (tuple, Mapping)):
+            return shapes, _below(element, self.values, "padding_values")
+        return shapes, nest.map_structure(lambda _: Hidden(self.values), element)
+
+
+def _below(structure: Any, given: Any, name: str) -> Any:
+    """Return a nest like ``structure`` of what ``given`` has in the places of its leaves."""
+    if not nest.is_nest(structure):
+        return Hidden(given)
+    if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
+        return {key: _below(child, given[key], name) for key, child in structure.items()}
+    if isinstance(structure, tuple) and isinstance(given, (tuple, list)) and len(given) == len(structure):
+        children = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
+        return type(structure)(*children) if hasattr(structure, "_fields") else tuple(children)
+    raise ValueError(
+        f"{name} has {given!r} for elements of {nest.describe(structure)}; expected one for each array, in the same "
+        "structure of tuples and dicts"
+    )
+
+
+def _checked_shape(shape: Any) -> list[int] | None:
+    if shape is None:
+        return None
+    sizes = [-1 if size is None else size for size in shape] if isinstance(shape, (tuple, list)) else None
+    if sizes is None or not all(isinstance(size, (int, np.integer)) and size >= -1 for size in sizes):
+        raise ValueError(f"padded_shapes has {shape!r} for an array; expected its sizes, such as [None, 3]")
+    return [int(size) for size in sizes]
+
+
+def _padded(arrays: list[np.ndarray[Any, Any]], shape: list[int] | None, value: Any) -> np.ndarray[Any, Any]:
+    dims = {array.ndim for array in arrays}
+    if len(dims) > 1 or (shape is not None and dims != {len(shape)}):
+        raise ValueError(
+            f"the elements of a padded batch have {sorted(dims)} axes, and padded_shapes is {shape}; expected the same "
+            "number of axes in all of them"
+        )
+    longest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    target = [most if size == -1 else size for size, most in zip(shape or [-1] * len(longest), longest, strict=True)]
+    if any(most > size for most, size in zip(longest, target, strict=True)):
+        raise ValueError(
+            f"an element of a padded batch has sizes up to {longest}, and padded_shapes is {shape}; expected no larger "
+            "ones: give None for the longest of each batch, or cut them before"
+        )
+    dtype = np.result_type(*{array.dtype for array in arrays})
+    fill = _fill(value, dtype)
+    padded = np.full((len(arrays), *target), fill, np.result_type(dtype, np.asarray(fill).dtype))
+    for row, array in zip(padded, arrays, strict=True) if longest else ():
+        row[tuple(map(slice, array.shape))] = array
+    return padded if longest else np.stack(arrays)
+
+
+def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+    if value is None:
+        return np.zeros((), dtype)[()]
+    given = np.asarray(value)
+    with np.errstate(all="ignore"):
+        fill = given.astype(dtype) if given.dtype.kind in "biufc" and dtype.kind in "biufc" else given
+    same = fill == given or (fill != fill and given != given)  # NaN is unlike itself
+    if given.ndim or (fill.dtype.kind in "US") != (dtype.kind in "US") or not same:
+        raise TypeError(f"padding_values has {value!r} for an array of {dtype}; expected a value of that dtype")
+    return fill[()]
+
+
+class Unbatched(GraphNode):
+    """The rows of each element one by one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = "unbatch()"
+        self.cardinality = self.source.row_count()
+        self.batched = False
+        # Nothing is known of the axis that is the first one now.
+        self.dynamic = True
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield the rows of each element."""
+        for element in map(as_element, self.source.elements(run)):
+            for row in range(_rows_of(element)):
+                yield nest.map_structure(itemgetter(row), element)
+
+    def spec(self) -> Any:
+        """Return that of the input without its first axis."""
+        spec = self.source.spec()
+        return None if spec is None else map_spec(_without_rows, spec)
+
+
+def _rows_of(element: Any) -> int:
+    sizes = {np.shape(leaf)[:1] for leaf in nest.flatten(element)}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(str(np.shape(leaf)) for leaf in nest.flatten(element))
+        raise ValueError(
+            f"unbatch() got an element of arrays of the shapes {shapes}; expected a first axis of the same size in all "
+            "of them, as batch() makes it"
+        )
+    return int(sizes.pop()[0])
+
+
+def _without_rows(leaf: ArraySpec) -> ArraySpec:
+    if not leaf.shape:
+        raise ValueError(f"unbatch() got single values of {leaf.dtype}; expected batches, whose first axis is cut")
+    return ArraySpec(leaf.shape[1:], leaf.dtype)
+
+
+@dataclass(eq=False, repr=False)
+class Windows(GraphNode):
+    """Datasets of elements that are near each other; of a structure of arrays, the structure of a dataset for each.
+
+    Args:
+        size: Elements in a window.
+        shift: How many elements further the next window begins.
+        stride: How many elements further the next element in a window is.
+        drop_remainder: Leave out windows that the end cuts off.
+        dataset_of: Makes a dataset of a node.
+    """
+
+    size: int
+    shift: int
+    stride: int
+    drop_remainder: bool
+    dataset_of: Callable[[GraphNode], Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.span = (self.size - 1) * self.stride + 1
+        count, shift = self.cardinality, self.shift
+        if count >= 0:
+            self.cardinality = max(0, (count - self.span) // shift + 1) if self.drop_remainder else -(-count // shift)
+        drop = ", drop_remainder=True" if self.drop_remainder else ""
+        self.text = f"window({self.size}, shift={shift}, stride={self.stride}{drop})"
+        self.batched = False
+        self.dynamic = True
+
+    def items(self, run: Pass) -> Iterator[Any]:
+        """Yield the windows; of the elements only those are held that the next windows have."""
+        elements = self.source.elements(run)
+        held: deque[Any] = deque()
+        while True:
+            held.extend(map(as_element, islice(elements, self.span - len(held))))
+            if not held or (self.drop_remainder and len(held) < self.span):
+                return
+            yield nest.map_structure(self._window, *islice(held, 0, None, self.stride))
+            for _ in range(min(self.shift, len(held))):
+                held.popleft()
+            for _ in islice(elements, max(0, self.shift - self.span)):
+                pass
+
+    def _window(self, *leaves: Any) -> Any:
+        return self.dataset_of(TableRows(SequenceTable(list(leaves))))
+
+    def spec(self) -> Any:
+        """Return that of the datasets."""
+        spec = self.source.spec()
+        return None if spec is None else map_leaves(DatasetSpec, spec, leaf=ArraySpec)

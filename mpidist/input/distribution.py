@@ -1,0 +1,159 @@
+"""A dataset that is distributed, and what workers agree on for it: seeds, number of steps, what elements look like."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from mpidist.core.errors import MismatchError
+from mpidist.core.protocols import StrategyLike
+from mpidist.input.device_feed import fetch_places
+from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
+from mpidist.input.graph import UNKNOWN, array_samples
+from mpidist.input.input_options import InputOptions
+from mpidist.input.input_workers import InputWorkers
+from mpidist.input.local_batches import LocalBatches, longest
+from mpidist.input.position import (
+    Pipeline,
+    Position,
+    first_position,
+    going_on,
+    last_batch_size,
+    pipelines_of,
+    seeded_as,
+)
+from mpidist.input.resuming import Dealing, Remainder
+
+_log = logging.getLogger("mpidist")
+
+
+class Distribution:
+    """A dataset that is distributed: all that the passes over it have in common.
+
+    Args:
+        batches: What this worker reads.
+        workers: Who shares the input.
+        dealing: How the dataset is divided.
+        strategy: For whom.
+        options: An InputOptions or None.
+
+    Attributes:
+        steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; as the two below,
+            this worker's own until the workers agree, and equal on all of them from then on.
+        beginning: Where the next pass begins, but for its number.
+        spec: What a local batch looks like, None until one has been seen.
+        passes: How many have been begun.
+        places: Where the batches of the local replicas are copied; None where they stay.
+        buffer_size: Batches that are held ready on each device.
+    """
+
+    def __init__(
+        self,
+        batches: LocalBatches,
+        workers: InputWorkers,
+        dealing: Dealing,
+        strategy: StrategyLike,
+        options: InputOptions | None = None,
+    ) -> None:
+        self.batches = batches
+        self.workers = workers
+        self.dealing = dealing
+        self.strategy = strategy
+        self.steps = batches.steps
+        self.beginning = first_position(batches, pipelines_of(batches))
+        self.spec: Any = None
+        self.passes = 0
+        self.places = fetch_places(workers, options)
+        self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
+
+    def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:
+        """Let all workers agree (collective where there are several that meet: one small exchange, or two).
+
+        Args:
+            same_everywhere: The graphs must be the same on all workers.
+            own_orders: Where they are the same, each worker goes through all of it, in an order of its own.
+
+        Raises:
+            MismatchError: They had to be the same and are not; on all workers.
+        """
+        batches, workers = self.batches, self.workers
+        mine = pipelines_of(batches)
+        if workers.communicator is None:
+            if workers.first_given is not None and not own_orders and any(seeds for _, seeds in mine):
+                mine = seeded_as(workers.first_given([seeds for _, seeds in mine]), mine)
+                self.beginning = first_position(batches, mine)
+            return
+        text = " | ".join(f"{node}, {node.cardinality} batches" for node in batches.nodes)
+        samples = [sample for node in batches.nodes for sample in array_samples(node)]
+        told: list[tuple[str, int, list[Pipeline], int | None, list[int]]] = workers.communicator.all_gather_object(
+            (text, batches.steps, mine, last_batch_size(batches), samples)
+        )
+        same = len({text for text, *_ in told}) == 1
+        if same_everywhere and not same:
+            plans = {rank: text for rank, (text, *_) in enumerate(told)}
+            lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
+            raise MismatchError(
+                "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
+                "one everywhere, of which each rank takes its part; for data that each rank has for itself use "
+                f"distribute_datasets_from_function(dataset_fn):{lines}",
+                plans,
+            )
+        if same_everywhere and workers.worker_id == 0 and any(samples != told[0][-1] for *_, samples in told):
+            _log.warning(
+                "mpidist: experimental_distribute_dataset() was given arrays of the same shape with other rows on "
+                "other ranks; each rank takes its part of its own, so some rows may be seen twice and others never. "
+                "Give the same arrays on all ranks (seed what shuffles or splits them), or use "
+                "distribute_datasets_from_function()"
+            )
+        steps = [count for _, count, *_ in told]
+        # Workers that all go through the same elements would do the same work in every step; different graphs may each
+        # take a part of one order.
+        every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
+        self.beginning = replace(first_position(batches, every, own_orders and same), batch_size=told[0][3])
+        self.steps = longest(steps)
+        if self.steps not in (0, UNKNOWN) and 0 in steps:
+            self.learn_spec()
+
+    def learn_spec(self) -> None:
+        """Let every worker know what a local batch looks like, from the first one that can tell (collective)."""
+        with self.workers.shared_errors("reading an element to tell what the elements look like"):
+            specs = self.batches.local_specs() if self.batches.steps else None
+            self.spec = None if specs is None else with_rows(specs[0], None)
+        self.gather_spec()
+
+    def gather_spec(self) -> None:
+        """Take the spec of the first worker that knows one, unless it is known here (collective)."""
+        assert self.workers.communicator is not None
+        told = self.workers.communicator.all_gather_object(self.spec)
+        if self.spec is None:
+            self.spec = next((spec for spec in told if spec is not None), None)
+
+    def element_spec(self) -> Any:
+        """Return the nest of PerReplicaSpec of an element, or of ArraySpec where elements come bare.
+
+        Raises:
+            ValueError: This rank's dataset has no element to tell from.
+        """
+        specs = self.batches.local_specs()
+        if specs is None:
+            raise ValueError(
+                f"{self.batches.nodes[0]} gives no element on this rank, so nothing tells what they look like"
+            )
+        if not self.workers.wrap:
+            return specs[0]
+        leaves = zip(*map(flatten_spec, specs), strict=True)
+        return map_spec(lambda _: PerReplicaSpec(tuple(next(leaves))), specs[0])
+
+    def whole_pass(self, number: int) -> Remainder:
+        """Return pass ``number`` from its beginning."""
+        return Remainder(self.batches, 0, replace(self.beginning, pass_number=number))
+
+    def go_on_from(self, position: Position) -> None:
+        """Let the passes that are begun from here on be those that follow the one of ``position``."""
+        self.passes = position.pass_number + 1
+        self.beginning = going_on(self.beginning, position)
+
+    def __str__(self) -> str:
+        first, *more = self.batches.nodes
+        return f"{first} and {len(more)} more" if more else str(first)

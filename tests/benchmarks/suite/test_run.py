@@ -1,0 +1,92 @@
+"""The whole suite under mpirun, with small sizes: every operation runs, and every result is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.reports.files import load
+from benchmarks.suite import run
+from benchmarks.suite.run import OPERATIONS
+from tests.benchmarks.support import row
+from tests.support.ranks.programs import run_program
+
+pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
+
+QUICK = ("--sizes", "4,1000,256K", "--models", "small_cnn", "--seconds", "0.01", "--steps", "30")
+
+
+def run_suite(ranks: int, folder: Path, *arguments: str) -> str:
+    job = run_program("benchmarks", ranks, *QUICK, "--out", str(folder), *arguments, timeout=110)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_every_operation(ranks: int, tmp_path: Path) -> None:
+    text = run_suite(ranks, tmp_path, "--no-gloo")
+    results = load(tmp_path / f"{ranks}-ranks.json")
+    measured = {row.operation for row in results.rows} | {figure.operation for figure in results.figures}
+    expected = {*OPERATIONS, "run", "scalar_all_reduce"} - {"latency"}
+    assert measured == expected
+    assert [row.key for row in results.rows if row.wrong] == []
+    checked = {row.by for row in results.rows if row.wrong == 0}
+    assert {"mpidist", "mpi"} <= checked
+    assert all(row.repetitions >= 11 for row in results.rows)
+    assert {row.size for row in results.rows if row.operation == "all_reduce"} == {4, 1000, 256 << 10}
+    assert results.machine["ranks"] == ranks
+    assert results.machine["command"].startswith("python -m benchmarks --sizes")
+    assert "strategy.run of an empty function" in text
+
+
+def test_three_kinds_of_buffers(tmp_path: Path) -> None:
+    run_suite(2, tmp_path, "--no-gloo", "--operations", "all_reduce,batch", "--name", "some")
+    rows = load(tmp_path / "some.json").rows
+    for operation in ("all_reduce", "batch"):
+        variants = {row.variant for row in rows if row.operation == operation and row.by == "mpidist"}
+        assert variants == {"out=", "new", "own"}
+    assert (tmp_path / "some.csv").exists()
+
+
+def test_a_forced_algorithm_is_named(tmp_path: Path) -> None:
+    run_suite(2, tmp_path, "--no-gloo", "--operations", "all_reduce", "--algorithm", "mpi", "--sizes", "256K")
+    document: dict[str, Any] = json.loads((tmp_path / "2-ranks.json").read_text())
+    ours = [row for row in document["rows"] if row["by"] == "mpidist"]
+    assert {row["algorithm"] for row in ours} == {"mpi"}
+
+
+@pytest.mark.torch
+def test_gloo_beside_us(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="gloo comes with PyTorch, which is not installed")
+    operations = "all_reduce,reduce_scatter,all_gather,broadcast,batch"
+    run_suite(2, tmp_path, "--operations", operations)
+    rows = [row for row in load(tmp_path / "2-ranks.json").rows if row.by == "gloo"]
+    assert {row.operation for row in rows} == set(operations.split(","))
+    assert all(row.wrong == 0 for row in rows)
+
+
+def test_a_wrong_result_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up = row("all_reduce", "mpidist", "own", 4, 1.0, wrong=2)
+    monkeypatch.setattr(run, "measure", lambda session, options: session.rows.append(made_up))
+    assert main(["--no-gloo", "--no-progress", "--out", str(tmp_path)]) == 1
+    assert "WRONG RESULTS in all_reduce own mpidist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "4,big"], "size is 'big'; expected a number of bytes such as 4, 256K or 64M"),
+        (["--operations", "all_reduce,sort"], "sort is unknown; expected some of memory,start"),
+        (["--models", "gpt"], "gpt is unknown"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
