@@ -24,6 +24,7 @@ from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
+from mpidist.collectives.mpi.agreed import as_common, is_common
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
 from mpidist.collectives.mpi.descriptors import check_descriptors
 from mpidist.collectives.mpi.waiting import Steps, drive
@@ -31,7 +32,7 @@ from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
-from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, RankLostError
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
 from mpidist.topology.faults import revoke, revoking, says_rank_is_lost
 from mpidist.topology.limited_calls import duplicate
 
@@ -46,12 +47,8 @@ open_channels: list[Channel] = []
 _abandoned_channels: list[Channel] = []
 # Works that were submitted and never waited for: beyond this many the oldest is finished first.
 _MOST_WORKS = 256
-# All ranks raise these together, or the channel has been given up already.
-_COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
 # A rank that failed on its own tells the others, but does not keep its error back for longer than this.
 _FAILURE_SECONDS = 2.0
-# Set on an error that the other ranks have been told of.
-_ANNOUNCED = "_mpidist_announced"
 DEADLOCKED = "its ranks waited for one another in different communicators"
 
 
@@ -346,9 +343,9 @@ class Channel:
             doing: What was being done, for the report.
         """
         nobody_listens = self.size == 1 or not self.is_usable
-        if nobody_listens or isinstance(error, _COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
+        if nobody_listens or is_common(error):
             return
-        setattr(error, _ANNOUNCED, True)
+        as_common(error)
         call_site = user_call_site()
         news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         text = f"telling the other ranks of {type(error).__name__} in {doing}"
@@ -494,14 +491,12 @@ class Channel:
             return drive(steps, partial(self._deadline, steps, operation, timeout))
         except StopIteration as stop:
             return stop.value
-        except _COMMON_ERRORS:
-            # All ranks raise these together, or the channel has been given up already.
-            raise
-        except ProcessLookupError as error:
-            self._interrupt(error, operation.text)
-            raise PeerError(f"{self.unusable}: {error}") from error
         except BaseException as error:
+            if is_common(error):
+                raise
             self._lose_or_interrupt(error, operation.text)
+            if isinstance(error, ProcessLookupError):
+                raise PeerError(f"{self.unusable}: {error}") from error
             raise
         finally:
             self._waits = False

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.errors import AlgorithmError, MismatchError, PeerError
 from mpidist.core.tell_user import tell_user
 
 
@@ -81,7 +81,10 @@ class Work:
             next(self._steps)
         except StopIteration as stop:
             self._result = stop.value
-        except (AlgorithmError, MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
+        except Exception as error:
+            if not is_common(error):
+                raise
+            # For the caller of wait().
             self._error = error
         else:
             # Also of a work that was settled: what it has begun with the other ranks is still carried through.

@@ -17,6 +17,7 @@ from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu import nccl_sharing
 from mpidist.collectives.gpu.nccl_library import failure, nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Steps, relax, until_done
@@ -194,11 +195,11 @@ def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Prob
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
     requests = [] if problem is None else [comm.Isend(nothing, other, NCCL_START) for other in others]
-    problems: list[_Problem | None] = yield from gather_objects(comm, problem)
-    requests += [comm.Irecv(nothing, other, NCCL_START) for other in others if problems[other] is not None]
+    problems = yield from problems_of(comm, problem)
+    requests += [comm.Irecv(nothing, other, NCCL_START) for other in problems if other != rank]
     for request in requests:
         yield from until_done(request)
-    found = [problem for problem in problems if problem is not None]
+    found = list(problems.values())
     return _Problem(found[0].text, any(problem.is_late for problem in found)) if found else None
 
 
