@@ -15,7 +15,7 @@ _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 _SLICE = re.compile(r" MIG (\S+)$")
 
 
-def check(job: JobFacts) -> list[Finding]:
+def check_gpus(job: JobFacts) -> list[Finding]:
     """Check driver, CuPy, NCCL, which rank has which GPU, its cores, and the network of NCCL."""
     of_ranks = _differing(job) or _several(job)
     return [*_unusable(job), *_without_driver(job), *of_ranks, *_shared(job), *_far(job), *_slow_net(job)]
