@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mpidist.core import settings
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 
 
 class Deadline:

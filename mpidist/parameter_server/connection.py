@@ -18,7 +18,7 @@ from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.messages import (
     BYTES,
     CONTROL,

@@ -18,7 +18,7 @@ from mpidist.collectives.mpi.waiting import Naps
 from mpidist.core import message_tags, settings
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Post
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteTraceback

@@ -18,7 +18,7 @@ from mpidist.collectives.mpi.waiting import Naps, all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.messages import (
     CONTROL,
     DONE,

@@ -13,7 +13,7 @@ from mpidist.core.callsite import user_call_site
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.topology.abort import end_job
 from mpidist.topology.faults import agree, can_go_on, means_loss, revoke
 from mpidist.topology.launcher import import_mpi

@@ -14,7 +14,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.__main__ import main
-from mpidist.collectives.watch.report import Tally, report_text
+from mpidist.collectives.watch.recorder import Tally, report_text
 from mpidist.collectives.watch.trace_file import MERGED, Span, TraceFile, path_of
 from mpidist.collectives.watch.trace_merge import merge
 from tests.support.ranks.jobs import run_script

@@ -14,8 +14,8 @@ from mpidist.collectives.node import shared_memory
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.collectives.watch import trace_file, trace_merge
-from mpidist.collectives.watch.flight_file import FlightFile
-from mpidist.collectives.watch.flight_file import path_of as flight_path
+from mpidist.collectives.watch.flight_record import FlightFile
+from mpidist.collectives.watch.flight_record import path_of as flight_path
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import evaluations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import MismatchError, PeerError
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
 
 # How long a rank that leaves waits for others to catch up with what was given up, so that MPI can end in order.

@@ -9,7 +9,7 @@ from typing import Any
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 
 
 class Work:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from mpidist.arrays.device_ops import Event
 from mpidist.core.daemon_thread import DaemonThread
 from mpidist.core.deadline import Deadline
-from mpidist.core.tell_user import tell_user
+from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
 
 _LOOK_SECONDS = 0.25

@@ -28,8 +28,7 @@ from mpidist.core import settings
 from mpidist.core.callsite import program_line
 from mpidist.core.deadline import wait_at_most
 from mpidist.core.errors import MismatchError
-from mpidist.core.tell_user import tell_user
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import ranks_text, tell_user
 
 # How long a rank may take to answer, and the one that is to ask all others to say that it will.
 _ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
