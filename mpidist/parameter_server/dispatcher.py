@@ -100,7 +100,7 @@ class Dispatcher:
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
-            self._wait_until(lambda: self._can_raise() or self._has_room(), "room in the queue")
+            self._wait_until(self._can_schedule, "room in the queue")
             self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
@@ -135,12 +135,11 @@ class Dispatcher:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
 
-    def _can_raise(self) -> bool:
-        """Whether a function has failed and what was under way beside it has ended, so that scheduling can go on."""
-        return self._error is not None and not self._running
-
-    def _has_room(self) -> bool:
-        return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
+    def _can_schedule(self) -> bool:
+        """Whether there is room, or a function has failed and what was under way beside it has ended."""
+        if self._error is not None:
+            return self._is_stopping or not self._running
+        return self._is_stopping or len(self._queue) < QUEUE_LENGTH
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)

@@ -103,7 +103,8 @@ class Service:
             except Exception as error:
                 self._drop_lost(error)
             if has_come and index >= 0:
-                self._accept(self._clients[index])
+                client = self._clients[index]
+                self._moving[client] = self._handle(client)
                 naps.reset()
             if self._moving:
                 self._move()
@@ -114,29 +115,17 @@ class Service:
 
     # Requests -------------------------------------------------------------------------------------------------
 
-    def _accept(self, client: _Client) -> None:
-        """Begin with a request whose first message is there; most end here as well."""
-        moves = self._handle(client)
-        if self._moved(client, moves):
-            self._moving[client] = moves
-
     def _move(self) -> None:
+        """Move all requests on, of which most end at once."""
         for client, moves in list(self._moving.items()):
-            if not self._moved(client, moves):
-                self._moving.pop(client, None)
-
-    def _moved(self, client: _Client, moves: _Moves) -> bool:
-        """Move a request on; return whether there is more to do."""
-        try:
-            next(moves)
-        except StopIteration:
-            return False
-        except Exception as error:
-            if not says_rank_is_lost(error):
-                raise
-            self._lose(client)
-            return False
-        return True
+            try:
+                next(moves)
+            except StopIteration:
+                del self._moving[client]
+            except Exception as error:
+                if not says_rank_is_lost(error):
+                    raise
+                self._lose(client)
 
     def _handle(self, client: _Client) -> _Moves:
         client.requests += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,9 @@ class WorkerLoop:
     def _answer(self, message: bytes) -> bytes:
         try:
             drops, definitions, payload = pickle.loads(message)
-            self._drop(drops)
+            for number in drops:
+                del self._definitions[number]
+                self._own.pop(number, None)
             self._definitions.update(definitions)
             with self._strategy.scope():
                 fn, args, kwargs = unpack(payload, self._names.find)
@@ -100,11 +102,6 @@ class WorkerLoop:
             raise
         except BaseException as error:
             return FAILED + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
-
-    def _drop(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            del self._definitions[number]
-            self._own.pop(number, None)
 
     def _own_value(self, number: int) -> Any:
         """Return this worker's value of a number, built the first time."""

@@ -95,16 +95,12 @@ def _threads(job: JobFacts) -> list[Finding]:
                 f"BLAS: all together start {threads}."
             )
             each = max(1, cores // len(ranks))
-            if _are_unbound(job):
+            if all(len(facts.cores.allowed) == facts.cores.machine for facts in job.known.values()):
                 command = commands.start_unbound(job, len(job.ranks), threads=each)
             else:
                 command = commands.start(job, len(job.ranks), settings={"OMP_NUM_THREADS": str(each)})
             return [Finding(WARNING, "threads", text, command)]
     return []
-
-
-def _are_unbound(job: JobFacts) -> bool:
-    return all(len(facts.cores.allowed) == facts.cores.machine for facts in job.known.values())
 
 
 def check_shared_memory(job: JobFacts) -> list[Finding]:

@@ -109,7 +109,9 @@ def shared_memory() -> SharedMemoryFacts | None:
 
 def interfaces() -> tuple[Interface, ...]:
     """Return the network interfaces that are up, without the one to this machine itself."""
-    found = [_interface(path) for path in _listed(_NETWORK) if path.name != "lo" and _is_up(path)]
+    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
+    up = [path for path in _listed(_NETWORK) if path.name != "lo" and _read(path / "operstate") in ("up", "unknown")]
+    found = [_interface(path) for path in up]
     found += [_infiniband(path) for path in _listed(_INFINIBAND) if _active_ports(path)]
     return tuple(found)
 
@@ -123,11 +125,6 @@ def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""
-
-
-def _is_up(path: Path) -> bool:
-    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
-    return _read(path / "operstate") in ("up", "unknown")
 
 
 def _interface(path: Path) -> Interface:
@@ -190,7 +187,8 @@ def gpus() -> GpuFacts:
         has_driver=True,
         visible=devices,
         names=tuple(_name(state.module, device) for device in range(len(devices))),
-        cores=tuple(_cores_next_to(bus_id) for bus_id in devices),
+        # Those next to each, none where the kernel does not say. CUDA writes bus ids in capitals.
+        cores=tuple(cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist")) for bus_id in devices),
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
@@ -201,12 +199,6 @@ def gpus() -> GpuFacts:
 def _name(cupy: Any, device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
-
-
-def _cores_next_to(bus_id: str) -> tuple[int, ...]:
-    """Return the cores next to a GPU, none where the kernel does not say."""
-    # CUDA writes bus ids in capitals.
-    return cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist"))
 
 
 def cores_of_list(text: str) -> tuple[int, ...]:

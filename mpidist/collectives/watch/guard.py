@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,16 +101,8 @@ class Guard(Observer):
         self._deadlocks: dict[int, str] = {}
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
-        self._handlers: dict[str, Callable[..., None]] = {
-            "stuck": self._on_stuck,
-            "heard": self._on_heard,
-            "ask": self._on_ask,
-            "answer": self._on_answer,
-            "report": self._on_report,
-            "deadlock": self._on_deadlock,
-        }
         _guards.append(self)
-        self._line = Line(channel.comm, lambda source, kind, content: self._handlers[kind](source, *content))
+        self._line = Line(channel.comm, self._hear)
 
     # In the thread that waits -----------------------------------------------------------------------------------
 
@@ -148,6 +140,23 @@ class Guard(Observer):
 
     # In the side thread -----------------------------------------------------------------------------------------
 
+    def _hear(self, source: int, kind: str, content: tuple[Any, ...]) -> None:
+        """Act on a message of another rank."""
+        about, *told = content
+        if kind == "stuck":
+            self._send(source, "heard", about)
+            self._inquire(about, source)
+        elif kind == "heard":
+            self._heard.add((about, source))
+        elif kind == "ask":
+            self._send(source, "answer", about, self._standing(about))
+        elif kind == "answer":
+            self._take_answer(source, about, *told)
+        elif kind == "report":
+            self._reports[about] = told[0]
+        elif kind == "deadlock":
+            self.spread(about)
+
     def _send(self, rank: int, kind: str, *content: Any) -> None:
         self._line.send(rank, kind, content)
 
@@ -166,13 +175,6 @@ class Guard(Observer):
 
         side_thread.later(_HEARD_SECONDS, give_up)
 
-    def _on_stuck(self, source: int, question: _Question) -> None:
-        self._send(source, "heard", question)
-        self._inquire(question, source)
-
-    def _on_heard(self, source: int, question: _Question) -> None:
-        self._heard.add((question, source))
-
     def _inquire(self, question: _Question, asker: int) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
@@ -185,10 +187,7 @@ class Guard(Observer):
         if inquiry.report is not None:
             self._tell(asker, question, inquiry.report)
 
-    def _on_ask(self, source: int, question: _Question) -> None:
-        self._send(source, "answer", question, self._standing(question))
-
-    def _on_answer(self, source: int, question: _Question, standing: Standing) -> None:
+    def _take_answer(self, source: int, question: _Question, standing: Standing) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is not None:  # it is not kept where it found no deadlock
             inquiry.standings[source] = standing
@@ -230,34 +229,22 @@ class Guard(Observer):
         for guard in list(_guards):
             guard.spread(deadlock)
 
-    def _on_deadlock(self, source: int, deadlock: Deadlock) -> None:
-        del source
-        self.spread(deadlock)
-
     def _tell(self, asker: int, question: _Question, report: str) -> None:
         if asker == self._rank:
             self._reports[question] = report
         else:
             self._send(asker, "report", question, report[:_LONGEST_REPORT])
 
-    def _on_report(self, source: int, question: _Question, report: str) -> None:
-        del source
-        self._reports[question] = report
-
     def _standing(self, question: _Question) -> Standing:
         status = self._channel.status()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         return Standing(
-            status._replace(text=_shortened(status.text)),
+            status if len(status.text) <= _LONGEST_TEXT else status._replace(text=f"{status.text[:_LONGEST_TEXT]}..."),
             whereabouts(where) if question.purpose == _DEADLOCK else None,
             where,
             f"process {os.getpid()} on {socket.gethostname()}",
         )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def report_text(number: int, standings: dict[int, Standing], size: int, asked: Collection[int]) -> str:

@@ -80,16 +80,13 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
     for rank, tallies in by_rank.items():
         for operation, tally in tallies.items():
             by_operation.setdefault(operation, {})[rank] = tally
-    rows.extend(_row(operation, found) for operation, found in sorted(by_operation.items(), key=_longest_first))
+    longest_first = sorted(by_operation.items(), key=lambda item: -max(tally.time for tally in item[1].values()))
+    rows.extend(_row(operation, found) for operation, found in longest_first)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for first, *middle, last in rows:
         cells = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
         lines.append("  ".join(["", first.ljust(widths[0]), *cells, last]))
     return "\n".join(lines)
-
-
-def _longest_first(item: tuple[str, dict[int, Tally]]) -> int:
-    return -max(tally.time for tally in item[1].values())
 
 
 def _row(operation: str, by_rank: dict[int, Tally]) -> tuple[str, ...]:
@@ -316,9 +313,8 @@ def _before_leaving() -> None:
 
 
 def _forget() -> None:
-    for recorder in _recorders:
-        recorder.forget()
-    _recorders.clear()
+    while _recorders:
+        _recorders.pop().forget()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -326,6 +322,5 @@ os.register_at_fork(after_in_child=_forget)
 
 def _finish_recording() -> None:
     """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
-    for recorder in _recorders:
-        recorder.finish()
-    _recorders.clear()
+    while _recorders:
+        _recorders.pop().finish()
