@@ -15,8 +15,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.__main__ import main
 from mpidist.collectives.watch.recorder import Tally, report_text
-from mpidist.collectives.watch.trace_file import MERGED, Span, TraceFile, path_of
-from mpidist.collectives.watch.trace_merge import merge
+from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, path_of
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 

@@ -15,9 +15,9 @@ from weakref import WeakMethod
 
 from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.mpi.mailbox import Mailbox
-from mpidist.collectives.watch import trace_merge
+from mpidist.collectives.watch import trace_files
 from mpidist.collectives.watch.flight_record import FlightFile
-from mpidist.collectives.watch.trace_file import Span, TraceFile
+from mpidist.collectives.watch.trace_files import Span, TraceFile
 from mpidist.core import message_tags, settings
 from mpidist.core.deadline import wait_at_most
 from mpidist.core.wording import ranks_text, tell_user
@@ -288,11 +288,11 @@ class Recorder:
             reason = f"ranks {ranks_text(missing)} have not told that their files are complete"
         else:
             try:
-                trace_merge.merge(folder)
+                trace_files.merge(folder)
                 return
             except (OSError, ValueError) as error:
                 reason = str(error)
-        tell_user(f"the traces are not merged: {reason}; {trace_merge.how(folder)}")
+        tell_user(f"the traces are not merged: {reason}; {trace_files.how(folder)}")
 
 
 class _Hook:
