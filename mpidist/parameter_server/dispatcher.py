@@ -21,7 +21,7 @@ from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Post
-from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteTraceback
+from mpidist.parameter_server.remote_value import PerWorkerValues, came_about
 from mpidist.parameter_server.travelling import TravellingError, unpack
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
@@ -100,7 +100,7 @@ class Dispatcher:
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
-            self._wait_until(self._can_schedule, "room in the queue")
+            self._wait_until(lambda: self._can_raise() or self._has_room(), "room in the queue")
             self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
@@ -135,11 +135,12 @@ class Dispatcher:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
 
-    def _can_schedule(self) -> bool:
-        """Whether there is room, or a function has failed and what was under way beside it has ended."""
-        if self._error is not None:
-            return self._is_stopping or not self._running
-        return self._is_stopping or len(self._queue) < QUEUE_LENGTH
+    def _can_raise(self) -> bool:
+        """Whether a function has failed and what was under way beside it has ended, so that scheduling can go on."""
+        return self._error is not None and not self._running
+
+    def _has_room(self) -> bool:
+        return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
@@ -260,8 +261,7 @@ class Dispatcher:
                 )
         else:
             travelling = TravellingError(*pickle.loads(answer[1:]))
-            error = travelling.unpack(self._find)
-            error.__cause__ = RemoteTraceback(f"{closure.name} on {worker.name}:\n{travelling.trace}")
+            error = came_about(travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}")
         closure.future.set_exception(error)
         with self._changed:
             # The first error is the one that is raised; functions after it may depend on what it should have done.

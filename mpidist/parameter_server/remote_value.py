@@ -18,7 +18,7 @@ class RemoteValueStatus(enum.Enum):
     READY = "READY"
 
 
-class RemoteTraceback(Exception):
+class _RemoteTraceback(Exception):
     """Shows, as the cause of an error, where it came about on the worker."""
 
     def __init__(self, text: str) -> None:
@@ -26,6 +26,12 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def came_about(error: Exception, trace: str) -> Exception:
+    """Return an error whose cause shows where it came about on the worker."""
+    error.__cause__ = _RemoteTraceback(trace)
+    return error
 
 
 class RemoteValue:

@@ -68,8 +68,9 @@ class SideThread(DaemonThread[Line]):
     def watch(self, thing: Line) -> None:
         """Take part in what is said over a line from now on."""
         after_the_end(self.stop)
-        self._mailboxes.append(thing.mailbox)
-        super().watch(thing)
+        with self.lock:
+            self._mailboxes.append(thing.mailbox)
+            super().watch(thing)
 
     def drop(self, line: Line) -> None:
         """Forget a line whose ranks are not all there any more; called in the thread, which goes on."""
