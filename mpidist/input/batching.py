@@ -86,6 +86,7 @@ def last_batching(node: GraphNode) -> Batched | None:
     return node if isinstance(node, Batched) else None
 
 
+@dataclass(frozen=True, eq=False)
 class Padding:
     """How elements are made one shape: which one, and what is put behind the values that they have.
 
@@ -99,9 +100,8 @@ class Padding:
            [ 3, -1]])
     """
 
-    def __init__(self, shapes: Any, values: Any) -> None:
-        self.shapes = shapes
-        self.values = values
+    shapes: Any
+    values: Any
 
     def __str__(self) -> str:
         return f"padded_shapes={self.shapes!r}, padding_values={self.values!r}"

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Generic, NoReturn
 
 import numpy as np
@@ -47,7 +48,10 @@ class Dataset(Generic[E_co]):
     def __init__(self, node: GraphNode, options: DatasetOptions = DatasetOptions()) -> None:  # noqa: B008 - frozen
         self._node = node
         self._options = options
-        self._passes = Passes(node, options)
+
+    @cached_property
+    def _passes(self) -> Passes:
+        return Passes(self._node, self._options)
 
     def _then(self, node: GraphNode) -> Dataset[Any]:
         return type(self)(node, self._options)

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
     # The type of an element; whoever writes no type says nothing about it.
     E_co = TypeVar("E_co", covariant=True, default=Any)
-    S = TypeVar("S")
 else:
     from typing import TypeVar
 
     E_co = TypeVar("E_co", covariant=True)
-    S = TypeVar("S")
 
+S = TypeVar("S")
 _ALONE = WorkerLayout(1, 0, (1,))
 
 

@@ -86,18 +86,13 @@ def own_elements(node: GraphNode, policy: AutoShardPolicy, workers: WorkerLayout
 
 
 def _what(own: GraphNode, policy: AutoShardPolicy, batches: DealtBatches | RecutBatches) -> str:
+    workers, cut = batches.workers, ""
     if isinstance(batches, RecutBatches):
-        sizes = batches.sizes
-        cut = (
-            f", in sub-batches of {', '.join(map(str, sizes))} rows"
-            if sizes
-            else ", each batch cut into a part for each replica of all ranks"
-        )
-    elif policy is AutoShardPolicy.DATA and batches.workers.num_replicas_in_sync > 1:
-        workers = batches.workers
+        sizes = ", ".join(map(str, batches.sizes or ()))
+        whole = ", each batch cut into a part for each replica of all ranks"
+        cut = f", in sub-batches of {sizes} rows" if sizes else whole
+    elif policy is AutoShardPolicy.DATA and workers.num_replicas_in_sync > 1:
         return f"its part{'s' * (workers.num_local_replicas > 1)} of each global batch ({batches.assignment!r})"
-    else:
-        cut = ""
     if policy is AutoShardPolicy.FILE:
         names = [repr(name) for name in dealt_files(own)]
         more = f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""

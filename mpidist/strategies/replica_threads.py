@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mpidist.strategies.replica_context import ReplicaContext
     from mpidist.strategies.strategy import Strategy
 
+# How long Ctrl-C may go unnoticed while a replica computes.
+_SIGNAL_SECONDS = 0.5
 # How long a replica may take to end after another one has failed, in its finally blocks and __exit__ methods.
 _UNWINDING_SECONDS = 30.0
 
@@ -126,7 +128,13 @@ class ReplicaRun:
         else:
             self._thread.take(self)
             self._has_started = True
-        self._has_paused.get()
+        while True:
+            try:
+                self._has_paused.get(timeout=_SIGNAL_SECONDS)
+            except Empty:
+                # A signal that came just before the wait began does not end it; its handler has run by now.
+                continue
+            return
 
     @property
     def has_left_its_thread(self) -> bool:
