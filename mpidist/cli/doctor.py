@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_checks.finding import ERROR, Finding
-from mpidist.cli.doctor_checks.world import is_torn, torn
+from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
 from mpidist.cli.doctor_facts.messages import NoAnswerError

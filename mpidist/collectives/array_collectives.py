@@ -99,12 +99,12 @@ class ArrayCollectives:
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
         steps = agreed_table(channel.comm, channel.node, given)
-        agreeing: Operation[Table | ValueError] = Operation(steps, describe("agreeing on the tuning table"))
-        table = channel.run(agreeing)
-        if isinstance(table, ValueError):
+        agreeing: Operation[Table] = Operation(steps, describe("agreeing on the tuning table"))
+        try:
+            return channel.run(agreeing)
+        except ValueError:
             self._close(lambda: None)
-            raise table
-        return table
+            raise
 
     def reduce_arrays(
         self,

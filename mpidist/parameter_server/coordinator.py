@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 from mpidist.input import Dataset
@@ -107,9 +108,9 @@ class ClusterCoordinator:
             raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
         name = getattr(fn, "__qualname__", repr(fn))
         payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
-        closure = Closure(name, payload, with_all_used(uses), RemoteValue(self._dispatcher.wait_for))
-        self._dispatcher.put(closure)
-        return closure.result
+        future: Future[Any] = Future()
+        self._dispatcher.put(Closure(name, payload, with_all_used(uses), future))
+        return RemoteValue(future, self._dispatcher.wait_for)
 
     def join(self) -> None:
         """Wait until all scheduled functions have ended.

@@ -44,7 +44,7 @@ class Names:
         self._naming_of_bases: dict[type, Callable[[Any], Name | None]] = {
             Variable: self._name_of_variable,
             Optimizer: self._name_of_optimizer,
-            Strategy: self._name_of_strategy,
+            Strategy: lambda strategy: ("strategy",) if strategy is self._strategy else None,
             PerWorkerValues: lambda values: ("own", values.number),
             RemoteValue: _refuse_remote_value,
         }
@@ -122,9 +122,6 @@ class Names:
         return variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
 
     # Others ---------------------------------------------------------------------------------------------------
-
-    def _name_of_strategy(self, strategy: Strategy) -> Name | None:
-        return ("strategy",) if strategy is self._strategy else None
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
         """Its number, by which the servers know it, and what a program may have changed in it since."""

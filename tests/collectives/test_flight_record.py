@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from mpidist.cli import flight
-from mpidist.collectives.watch.flight_file import (
+from mpidist.collectives.watch.flight_record import (
     DONE,
     ENTRIES,
     FAILED,
     RUNNING,
     Entry,
     FlightFile,
+    first_divergence,
+    merged_text,
     path_of,
     read_flight,
+    read_folder,
 )
-from mpidist.collectives.watch.flight_merge import first_divergence, merged_text, read_folder
 from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank

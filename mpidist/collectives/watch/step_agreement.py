@@ -11,10 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.collectives.watch.side_thread import Line, side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,9 +53,9 @@ class StepAgreement:
                     "MPI was started without MPI_THREAD_MULTIPLE, which ranks need to agree on a step; expected "
                     "`import mpidist` before MPI is started, or mpi4py.rc.thread_level = 'multiple'"
                 )
-            self._comm = self.comm = duplicate(comm, "preparing to agree on steps")
+            self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
-            side_thread.watch(self)
+            self._line = Line(self._comm, self._hear)
 
     def ask_for(self, what: str) -> None:
         """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
@@ -88,14 +88,13 @@ class StepAgreement:
     def close(self) -> None:
         """Free what it holds (collective)."""
         if self._comm is not None:
-            side_thread.forget(self)
+            self._line.close()
             self._comm.Free()
             self._comm = None
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def hear(self, source: int, kind: str, content: Any) -> None:
-        """See ``Line``."""
+    def _hear(self, source: int, kind: str, content: Any) -> None:
         what, number = content
         if kind == "want":
             self._begin(what)
@@ -108,9 +107,9 @@ class StepAgreement:
 
     def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
         if rank == self._rank:
-            self.hear(rank, kind, (what, number))
+            self._hear(rank, kind, (what, number))
         else:
-            side_thread.send(self, rank, kind, (what, number))
+            self._line.send(rank, kind, (what, number))
 
     def _begin(self, what: str) -> None:
         """Begin a round, on the first rank."""

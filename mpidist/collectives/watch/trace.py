@@ -8,9 +8,8 @@ from typing import Any
 from mpidist.collectives.channel.description import HOUSEKEEPING
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.watch.recorder import Recorder
-from mpidist.collectives.watch.report import Tally
-from mpidist.collectives.watch.trace_file import Span
+from mpidist.collectives.watch.recorder import Recorder, Tally
+from mpidist.collectives.watch.trace_files import Span
 
 # A text longer than this, of very many arrays, is cut.
 _TEXT = 300
