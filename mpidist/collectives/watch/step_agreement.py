@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.watch.side_thread import Line, side_thread
+from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology.limited_calls import duplicate
@@ -55,7 +55,7 @@ class StepAgreement:
                 )
             self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
-            self._line = Line(self._comm, self._hear)
+            self._line = SideLine(self._comm, self._hear)
 
     def ask_for(self, what: str) -> None:
         """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
