@@ -99,11 +99,16 @@ class StepAgreement:
         if kind == "want":
             self._begin(what)
         elif kind == "hold":
-            self._send(0, "count", what, self._hold(what))
+            with self._changed:
+                self._rounds.setdefault(what, _Round())
+                steps = self.steps
+            self._send(0, "count", what, steps)
         elif kind == "count":
             self._take(what, source, number)
         elif kind == "target":
-            self._know(what, number)
+            with self._changed:
+                self._rounds[what].target = number
+                self._changed.notify_all()
 
     def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
         if rank == self._rank:
@@ -118,19 +123,9 @@ class StepAgreement:
             for rank in range(self._size):
                 self._send(rank, "hold", what)
 
-    def _hold(self, what: str) -> int:
-        with self._changed:
-            self._rounds.setdefault(what, _Round())
-            return self.steps
-
     def _take(self, what: str, source: int, count: int) -> None:
         counts = self._counts[what]
         counts[source] = count
         if len(counts) == self._size:
             for rank in range(self._size):
                 self._send(rank, "target", what, max(counts.values()) + 1)
-
-    def _know(self, what: str, target: int) -> None:
-        with self._changed:
-            self._rounds[what].target = target
-            self._changed.notify_all()
