@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.manifest import Manifest
@@ -209,16 +209,14 @@ def _plain(name: str, value: Any) -> Any:
     try:
         given = to_array(value.numpy() if isinstance(value, Variable) else value)
         array = ops_of(given).to_host(given)
-        # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
-        return (array.astype(np.float64) if array.dtype.kind == "V" else _checked(array)).tolist()
+        if array.dtype.kind == "V":
+            # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
+            array = array.astype(np.float64)
+        elif array.dtype.kind not in "biuf":
+            raise TypeError(f"{array.dtype} is no dtype of real numbers")
+        return array.tolist()
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"eval_fn returned {value!r} of type {type(value).__name__} as {name!r}; expected numbers, strings, None, "
             "arrays of numbers, or lists and dicts of them"
         ) from error
-
-
-def _checked(array: Array) -> Array:
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{array.dtype} is no dtype of real numbers")
-    return array

@@ -45,7 +45,7 @@ BYTES = np.dtype(np.uint8)
 INDEX = np.dtype(np.int64)
 
 
-class Operation(NamedTuple):
+class ServerOperation(NamedTuple):
     """What can be asked of a server.
 
     Attributes:
@@ -64,12 +64,12 @@ class Operation(NamedTuple):
     is_about_variable: bool
 
 
-OPERATIONS: list[Operation] = []
+OPERATIONS: list[ServerOperation] = []
 """By their codes."""
 
 
-def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> Operation:
-    operation = Operation(len(OPERATIONS), name, takes, gives, is_about_variable)
+def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> ServerOperation:
+    operation = ServerOperation(len(OPERATIONS), name, takes, gives, is_about_variable)
     OPERATIONS.append(operation)
     return operation
 
@@ -150,7 +150,7 @@ class Part(NamedTuple):
         name: Of the variable, or what a control request is about, for messages; it does not travel.
     """
 
-    operation: Operation
+    operation: ServerOperation
     variable: int = 0
     kind: Kind = NO_VARIABLE
     arrays: Sequence[Array] = ()

@@ -91,7 +91,10 @@ class Names:
         server, number, description = rest
         variable = self._variables.get((server, number))
         if variable is None:
-            variable = self._make_variable(server, number, *pickle.loads(description))
+            kind, called, properties = pickle.loads(description)
+            device = self._extended.parameter_devices[server]
+            component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
+            variable = variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
             self._variables[server, number] = variable
         return variable
 
@@ -115,11 +118,6 @@ class Names:
             description = pickle.dumps(((component.kind.shape, component.kind.dtype), component.name, properties))
             self._descriptions[variable] = description
         return "variable", server, component.number, description
-
-    def _make_variable(self, server: int, number: int, kind: Any, called: str, properties: dict[str, Any]) -> Variable:
-        device = self._strategy.extended.parameter_devices[server]
-        component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
-        return variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
 
     # Others ---------------------------------------------------------------------------------------------------
 

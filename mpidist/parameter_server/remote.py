@@ -15,13 +15,13 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.parameter_server import messages, remote
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Operation, Part, Request
+from mpidist.parameter_server.messages import Kind, Part, Request, ServerOperation
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
-_ASSIGNING: dict[Assignment, Operation] = {
+_ASSIGNING: dict[Assignment, ServerOperation] = {
     assign: messages.ASSIGN,
     assign_add: messages.ASSIGN_ADD,
     assign_sub: messages.ASSIGN_SUB,
@@ -55,7 +55,7 @@ class RemoteComponent(Component):
 
     def part(
         self,
-        operation: Operation,
+        operation: ServerOperation,
         *arrays: Array,
         length: int = 0,
         optimizer: int = 0,
@@ -66,7 +66,7 @@ class RemoteComponent(Component):
         contiguous = [np.asarray(array, order="C") for array in arrays]
         return Part(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
 
-    def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
+    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> Part:
         """Return an operation on rows of this variable as a part of a request."""
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
         return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)

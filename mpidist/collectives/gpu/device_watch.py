@@ -21,7 +21,7 @@ from mpidist.topology import end_job, import_mpi
 _LOOK_SECONDS = 0.25
 
 
-class _Call(Protocol):
+class _TimedCall(Protocol):
     timeout: float
 
     @property
@@ -31,7 +31,7 @@ class _Call(Protocol):
 class Watchable(Protocol):
     """What has calls under way on a device."""
 
-    def oldest(self) -> tuple[Event, _Call] | None:
+    def oldest(self) -> tuple[Event, _TimedCall] | None:
         """Return what has to end next, and the call that it ends; None if nothing is under way."""
 
     def raise_if_failed(self) -> None:

@@ -36,7 +36,7 @@ _STATES = {RUNNING: "had not ended", FAILED: "failed"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlightEntry:
     """One collective of one rank.
 
     Args:
@@ -75,7 +75,7 @@ class Flight:
     ranks: int
     host: str
     process: int
-    entries: list[Entry]
+    entries: list[FlightEntry]
 
 
 class FlightFile:
@@ -183,7 +183,7 @@ def read_flight(path: Path) -> Flight:
         for length in lengths:
             texts.append(content[place : place + length].decode(errors="replace"))
             place += length
-        entries.append(Entry(serial, number, begin, end, state, *texts))
+        entries.append(FlightEntry(serial, number, begin, end, state, *texts))
     entries.sort(key=lambda entry: entry.serial)
     return Flight(head["rank"], head["ranks"], head["host"], head["process"], entries)
 
@@ -251,7 +251,7 @@ def merged_text(flights: list[Flight], last: int) -> str:
     return "\n".join(lines)
 
 
-def first_divergence(by_rank: dict[int, list[Entry]]) -> Divergence | None:
+def first_divergence(by_rank: dict[int, list[FlightEntry]]) -> Divergence | None:
     """Return the first collective that not all ranks made alike, of those that all records reach back to."""
     numbers = {rank: {entry.number: entry for entry in entries} for rank, entries in by_rank.items()}
     first = max(min(found) for found in numbers.values())
@@ -269,15 +269,15 @@ def first_divergence(by_rank: dict[int, list[Entry]]) -> Divergence | None:
     return None
 
 
-def _by_communicator(flights: list[Flight]) -> dict[str, dict[int, list[Entry]]]:
-    found: dict[str, dict[int, list[Entry]]] = {}
+def _by_communicator(flights: list[Flight]) -> dict[str, dict[int, list[FlightEntry]]]:
+    found: dict[str, dict[int, list[FlightEntry]]] = {}
     for flight in flights:
         for entry in flight.entries:
             found.setdefault(entry.communicator, {}).setdefault(flight.rank, []).append(entry)
     return found
 
 
-def _progress(by_rank: dict[int, list[Entry]]) -> list[str]:
+def _progress(by_rank: dict[int, list[FlightEntry]]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank, entries in by_rank.items():
         entry = entries[-1]
@@ -286,11 +286,11 @@ def _progress(by_rank: dict[int, list[Entry]]) -> list[str]:
     return [f"  {_who(ranks)} {what}" for what, ranks in groups.items()]
 
 
-def _table(by_rank: dict[int, list[Entry]], last: int) -> list[str]:
+def _table(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
     newest = max(entries[-1].number for entries in by_rank.values())
     lines = []
     for number in range(max(1, newest - last + 1), newest + 1):
-        groups: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
+        groups: dict[tuple[str, str], list[tuple[int, FlightEntry]]] = {}
         for rank, entries in by_rank.items():
             for entry in entries:
                 if entry.number == number:

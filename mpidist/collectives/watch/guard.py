@@ -23,7 +23,7 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
 from mpidist.collectives.watch.deadlock import Deadlock, Whereabouts, find_deadlock, note_thread, whereabouts
-from mpidist.collectives.watch.side_thread import Line, side_thread
+from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
 from mpidist.core.deadline import wait_at_most
@@ -102,7 +102,7 @@ class Guard(Observer):
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
         _guards.append(self)
-        self._line = Line(channel.comm, self._hear)
+        self._line = SideLine(channel.comm, self._hear)
 
     # In the thread that waits -----------------------------------------------------------------------------------
 

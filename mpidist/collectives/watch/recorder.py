@@ -26,7 +26,7 @@ from mpidist.topology import import_mpi, world_topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Tallies = dict[str, "Tally"]
+Tallies = dict[str, "Totals"]
 # What is kept in memory at most, and how long.
 _MOST_SPANS = 4096
 _KEEP_SECONDS = 1.0
@@ -37,7 +37,7 @@ _recorders: list[Recorder] = []
 
 
 @dataclass
-class Tally:
+class Totals:
     """What one operation came to on one rank; times in nanoseconds.
 
     Attributes:
@@ -56,7 +56,7 @@ class Tally:
     works: int = 0
     waited: int = 0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Totals) -> None:
         """Add another."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
@@ -76,7 +76,7 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
         told = f"{len(by_rank)} of {told} (without {ranks_text(missing)})"
     lines = [f"collectives of {told}, means over ranks, in {seconds:.1f} s"]
     rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
-    by_operation: dict[str, dict[int, Tally]] = {}
+    by_operation: dict[str, dict[int, Totals]] = {}
     for rank, tallies in by_rank.items():
         for operation, tally in tallies.items():
             by_operation.setdefault(operation, {})[rank] = tally
@@ -89,8 +89,8 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _row(operation: str, by_rank: dict[int, Tally]) -> tuple[str, ...]:
-    total = Tally()
+def _row(operation: str, by_rank: dict[int, Totals]) -> tuple[str, ...]:
+    total = Totals()
     for tally in by_rank.values():
         total.add(tally)
     number = len(by_rank)
@@ -108,7 +108,7 @@ def _row(operation: str, by_rank: dict[int, Tally]) -> tuple[str, ...]:
     )
 
 
-def _slowest(by_rank: dict[int, Tally]) -> str:
+def _slowest(by_rank: dict[int, Totals]) -> str:
     """Return the rank that arrived last: the others waited, and it did not."""
     if len(by_rank) == 1:
         return "-"
@@ -149,7 +149,7 @@ def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
         _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
         after_the_end(_finish_recording)
-        sys.excepthook = _Hook(sys.excepthook)
+        sys.excepthook = _SavingHook(sys.excepthook)
     _recorders[0].see(comm)
     return _recorders[0]
 
@@ -221,9 +221,9 @@ class Recorder:
         if is_full:
             self.write()
 
-    def tally(self, operation: str) -> Tally:
+    def tally(self, operation: str) -> Totals:
         """Return the tally of an operation."""
-        return self.tallies.setdefault(operation, Tally())
+        return self.tallies.setdefault(operation, Totals())
 
     def forget(self) -> None:
         """Record nothing from now on: this is a forked child, and the files are its parent's."""
@@ -295,7 +295,7 @@ class Recorder:
         tell_user(f"the traces are not merged: {reason}; {trace_files.how(folder)}")
 
 
-class _Hook:
+class _SavingHook:
     """A ``sys.excepthook`` that writes out what was seen before ``previous``, which may end the job."""
 
     def __init__(self, previous: object) -> None:

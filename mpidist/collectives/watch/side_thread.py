@@ -25,7 +25,7 @@ _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 _BUSY_FOR_SECONDS = 1.0
 
 
-class Line:
+class SideLine:
     """What ranks talk over in their side threads, until it is closed or a rank is lost.
 
     Args:
@@ -50,7 +50,7 @@ class Line:
         side_thread.forget(self)
 
 
-class SideThread(DaemonThread[Line]):
+class SideThread(DaemonThread[SideLine]):
     """The thread, there as long as a line with several ranks is open."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class SideThread(DaemonThread[Line]):
         """Whether this process can have the thread; says once why not."""
         return mpi_takes_threads("a rank that waits cannot ask the others what they do")
 
-    def watch(self, thing: Line) -> None:
+    def watch(self, thing: SideLine) -> None:
         """Take part in what is said over a line from now on."""
         after_the_end(self.stop)
         with self.lock:
             self._mailboxes.append(thing.mailbox)
             super().watch(thing)
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: SideLine) -> None:
         """Forget a line whose ranks are not all there any more; called in the thread, which goes on."""
         if line in self.watched:
             self.watched.remove(line)

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.watch.side_thread import Line, side_thread
+from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology.limited_calls import duplicate
@@ -55,7 +55,7 @@ class StepAgreement:
                 )
             self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
-            self._line = Line(self._comm, self._hear)
+            self._line = SideLine(self._comm, self._hear)
 
     def ask_for(self, what: str) -> None:
         """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
@@ -99,11 +99,16 @@ class StepAgreement:
         if kind == "want":
             self._begin(what)
         elif kind == "hold":
-            self._send(0, "count", what, self._hold(what))
+            with self._changed:
+                self._rounds.setdefault(what, _Round())
+                steps = self.steps
+            self._send(0, "count", what, steps)
         elif kind == "count":
             self._take(what, source, number)
         elif kind == "target":
-            self._know(what, number)
+            with self._changed:
+                self._rounds[what].target = number
+                self._changed.notify_all()
 
     def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
         if rank == self._rank:
@@ -118,19 +123,9 @@ class StepAgreement:
             for rank in range(self._size):
                 self._send(rank, "hold", what)
 
-    def _hold(self, what: str) -> int:
-        with self._changed:
-            self._rounds.setdefault(what, _Round())
-            return self.steps
-
     def _take(self, what: str, source: int, count: int) -> None:
         counts = self._counts[what]
         counts[source] = count
         if len(counts) == self._size:
             for rank in range(self._size):
                 self._send(rank, "target", what, max(counts.values()) + 1)
-
-    def _know(self, what: str, target: int) -> None:
-        with self._changed:
-            self._rounds[what].target = target
-            self._changed.notify_all()
