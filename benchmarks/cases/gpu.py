@@ -19,8 +19,9 @@ from mpidist.arrays.dtypes import as_dtype
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
-from mpidist.collectives.mpi.waiting import Deadline, drive
+from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.reduce.device_packs import nccl_reduction
+from mpidist.core.deadline import Deadline
 from mpidist.core.enums import ReduceOp
 from mpidist.experimental import CommunicationOptions
 
@@ -153,7 +154,7 @@ def run_nccl_call(session: Session) -> None:
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
-    made = drive(NcclComm.made(base, device), lambda: Deadline(_LIMIT_SECONDS, _LIMIT_SECONDS, str, _expire))
+    made = drive(NcclComm.made(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
         session.skipped.append(f"calls of NCCL: {made}")
         base.Free()
@@ -183,8 +184,8 @@ def run_nccl_call(session: Session) -> None:
     base.Free()
 
 
-def _expire(waited: float) -> None:
-    raise TimeoutError(f"NCCL did not start within {waited:.0f} s")
+def _failure(waited: float) -> TimeoutError:
+    return TimeoutError(f"NCCL did not start within {waited:.0f} s")
 
 
 def run_between_nodes(session: Session, nbytes: int) -> None:

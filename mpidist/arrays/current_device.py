@@ -11,24 +11,16 @@ import threading
 from types import ModuleType, TracebackType
 
 from mpidist.arrays.cuda_driver import CudaDriver
+from mpidist.core.daemon_thread import is_own_thread
 
 
 class _Thread(threading.local):
     """What is known of this thread."""
 
-    is_own = False
     has_begun = False
 
 
 _thread = _Thread()
-
-
-def mark_own_thread() -> None:
-    """Note that mpidist started this thread: it stays on the first GPU that it has to do with, and disturbs no graph.
-
-    To be called at its begin, whether it will ever have to do with one or not: nothing is asked of CUDA yet.
-    """
-    _thread.is_own = True
 
 
 class CurrentDevice:
@@ -51,7 +43,7 @@ class CurrentDevice:
 
     def enter(self, device: int) -> int:
         """Make ``device`` current, and return what to go back to."""
-        is_first = _thread.is_own and not _thread.has_begun
+        is_first = is_own_thread() and not _thread.has_begun
         if is_first:
             self._driver.relax_capture_mode()
             _thread.has_begun = True

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_checks.finding import ERROR, Finding
-from mpidist.cli.doctor_checks.world import is_torn, torn
+from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
 from mpidist.cli.doctor_facts.messages import NoAnswerError
@@ -71,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         with Watch() as watch:
             return _without_mpi(None, wrong, _Output(arguments.json, watch))
     is_first = launcher is None or launcher.rank == 0
-    with Watch(_document_of_end if arguments.json and is_first else None) as watch:
+
+    def document_of_end(ending: Ending) -> str:
+        return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
+
+    with Watch(document_of_end if arguments.json and is_first else None) as watch:
         return _examine(arguments, launcher, watch)
 
 
@@ -190,10 +194,6 @@ class _Output:
             print("\n".join(findings_text(found)), flush=True)
         else:
             print(report(job, found), flush=True)
-
-
-def _document_of_end(ending: Ending) -> str:
-    return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
 
 
 def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, Any]:

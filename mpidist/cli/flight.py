@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpidist.collectives.watch.flight_merge import merged_text, read_folder
+from mpidist.collectives.watch.flight_record import merged_text, read_folder
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they went apart"
 _USAGE_ERROR = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpidist.collectives.watch.trace_merge import merge
+from mpidist.collectives.watch.trace_files import merge
 
 HELP = "merge the traces of all ranks (MPIDIST_TRACE) into one file, for Perfetto or chrome://tracing"
 _USAGE_ERROR = 2

@@ -59,8 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return _USAGE_ERROR
+
+    def progress(text: str) -> None:
+        print(f"tune: {text}", file=sys.stderr, flush=True)
+
     try:
-        tuned = measure(arguments.out, arguments.seconds, _print_progress, device=arguments.device)
+        tuned = measure(arguments.out, arguments.seconds, progress, device=arguments.device)
     except ValueError as error:
         if is_first:
             print(f"python -m mpidist tune: {error}", file=sys.stderr)
@@ -68,10 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     if is_first:
         print(report(tuned))
     return 0
-
-
-def _print_progress(text: str) -> None:
-    print(f"tune: {text}", file=sys.stderr, flush=True)
 
 
 def report(tuned: Tuned) -> str:

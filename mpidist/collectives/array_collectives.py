@@ -99,12 +99,12 @@ class ArrayCollectives:
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
         steps = agreed_table(channel.comm, channel.node, given)
-        agreeing: Operation[Table | ValueError] = Operation(steps, describe("agreeing on the tuning table"))
-        table = channel.run(agreeing)
-        if isinstance(table, ValueError):
+        agreeing: Operation[Table] = Operation(steps, describe("agreeing on the tuning table"))
+        try:
+            return channel.run(agreeing)
+        except ValueError:
             self._close(lambda: None)
-            raise table
-        return table
+            raise
 
     def reduce_arrays(
         self,
@@ -211,7 +211,7 @@ class ArrayCollectives:
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.all_gather(plan, copies), plan.description, options).then(bring_back)
+            return self._operation(engine.on_host.all_gather(plan, copies), plan.description, options).then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
         return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
 
@@ -229,7 +229,7 @@ class ArrayCollectives:
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.broadcast(plan, copies), plan.description, options).then(bring_back)
+            return self._operation(engine.on_host.broadcast(plan, copies), plan.description, options).then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
         return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
 

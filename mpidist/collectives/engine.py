@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-
-import numpy as np
 
 from mpidist.arrays.convert import Array, graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description, Signature
-from mpidist.collectives.channel.observers import MOVE, OTHERS, PACK, REDUCE, UNPACK
+from mpidist.collectives.channel.observers import OTHERS, PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceStreams, Turn, queue_of
-from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
-from mpidist.collectives.mpi import gathering
+from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.movement import Movement
-from mpidist.collectives.node.packing import copies_of_overlapping, divided
+from mpidist.collectives.node.packing import copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
@@ -40,6 +34,7 @@ class Engine:
 
     Attributes:
         table: See above.
+        on_host: The collectives that move arrays in host memory.
         is_device_prepared: Whether ``prepare_device`` has been carried out; the same on all ranks between their calls.
     """
 
@@ -51,8 +46,8 @@ class Engine:
         self._on_device: DeviceChoice | None = None
         self._device_turn: Turn | None = None
         self.is_device_prepared = False
-        self._movement = Movement(channel.node)
         self._pool = Pool()
+        self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
 
     def device_call(
@@ -215,7 +210,9 @@ class Engine:
             self._took("alone")
             return results
         for number, pack in enumerate(plan.packs):
-            names = self.choice.names_for(pack.nbytes, plan.options)
+            names = pack.algorithms
+            if names is None:
+                names = pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
             algorithm = self.choice.made(names)
             if algorithm is None:
                 # Once all ranks have come.
@@ -292,93 +289,12 @@ class Engine:
 
     def reduce_scatter(self, plan: ReductionPlan, array: Array) -> Steps[list[Array]]:
         """Return the flat elements of this rank's rows of the reduction, one array."""
-        channel, movement = self.channel, self._movement
-        borders = slices(len(array), channel.size)
         if _asks_for_more(plan):
             (whole,) = yield from self._reduce_packs(plan, [array], None, None, may_share=False, is_wanted=True)
-            first, last = borders[channel.rank]
+            first, last = slices(len(array), self.channel.size)[self.channel.rank]
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
-        row_size = math.prod(array.shape[1:])
-        borders = tuple([(a * row_size, b * row_size) for a, b in borders])
-        start, stop = borders[channel.rank]
-        wire, result_dtype = plan.formed[0]
-        send = np.ascontiguousarray(array, wire).reshape(-1)
-        in_node = movement.can_tell(1)
-        if in_node:
-            channel.node.board.tell(movement.show([send]))
-        yield from channel.open(plan.description)
-        channel.phase(REDUCE)
-        places = [place for (place,) in channel.node.board.told(1)] if in_node else []
-        flat = self._pool.take(stop - start, wire)
-        can_copy = in_node and (yield from movement.met())
-        if in_node and (channel.node.reads_neighbours or all(place < 0 for place in places)):
-            movement.reduce_rows(send, places, start, flat, plan.op)
-            yield from movement.finish(places)
-        elif can_copy:
-            yield from movement.reduce_rows_through_slots(send, borders, flat, plan.op)
-        else:
-            yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
-        return [divided(flat, plan.divisor).astype(result_dtype, copy=False)]
-
-    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
-        """Concatenate arrays over the ranks."""
-        channel, movement, k = self.channel, self._movement, len(arrays)
-        moved = [np.ascontiguousarray(array) for array in plan.moved(arrays)]
-        lengths = [len(array) for array in moved]
-        told = movement.can_tell(2 * k)
-        if told:
-            channel.node.board.tell(lengths + movement.show(moved))
-        yield from channel.open(plan.description)
-        channel.phase(MOVE)
-        if told:
-            rows = channel.node.board.told(2 * k)
-        else:
-            rows = yield from gathering.gather_lengths(channel.comm, lengths)
-        in_node = told and (yield from movement.met())
-        results = []
-        for index, array in enumerate(moved):
-            counts = [row[index] * plan.row_sizes[index] for row in rows]
-            borders = list(accumulate(counts, initial=0))
-            flat = self._pool.take(borders[-1], array.dtype)
-            if in_node:
-                wanted = [(rank, flat[start:stop]) for rank, (start, stop) in enumerate(pairwise(borders))]
-                longest = max(counts) * array.itemsize
-                yield from movement.copy(array, [row[k + index] for row in rows], wanted, longest)
-            else:
-                yield from gathering.all_gather_flat(channel.comm, array.reshape(-1), flat, counts)
-            results.append(plan.result(index, flat, sum([row[index] for row in rows])))
-        if in_node:
-            yield from movement.finish([place for row in rows for place in row[k:]])
-        return results
-
-    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
-        """Return the arrays of the root; those of others tell shapes and dtypes."""
-        channel, movement, k = self.channel, self._movement, len(arrays)
-        told = movement.can_tell(k)
-        is_root = channel.rank == plan.root
-        sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays] if is_root else []
-        if told and is_root:
-            channel.node.board.tell(movement.show(sources))
-        yield from channel.open(plan.description)
-        channel.phase(MOVE)
-        places = channel.node.board.told(k)[plan.root] if told else []
-        in_node = told and (yield from movement.met())
-        results = []
-        for index, array in enumerate(arrays):
-            flat = self._pool.take(array.size, array.dtype)
-            if is_root:
-                flat[:] = sources[index]
-            if in_node:
-                source = sources[index] if is_root else None
-                wanted = [] if is_root else [(plan.root, flat)]
-                yield from movement.copy(source, [places[index]] * channel.size, wanted, flat.nbytes)
-            else:
-                yield from gathering.broadcast_flat(channel.comm, flat, plan.root)
-            results.append(flat.reshape(array.shape))
-        if in_node:
-            yield from movement.finish(places)
-        return results
+        return (yield from self.on_host.reduce_scatter(plan, array))
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

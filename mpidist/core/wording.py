@@ -1,7 +1,8 @@
-"""How ranks and commands are written in messages."""
+"""How the library speaks to its user: ranks and commands in messages, and what it says on stderr."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 
@@ -27,3 +28,8 @@ def pip_install(extra: str) -> str:
     pip install 'mpidist[half]' (in a checkout: pip install '.[half]')
     """
     return f"pip install 'mpidist[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
+def tell_user(text: str) -> None:
+    """Print ``text`` on stderr under mpidist's name, at once."""
+    print(f"mpidist: {text}", file=sys.stderr, flush=True)

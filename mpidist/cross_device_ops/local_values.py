@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpidist.arrays.convert import Array, is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
 from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.collectives.mpi.mpi_types import numpy_op
 from mpidist.core.devices import canonical_device
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
@@ -21,13 +20,6 @@ from mpidist.values.placement import HOST, place_at, place_of
 
 AccumulationFn = Callable[[Sequence[Array]], Array]
 
-_BINARY = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PROD: np.multiply,
-}
 # A number is nowhere; ``np.generic`` comes out of reductions, and goes into them as a destination again.
 _PYTHON = (bool, int, float, complex, str)
 
@@ -107,10 +99,11 @@ def formed(array: Array, op: ReduceOp) -> Array:
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
     """Combine arrays of one shape and dtype where the first is, first to last; the sum where ``op`` is MEAN.
 
+    >>> import numpy as np
     >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
     array([11, 22])
     """
-    combine = _BINARY[op]
+    combine = numpy_op(op)
     if len(arrays) == 1:
         return arrays[0]
     place = place_of(arrays[0])

@@ -18,7 +18,7 @@ from mpidist.checkpoint.restoring import Read
 from mpidist.checkpoint.saving import describe_tensors
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
-from mpidist.topology.patience import limited
+from mpidist.topology.limited_calls import limited
 from mpidist.topology.topology import has_world
 from mpidist.values.placement import on_host
 
@@ -138,7 +138,8 @@ class State:
                 raise ValueError(f"track() was given {name!r}, which is a value of the state; choose another name")
         tracked = tracked_by(Checkpoint(**objects))
         strategy = tracked.strategy("track()")
-        if objects and not extended_of(strategy).spans_ranks and _is_job_of_several():
+        is_job_of_several = has_world() and world_topology().world.Get_size() > 1
+        if objects and not extended_of(strategy).spans_ranks and is_job_of_several:
             raise RuntimeError(
                 f"track() was given {sorted(objects)}, which belong to this process alone; expected objects of a "
                 "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "
@@ -212,10 +213,6 @@ def _pickled(values: dict[str, Any]) -> bytes:
             f"a value of the state, {sorted(values)}, cannot be pickled: {error}; expected numbers, strings, arrays, "
             "lists and dicts of them; variables and other objects of a strategy go to state.track()"
         ) from error
-
-
-def _is_job_of_several() -> bool:
-    return has_world() and world_topology().world.Get_size() > 1
 
 
 def take_snapshot(tracked: TrackedObjects) -> Snapshot:

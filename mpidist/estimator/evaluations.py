@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.storage import checkpoints_in, read_manifest
-from mpidist.collectives.mpi.waiting import Deadline
-from mpidist.core import settings
 from mpidist.core.context import outside
+from mpidist.core.deadline import Deadline, wait_until
 from mpidist.core.files import open_regular
 from mpidist.estimator.specs import EvalResult, EvalSpec
 from mpidist.values import Variable
@@ -47,11 +45,17 @@ class Evaluations:
     def __init__(self, spec: EvalSpec, directory: Path) -> None:
         self._spec = spec
         self._directory = directory
-        self._next_look = self._begin = time.monotonic()
-        self._next_evaluation = self._begin + spec.start_delay_secs
+        self._next_look = time.monotonic()
+        self._next_evaluation = self._next_look + spec.start_delay_secs
         self._evaluated: tuple[int, float] | None = None
         self._told_of: set[str] = set()
-        self._has_warned = False
+        # Until there is a first checkpoint.
+        self._first = Deadline(
+            lambda waited: (
+                f"the evaluator has waited {waited:.0f} s for a first checkpoint in {directory}; it goes on waiting "
+                "while the others train"
+            )
+        )
         self.results: list[EvalResult] = []
 
     def evaluate_if_due(self) -> EvalResult | None:
@@ -67,7 +71,7 @@ class Evaluations:
         looked = time.monotonic() - now
         self._next_look = now + max(_LOOK_SECONDS, looked / _MOST_OF_THE_TIME)
         if newest is None:
-            self._warn_if_late()
+            self._first.check()
         return None if newest is None or self._is_known(newest[1]) else self._evaluate(*newest)
 
     def evaluate_last(self, told: Id | None) -> None:
@@ -136,35 +140,19 @@ class Evaluations:
         """Wait until a checkpoint of another rank is seen here: some file systems take a while."""
         name, sequence = told
         path = self._directory / name
-
-        def say(waited: float) -> None:
-            text = f"mpidist: the evaluator has waited {waited:.0f} s to see {path}, which the chief saved last"
-            print(text, file=sys.stderr, flush=True)
-
-        def give_up(waited: float) -> None:
-            raise FileNotFoundError(
+        deadline = Deadline(
+            lambda waited: f"the evaluator has waited {waited:.0f} s to see {path}, which the chief saved last",
+            lambda waited: FileNotFoundError(
                 f"{path}, which the chief saved last, is not seen on host {os.uname().nodename}, where the evaluator "
                 f"runs, after {waited:.0f} s; expected a checkpoint_dir that all nodes share"
-            )
+            ),
+        )
 
-        deadline = Deadline(settings.TIMEOUT.read(), settings.WARN_AFTER.read(), say, give_up)
-        while (name, sequence) not in [(path.name, manifest.sequence) for path, manifest in self._all()]:
-            deadline.check()
-            time.sleep(_LOOK_SECONDS / 5)
+        def is_seen() -> bool:
+            found = checkpoints_in(self._directory).checkpoints
+            return (name, sequence) in [(path.name, manifest.sequence) for path, manifest in found]
 
-    def _all(self) -> list[tuple[Path, Manifest]]:
-        return checkpoints_in(self._directory).checkpoints
-
-    def _warn_if_late(self) -> None:
-        waited = time.monotonic() - self._begin
-        if waited > settings.WARN_AFTER.read() and not self._has_warned:
-            self._has_warned = True
-            print(
-                f"mpidist: the evaluator has waited {waited:.0f} s for a first checkpoint in {self._directory}; it "
-                "goes on waiting while the others train",
-                file=sys.stderr,
-                flush=True,
-            )
+        wait_until(is_seen, deadline, _LOOK_SECONDS / 5)
 
 
 def _is_still_there(path: Path, manifest: Manifest) -> bool:
@@ -221,16 +209,14 @@ def _plain(name: str, value: Any) -> Any:
     try:
         given = to_array(value.numpy() if isinstance(value, Variable) else value)
         array = ops_of(given).to_host(given)
-        # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
-        return (array.astype(np.float64) if array.dtype.kind == "V" else _checked(array)).tolist()
+        if array.dtype.kind == "V":
+            # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
+            array = array.astype(np.float64)
+        elif array.dtype.kind not in "biuf":
+            raise TypeError(f"{array.dtype} is no dtype of real numbers")
+        return array.tolist()
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"eval_fn returned {value!r} of type {type(value).__name__} as {name!r}; expected numbers, strings, None, "
             "arrays of numbers, or lists and dicts of them"
         ) from error
-
-
-def _checked(array: Array) -> Array:
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{array.dtype} is no dtype of real numbers")
-    return array

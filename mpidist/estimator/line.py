@@ -6,27 +6,23 @@ the program tells all. Messages are small and rare; whoever waits for one looks 
 
 from __future__ import annotations
 
-import math
-import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpidist.collectives.mpi.waiting import Deadline
-from mpidist.core import settings
+from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.core import message_tags
 from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline, wait_at_most, wait_until
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.estimator.cast import Cast
-from mpidist.topology import import_mpi
-from mpidist.topology.faults import says_rank_is_lost
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG = 1
-_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
+_NAPS_SECONDS = 0.001, 0.05
 # How long a rank that fails keeps its error back so that the others hear of it.
 _SEND_SECONDS = 0.5
 # Lines that were given up with messages on their way, whose buffers MPI may still read.
@@ -62,7 +58,7 @@ class Line:
     def __init__(self, comm: MPI.Intracomm, cast: Cast) -> None:
         self._cast = cast
         self._comm = duplicate(comm, "train_and_evaluate()")
-        self._sending: list[MPI.Request] = []
+        self._mailbox = Mailbox(self._comm, message_tags.ROLES, self._raise_loss)
         self.trained: dict[int, Any] = {}
         self.left: dict[int, Any] = {}
         self.evaluated = False
@@ -73,25 +69,7 @@ class Line:
         """Send a message to ``ranks``, to all others where none is given; does not wait."""
         for rank in ranks or range(self._comm.Get_size()):
             if rank != self._cast.rank:
-                self._sending.append(self._comm.isend((news, content), rank, _TAG))
-
-    def hear(self) -> None:
-        """Take note of the news of others.
-
-        Raises:
-            PeerError: One of them has failed.
-            RankLostError: The process of one is gone, and MPI has said so.
-        """
-        status = import_mpi().Status()
-        try:
-            while self._comm.iprobe(tag=_TAG, status=status):
-                self._take(status.Get_source(), *self._comm.recv(source=status.Get_source(), tag=_TAG))
-        except import_mpi().Exception as error:
-            if says_rank_is_lost(error):
-                self._is_known_to_fail = True
-                me = self._cast.name(self._cast.rank)
-                raise RankLostError(f"a rank was lost while {me} waited in train_and_evaluate(): {error}") from error
-            raise
+                self._mailbox.send(rank, (news, content))
 
     def wait(
         self, is_over: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], object] = lambda: None
@@ -104,44 +82,36 @@ class Line:
             meanwhile: Called again and again.
 
         Raises:
-            Exception: As :meth:`hear`, and as ``meanwhile``.
+            PeerError: One of them has failed.
+            RankLostError: The process of one is gone, and MPI has said so.
+            Exception: What ``meanwhile`` raises.
         """
         me, site = self._cast.name(self._cast.rank), user_call_site()
 
-        def say(waited: float) -> None:
-            if waiting_for:
-                text = f"mpidist: {me} has waited {waited:.0f} s for {waiting_for}, at {site}"
-                print(text, file=sys.stderr, flush=True)
+        def is_heard() -> bool:
+            for rank, (news, content) in self._mailbox.received():
+                self._take(rank, news, content)
+            return is_over()
 
-        deadline = Deadline(math.inf, settings.WARN_AFTER.read(), say, lambda _: None)
-        nap = _SHORTEST_NAP_SECONDS
-        while True:
-            self.hear()
-            if is_over():
-                return
-            meanwhile()
-            deadline.check()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+        deadline = Deadline(
+            (lambda waited: f"{me} has waited {waited:.0f} s for {waiting_for}, at {site}") if waiting_for else None,
+            meanwhile=meanwhile,
+        )
+        wait_until(is_heard, deadline, *_NAPS_SECONDS)
 
     def close(self) -> None:
         """Free it, when all ranks have told and heard all they have to (collective)."""
-        import_mpi().Request.waitall(self._sending)
+        wait_until(self._mailbox.all_sent, Deadline(), *_NAPS_SECONDS)
         self._comm.Free()
 
     def give_up(self, news: News, content: Any) -> None:
         """Tell all others why this rank leaves, if they do not know, and return soon."""
         _given_up.append(self)
-        try:
+        # Those that are left hear of a lost rank by themselves, and the error that led here is the one to raise.
+        with suppress(RankLostError):
             if not self._is_known_to_fail:
                 self.tell(news, content)
-            deadline = time.monotonic() + _SEND_SECONDS
-            while not import_mpi().Request.Testall(self._sending) and time.monotonic() < deadline:
-                time.sleep(_SHORTEST_NAP_SECONDS)
-        except import_mpi().Exception as error:
-            # Those that are left hear of a lost rank by themselves, and the error that led here is the one to raise.
-            if not says_rank_is_lost(error):
-                raise
+            wait_at_most(_SEND_SECONDS, self._mailbox.all_sent, _NAPS_SECONDS[0])
 
     def _take(self, rank: int, news: News, content: Any) -> None:
         if news is News.TRAINED:
@@ -153,3 +123,8 @@ class Line:
         else:
             self._is_known_to_fail = True
             raise PeerError(f"{self._cast.name(rank)} has failed in train_and_evaluate(): {content}")
+
+    def _raise_loss(self, error: Exception) -> NoReturn:
+        self._is_known_to_fail = True
+        me = self._cast.name(self._cast.rank)
+        raise RankLostError(f"a rank was lost while {me} waited in train_and_evaluate(): {error}") from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import pickle
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,11 +12,13 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.collectives.channel.shutdown import EXIT_SECONDS
-from mpidist.collectives.mpi.waiting import Deadline, Steps, all_done, drive, until_all_done, until_done
+from mpidist.collectives.mpi.waiting import Steps, all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool
-from mpidist.core import settings
+from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.messages import (
     BYTES,
     CONTROL,
@@ -27,11 +27,6 @@ from mpidist.parameter_server.messages import (
     GIVE_UP,
     LEAVE,
     PREAMBLE,
-    TAG_DATA,
-    TAG_GIVE_UP,
-    TAG_REPLY,
-    TAG_REPLY_DATA,
-    TAG_REQUEST,
     Kind,
     Part,
     Request,
@@ -67,19 +62,20 @@ class Connection:
         timeout: Seconds before a reply is given up.
 
     Attributes:
+        server: As given.
         is_lost: Whether MPI has said that the server is gone.
     """
 
     def __init__(self, comm: MPI.Intracomm, server: int, name: str, timeout: float) -> None:
         self._comm = comm
         self._byte = import_mpi().BYTE
-        self._server = server
+        self.server = server
         self.name = name
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
         self.lock = threading.Lock()
         self._reply = bytearray(FIRST_MESSAGE_BYTES)
-        self._await_reply = comm.Recv_init(self._reply, server, TAG_REPLY)
+        self._await_reply = comm.Recv_init(self._reply, server, message_tags.REPLY)
         self._sending: list[MPI.Request] = []
         self._sent = Request([])
         self._number = 0
@@ -152,15 +148,15 @@ class Connection:
         try:
             # First of all, so that the server is busy with it meanwhile.
             self._number += 1
-            self._send(request.first, TAG_REQUEST)
+            self._send(request.first, message_tags.REQUEST)
             for message in request.following:
                 for piece in pieces_of(message):
-                    self._send(piece, TAG_DATA)
+                    self._send(piece, message_tags.REQUEST_DATA)
             self._await_reply.Start()
             if request.comes_apart:
                 # They come straight to where they will lie.
                 self._results = results
-                self._receiving = receives_of(self._comm, results, self._server, TAG_REPLY_DATA)
+                self._receiving = receives_of(self._comm, results, self.server, message_tags.REPLY_DATA)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
@@ -184,7 +180,7 @@ class Connection:
         failed, results = self._take_reply()
         if failed and not self._is_given_up:
             error = self._failure(results[0], _doing(request))
-            print(f"mpidist: a request that was not waited for: {error}", file=sys.stderr, flush=True)
+            tell_user(f"a request that was not waited for: {error}")
 
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and what came; may be called again where it was broken off."""
@@ -218,7 +214,7 @@ class Connection:
         """Have the server leave alone the arrays that it does not have yet: they may change from now on."""
         if self._sent.following and not self._is_given_up and not all_done(self._sending):
             self._is_given_up = True
-            self._send(GIVE_UP.pack(self._number), TAG_GIVE_UP)
+            self._send(GIVE_UP.pack(self._number), message_tags.GIVE_UP)
 
     def _wait_for_reply(self) -> None:
         has_come = self._await_reply.Test
@@ -235,7 +231,7 @@ class Connection:
         self._results, self._receiving = [], None
 
     def _send(self, buffer: Any, tag: int) -> None:
-        self._sending.append(self._comm.Isend([buffer, self._byte], self._server, tag))
+        self._sending.append(self._comm.Isend([buffer, self._byte], self.server, tag))
 
     def _kinds_of_reply(self, data_bytes: int, status: int) -> Sequence[Kind]:
         """Return the arrays of a reply."""
@@ -255,25 +251,19 @@ class Connection:
             self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
         else:
             self._results = self._room(kinds)
-            self._receiving = receives_of(self._comm, self._results, self._server, TAG_REPLY_DATA)
+            self._receiving = receives_of(self._comm, self._results, self.server, message_tags.REPLY_DATA)
 
     def _wait(self, steps: Steps[None]) -> None:
         drive(steps, self._deadline)
 
     def _deadline(self) -> Deadline:
         doing, rank, site = _doing(self._sent), self._comm.Get_rank(), user_call_site()
-
-        def warn(waited: float) -> None:
-            print(
-                f"mpidist: rank {rank} has waited {waited:.0f} s for {self.name} in {doing}, at {site}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        def expire(waited: float) -> None:
-            raise RequestTimeoutError(f"{self.name} in {doing}, at {site}", waited, rank)
-
-        return Deadline(self._timeout, self._warn_after, warn, expire)
+        return Deadline(
+            lambda waited: f"rank {rank} has waited {waited:.0f} s for {self.name} in {doing}, at {site}",
+            lambda waited: RequestTimeoutError(f"{self.name} in {doing}, at {site}", waited, rank),
+            self._timeout,
+            self._warn_after,
+        )
 
     def _check_lost(self, error: BaseException) -> None:
         """Raise RankLostError if that is what MPI's ``error`` means."""
@@ -295,11 +285,7 @@ class Connection:
 
 def report_only(what: str) -> Deadline:
     """Return the deadline of a wait that depends on another program: it reports, once, and does not give up."""
-
-    def warn(waited: float) -> None:
-        print(f"mpidist: waited {waited:.0f} s for {what}, and goes on waiting", file=sys.stderr, flush=True)
-
-    return Deadline(math.inf, settings.WARN_AFTER.read(), warn, lambda _: None)
+    return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
 def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
@@ -312,7 +298,7 @@ def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list
         ((connection, request),) = requests.items()
         return {connection: connection.ask(request)}
     # In one order in all threads, or two of them would wait for each other.
-    ordered = sorted(requests, key=lambda connection: connection._server)
+    ordered = sorted(requests, key=lambda connection: connection.server)
     answers: dict[Connection, list[Any]] = {}
     errors: list[Exception] = []
     started: list[Connection] = []

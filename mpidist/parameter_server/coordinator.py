@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 from mpidist.input import Dataset
@@ -107,9 +108,9 @@ class ClusterCoordinator:
             raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
         name = getattr(fn, "__qualname__", repr(fn))
         payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
-        closure = Closure(name, payload, with_all_used(uses), RemoteValue(self._dispatcher.wait_for))
-        self._dispatcher.put(closure)
-        return closure.result
+        future: Future[Any] = Future()
+        self._dispatcher.put(Closure(name, payload, with_all_used(uses), future))
+        return RemoteValue(future, self._dispatcher.wait_for)
 
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
@@ -153,17 +154,17 @@ class ClusterCoordinator:
                 f"create_per_worker_dataset() was given {dataset_or_dataset_fn!r}; expected a Dataset, or a function "
                 "without arguments that returns one"
             )
-        values = PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), self._iterators)
-        return self._kept_while_used(values)
+
+        def iterators(dataset: PerWorkerDataset) -> PerWorkerValues:
+            return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
+
+        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), iterators))
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Return what ``fn()`` returns on each worker, called there when it is first used; a lookup table, say."""
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
         return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
-
-    def _iterators(self, dataset: PerWorkerDataset) -> PerWorkerValues:
-        return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
 
     def _to_build(self, kind: str, given: Any) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
         """Return the number of a new value of each worker, what builds it, and what that uses."""

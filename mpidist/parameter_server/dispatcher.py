@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from mpidist.collectives.channel.shutdown import abort_job
-from mpidist.core import settings
+from mpidist.collectives.mpi.waiting import Naps
+from mpidist.core import message_tags, settings
+from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.post import Post
-from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
+from mpidist.parameter_server.messages import Post
+from mpidist.parameter_server.remote_value import PerWorkerValues, came_about
 from mpidist.parameter_server.travelling import TravellingError, unpack
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
@@ -35,13 +38,13 @@ class Closure:
         name: For messages.
         payload: Function and arguments, packed.
         uses: The workers' own values that it needs, which are kept that long.
-        result: Where what it returns goes.
+        future: Where what it returns goes.
     """
 
     name: str
     payload: bytes
     uses: frozenset[PerWorkerValues]
-    result: RemoteValue
+    future: Future[Any]
 
 
 def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
@@ -57,7 +60,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.post = Post(link.comm, rank, TAG_TO_WORKER, TAG_FROM_WORKER)
+        self.post = Post(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # The numbers of its own values, and those of them that it may drop.
         self.knows: set[int] = set()
         self.drops: list[int] = []
@@ -85,8 +88,8 @@ class Dispatcher:
         self._is_stopping = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="mpidist-coordinator", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        self._thread = start_daemon("coordinator", self._run)
 
     # What the program asks ------------------------------------------------------------------------------------
 
@@ -117,24 +120,17 @@ class Dispatcher:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
             self._raise_error()
 
-    def wait_for(self, event: threading.Event) -> None:
+    def wait_for(self, future: Future[Any]) -> None:
         """Wait for a result, which comes, or fails."""
-        if event.is_set():
-            return
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        while not event.wait(warn_after):
-            self._report(start, "a result")
+        self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
 
     def stop(self) -> None:
         """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        self._thread.join(warn_after)
-        while self._thread.is_alive():
-            self._report(start, "functions that are under way as the program ends")
-            self._thread.join(warn_after)
+        self._wait(self._ended.wait, "functions that are under way as the program ends")
+        self._thread.join()
         if self._failure is not None and self._workers:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
@@ -147,9 +143,7 @@ class Dispatcher:
         return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        while not self._changed.wait_for(lambda: is_so() or self._failure is not None, warn_after):
-            self._report(start, what)
+        self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
         self._check_alive()
 
     def _raise_error(self) -> None:
@@ -166,15 +160,20 @@ class Dispatcher:
                 "coordinator.schedule() and join()"
             )
 
-    def _report(self, start: float, what: str) -> None:
+    def _wait(self, wait: Callable[[float], bool], what: str) -> None:
+        """Call ``wait`` with some seconds until it returns True; report each time it does not."""
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
+        while not wait(warn_after):
+            self._report(time.monotonic() - start, what)
+
+    def _report(self, waited: float, what: str) -> None:
         now = time.monotonic()
-        queued = f"{len(self._queue)} functions are queued"
-        lines = [f"mpidist: the coordinator has waited {now - start:.0f} s for {what}; {queued}"]
+        lines = [f"the coordinator has waited {waited:.0f} s for {what}; {len(self._queue)} functions are queued"]
         for worker in list(self._workers):
             closure = worker.closure
             doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"
             lines.append(f"  {worker.name} {doing}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        tell_user("\n".join(lines))
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -193,11 +192,13 @@ class Dispatcher:
                 self._failure = failure
                 for worker in self._workers:
                     if worker.closure is not None:
-                        worker.closure.result._fail(failure)
+                        worker.closure.future.set_exception(failure)
                 self._cancel_queue()
+        finally:
+            self._ended.set()
 
     def _dispatch(self) -> None:
-        patience = Patience()
+        naps = Naps()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._is_stopping)
@@ -207,9 +208,9 @@ class Dispatcher:
                         return
                 has_begun = self._hand_out()
             if self._move() or has_begun:
-                patience.reset()
+                naps.reset()
             else:
-                patience.wait(False)
+                naps.take()
 
     def _hand_out(self) -> bool:
         """Give queued functions to idle workers, and return whether any was given; the lock is held."""
@@ -251,18 +252,17 @@ class Dispatcher:
         answer = yield from worker.post.receive()
         if answer[:1] == DONE:
             try:
-                closure.result._set(unpack(answer[1:], self._find))
+                closure.future.set_result(unpack(answer[1:], self._find))
                 return
             except Exception as failure:  # unpickling runs the code of whatever it meets
-                trace = ""
                 error: Exception = TypeError(
                     f"the result of {closure.name} cannot be unpickled by the coordinator: "
                     f"{type(failure).__name__}: {failure}"
                 )
         else:
             travelling = TravellingError(*pickle.loads(answer[1:]))
-            error, trace = travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}"
-        closure.result._fail(error, trace)
+            error = came_about(travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}")
+        closure.future.set_exception(error)
         with self._changed:
             # The first error is the one that is raised; functions after it may depend on what it should have done.
             self._error = self._error or error
@@ -295,17 +295,13 @@ class Dispatcher:
             assert closure is not None
             self._workers.remove(worker)
             self._running -= 1
-            print(
-                f"mpidist: {worker.name} was lost in {closure.name}; {len(self._workers)} workers are left",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell_user(f"{worker.name} was lost in {closure.name}; {len(self._workers)} workers are left")
             if not self._workers:
                 error = RankLostError(
                     f"{worker.name}, the last worker, was lost in {closure.name}; start the job again and restore the "
                     "newest checkpoint"
                 )
-                closure.result._fail(error)
+                closure.future.set_exception(error)
                 raise error
             self._queue.appendleft(closure)
             if self._error is not None:
@@ -314,17 +310,17 @@ class Dispatcher:
 
     def _cancel_queue(self) -> None:
         while self._queue:
-            self._queue.popleft().result._cancel()
+            self._queue.popleft().future.set_exception(
+                CancelledError("an earlier function failed, so this one was not started; schedule it again")
+            )
         self._changed.notify_all()
 
     def _tell_to_stop(self) -> None:
         for worker in self._workers:
-            patience = Patience()
+            naps = Naps()
             try:
-                for _ in worker.post.send(STOP):
-                    patience.wait(True)
-                for _ in worker.post.flush():
-                    patience.wait(True)
+                for _ in chain(worker.post.send(STOP), worker.post.flush()):
+                    naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise

@@ -17,10 +17,10 @@ from mpidist.core.devices import Device
 from mpidist.core.errors import MismatchError
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.div_layout import div_sizes, offsets_of
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind, Part, Request
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
+from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.travelling import pack
 from mpidist.strategies.central_storage import CentralExtended

@@ -15,7 +15,7 @@ from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.parameter_server.connection import Connection
 from mpidist.strategies.devices import agreed_devices
 from mpidist.topology import world_topology
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

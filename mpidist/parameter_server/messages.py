@@ -1,4 +1,4 @@
-"""What a request to a parameter server and its reply look like on the wire.
+"""Requests to a parameter server, replies, and other byte strings, as they lie on the wire.
 
 A request is a list of *parts*, each one operation on one variable, which the server carries out one after the other
 without anything in between. It begins with one message: a preamble, and behind it, if all fits, the parts and their
@@ -17,12 +17,11 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
+from mpidist.collectives.mpi.waiting import Steps, all_done
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-TAG_REQUEST, TAG_DATA, TAG_REPLY, TAG_REPLY_DATA, TAG_GIVE_UP, TAG_TO_WORKER, TAG_FROM_WORKER = range(1, 8)
 
 # The most that travels in the first message; above it a copy costs more than another message.
 FIRST_MESSAGE_BYTES = 16 << 10
@@ -36,6 +35,9 @@ GIVE_UP = struct.Struct("=q")
 # Of one message; MPI before version 4 counts in a C int.
 _MOST_BYTES = 1 << 30
 INLINE_BYTES = FIRST_MESSAGE_BYTES - PREAMBLE.size
+# Of what goes by post: how long it is.
+_LENGTH = struct.Struct("=q")
+_POST_INLINE_BYTES = FIRST_MESSAGE_BYTES - _LENGTH.size
 
 DONE, FAILED = 0, 1
 
@@ -43,7 +45,7 @@ BYTES = np.dtype(np.uint8)
 INDEX = np.dtype(np.int64)
 
 
-class Operation(NamedTuple):
+class ServerOperation(NamedTuple):
     """What can be asked of a server.
 
     Attributes:
@@ -62,12 +64,12 @@ class Operation(NamedTuple):
     is_about_variable: bool
 
 
-OPERATIONS: list[Operation] = []
+OPERATIONS: list[ServerOperation] = []
 """By their codes."""
 
 
-def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> Operation:
-    operation = Operation(len(OPERATIONS), name, takes, gives, is_about_variable)
+def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> ServerOperation:
+    operation = ServerOperation(len(OPERATIONS), name, takes, gives, is_about_variable)
     OPERATIONS.append(operation)
     return operation
 
@@ -148,7 +150,7 @@ class Part(NamedTuple):
         name: Of the variable, or what a control request is about, for messages; it does not travel.
     """
 
-    operation: Operation
+    operation: ServerOperation
     variable: int = 0
     kind: Kind = NO_VARIABLE
     arrays: Sequence[Array] = ()
@@ -229,3 +231,68 @@ def pieces_of(array: Array) -> list[Array]:
     if flat.size <= _MOST_BYTES:
         return [flat]
     return [flat[start : start + _MOST_BYTES] for start in range(0, flat.size, _MOST_BYTES)]
+
+
+class Post:
+    """Byte strings of any length to and from another rank, one after the other in each direction, without blocking.
+
+    Args:
+        comm: The communicator.
+        other: The rank at the other end.
+        tag_out, tag_in: Of what is sent and received.
+
+    Attributes:
+        expected: The request of the first part of what comes next; others may poll it together with their own.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, other: int, tag_out: int, tag_in: int) -> None:
+        self._comm, self._other = comm, other
+        self._tag_out, self._tag_in = tag_out, tag_in
+        self._first_out = bytearray(FIRST_MESSAGE_BYTES)
+        self._first_in = bytearray(FIRST_MESSAGE_BYTES)
+        self._byte = import_mpi().BYTE
+        self._sending: list[MPI.Request] = []
+        self.expected = comm.Recv_init(self._first_in, other, tag_in)
+
+    def expect(self) -> None:
+        """Be ready for what comes next; needed before :attr:`expected` is polled."""
+        self.expected.Start()
+
+    def send(self, data: bytes) -> Steps[None]:
+        """Send ``data``, after what was sent before."""
+        while not all_done(self._sending):
+            yield
+        first = self._first_out
+        _LENGTH.pack_into(first, 0, len(data))
+        end = _LENGTH.size + min(len(data), _POST_INLINE_BYTES)
+        first[_LENGTH.size : end] = data[:_POST_INLINE_BYTES]
+        self._sending.append(self._comm.Isend([memoryview(first)[:end], self._byte], self._other, self._tag_out))
+        rest = np.frombuffer(data, np.uint8)[_POST_INLINE_BYTES:]
+        if rest.size:
+            self._sending += [
+                self._comm.Isend([piece, self._byte], self._other, self._tag_out) for piece in pieces_of(rest)
+            ]
+            while not all_done(self._sending):
+                yield
+
+    def receive(self) -> Steps[bytes]:
+        """Return what has come, once :attr:`expected` is complete."""
+        (length,) = _LENGTH.unpack_from(self._first_in)
+        if length <= _POST_INLINE_BYTES:
+            return bytes(memoryview(self._first_in)[_LENGTH.size : _LENGTH.size + length])
+        data = np.empty(length, np.uint8)
+        data[:_POST_INLINE_BYTES] = np.frombuffer(self._first_in, np.uint8)[_LENGTH.size :]
+        rest = data[_POST_INLINE_BYTES:]
+        receives = receives_of(self._comm, [rest], self._other, self._tag_in)
+        while not all_done(receives):
+            yield
+        return data.tobytes()
+
+    def flush(self) -> Steps[None]:
+        """Wait until all that was sent has left."""
+        while not all_done(self._sending):
+            yield
+
+    def close(self) -> None:
+        """Free the request; nothing may be under way."""
+        self.expected.Free()

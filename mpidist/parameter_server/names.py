@@ -44,7 +44,7 @@ class Names:
         self._naming_of_bases: dict[type, Callable[[Any], Name | None]] = {
             Variable: self._name_of_variable,
             Optimizer: self._name_of_optimizer,
-            Strategy: self._name_of_strategy,
+            Strategy: lambda strategy: ("strategy",) if strategy is self._strategy else None,
             PerWorkerValues: lambda values: ("own", values.number),
             RemoteValue: _refuse_remote_value,
         }
@@ -91,7 +91,10 @@ class Names:
         server, number, description = rest
         variable = self._variables.get((server, number))
         if variable is None:
-            variable = self._make_variable(server, number, *pickle.loads(description))
+            kind, called, properties = pickle.loads(description)
+            device = self._extended.parameter_devices[server]
+            component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
+            variable = variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
             self._variables[server, number] = variable
         return variable
 
@@ -116,15 +119,7 @@ class Names:
             self._descriptions[variable] = description
         return "variable", server, component.number, description
 
-    def _make_variable(self, server: int, number: int, kind: Any, called: str, properties: dict[str, Any]) -> Variable:
-        device = self._strategy.extended.parameter_devices[server]
-        component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
-        return variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
-
     # Others ---------------------------------------------------------------------------------------------------
-
-    def _name_of_strategy(self, strategy: Strategy) -> Name | None:
-        return ("strategy",) if strategy is self._strategy else None
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
         """Its number, by which the servers know it, and what a program may have changed in it since."""

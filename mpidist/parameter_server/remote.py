@@ -1,4 +1,7 @@
-"""RemoteComponent: a variable that a server keeps; reading pulls, assigning pushes, rows alone where they do."""
+"""RemoteComponent: a variable that a server keeps; reading pulls, assigning pushes, rows alone where they do.
+
+Several variables are read by one message for each server, all servers at once.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.parameter_server import messages
+from mpidist.parameter_server import messages, remote
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Operation, Part, Request
+from mpidist.parameter_server.messages import Kind, Part, Request, ServerOperation
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
-_ASSIGNING: dict[Assignment, Operation] = {
+_ASSIGNING: dict[Assignment, ServerOperation] = {
     assign: messages.ASSIGN,
     assign_add: messages.ASSIGN_ADD,
     assign_sub: messages.ASSIGN_SUB,
@@ -52,7 +55,7 @@ class RemoteComponent(Component):
 
     def part(
         self,
-        operation: Operation,
+        operation: ServerOperation,
         *arrays: Array,
         length: int = 0,
         optimizer: int = 0,
@@ -63,7 +66,7 @@ class RemoteComponent(Component):
         contiguous = [np.asarray(array, order="C") for array in arrays]
         return Part(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
 
-    def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
+    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> Part:
         """Return an operation on rows of this variable as a part of a request."""
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
         return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
@@ -197,3 +200,40 @@ def cache_variable_reads() -> Iterator[None]:
         yield
     finally:
         _cached.reset(token)
+
+
+def read_all(variables: Sequence[Variable]) -> list[Array]:
+    """Return the values of ``variables`` of one strategy in the current context, not to be written.
+
+    >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
+    [[1.0], [2.0]]
+    """
+    return remote.pull_all(variables) if _are_remote(variables) else [variable.as_array() for variable in variables]
+
+
+def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
+    """Return the rows of each of ``variables`` at its ``positions``, of which nothing else is touched.
+
+    Args:
+        variables: Of one strategy.
+        positions: For each variable whole numbers from 0 to below the number of its rows, of shape (k,).
+
+    >>> import numpy as np
+    >>> [array.tolist() for array in read_rows([Variable([1.0, 2.0])], [np.array([1, 0])])]
+    [[2.0, 1.0]]
+    """
+    if not _are_remote(variables):
+        return [variable.sparse_read(rows) for variable, rows in zip(variables, positions, strict=True)]
+    requests: dict[Connection, list[Part]] = {}
+    places = []
+    for variable, rows in zip(variables, positions, strict=True):
+        component = remote.component_of(variable)
+        parts = requests.setdefault(component.connection, [])
+        places.append((component.connection, len(parts)))
+        parts.append(component.part(messages.GATHER, rows.astype(messages.INDEX, copy=False), length=len(rows)))
+    answers = ask_all(requests)
+    return [answers[connection][place] for connection, place in places]
+
+
+def _are_remote(variables: Sequence[Variable]) -> bool:
+    return bool(variables) and isinstance(variables[0].values[0], remote.RemoteComponent)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from mpidist.core import nest
@@ -29,25 +28,30 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+def came_about(error: Exception, trace: str) -> Exception:
+    """Return an error whose cause shows where it came about on the worker."""
+    error.__cause__ = _RemoteTraceback(trace)
+    return error
+
+
 class RemoteValue:
     """The result of a scheduled function, which may still be to come (tf.distribute.experimental.coordinator).
 
     Args:
-        wait_for: Waits for the event, with a report where that takes long.
+        future: Gets the result, or the error.
+        wait_for: Waits for the future, with a report where that takes long.
     """
 
-    def __init__(self, wait_for: Callable[[threading.Event], None]) -> None:
+    def __init__(self, future: Future[Any], wait_for: Callable[[Future[Any]], None]) -> None:
+        self._future = future
         self._wait_for = wait_for
-        self._is_settled = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
 
     @property
     def status(self) -> RemoteValueStatus:
         """NOT_READY, READY, or ABORTED if the function failed or was cancelled."""
-        if not self._is_settled.is_set():
+        if not self._future.done():
             return RemoteValueStatus.NOT_READY
-        return RemoteValueStatus.READY if self._error is None else RemoteValueStatus.ABORTED
+        return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
 
     def fetch(self) -> Any:
         """Return the result, a nest of NumPy arrays or whatever the function returned; waits for it.
@@ -56,28 +60,16 @@ class RemoteValue:
             CancelledError: An earlier function failed before this one was started.
             Exception: What the function raised, with the worker's traceback as its cause.
         """
-        self._wait_for(self._is_settled)
-        if self._error is not None:
+        self._wait_for(self._future)
+        error = self._future.exception()
+        if error is not None:
             # Without the frames of those that have raised it before.
-            raise self._error.with_traceback(None)
-        return self._value
+            raise error.with_traceback(None)
+        return self._future.result()
 
     def get(self) -> Any:
         """Do what :meth:`fetch` does: results are in this process's memory already."""
         return self.fetch()
-
-    def _set(self, value: Any) -> None:
-        self._value = value
-        self._is_settled.set()
-
-    def _fail(self, error: BaseException, trace: str = "") -> None:
-        if trace:
-            error.__cause__ = _RemoteTraceback(trace)
-        self._error = error
-        self._is_settled.set()
-
-    def _cancel(self) -> None:
-        self._fail(CancelledError("an earlier function failed, so this one was not started; schedule it again"))
 
     def __repr__(self) -> str:
         return f"<RemoteValue {self.status.name}>"

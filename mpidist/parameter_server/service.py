@@ -7,7 +7,6 @@ is moved on a little each time around, so that a client that stops in the middle
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.waiting import all_done
+from mpidist.collectives.mpi.waiting import Naps, all_done
 from mpidist.collectives.node.memory import Pool
+from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
-from mpidist.parameter_server.clocks import NOT_YET
+from mpidist.core.wording import tell_user
 from mpidist.parameter_server.messages import (
     CONTROL,
     DONE,
@@ -31,19 +31,13 @@ from mpidist.parameter_server.messages import (
     OPERATIONS,
     PART,
     PREAMBLE,
-    TAG_DATA,
-    TAG_GIVE_UP,
-    TAG_REPLY,
-    TAG_REPLY_DATA,
-    TAG_REQUEST,
     TICK,
     Kind,
     arrays_in,
     pieces_of,
     receives_of,
 )
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.store import Loan, Store
+from mpidist.parameter_server.store import NOT_YET, Loan, Store
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import lost_ranks, says_rank_is_lost
 
@@ -61,7 +55,7 @@ class _Client:
         self.rank = rank
         self.name = name
         self.request = bytearray(FIRST_MESSAGE_BYTES)
-        self.receive = comm.Recv_init(self.request, rank, TAG_REQUEST)
+        self.receive = comm.Recv_init(self.request, rank, message_tags.REQUEST)
         self.sending: list[MPI.Request] = []
         self.requests = 0
 
@@ -97,7 +91,7 @@ class Service:
         Raises:
             RankLostError: The coordinator was lost.
         """
-        patience = Patience()
+        naps = Naps()
         for client in self._clients:
             client.receive.Start()
         receives = [client.receive for client in self._clients]
@@ -109,40 +103,29 @@ class Service:
             except Exception as error:
                 self._drop_lost(error)
             if has_come and index >= 0:
-                self._accept(self._clients[index])
-                patience.reset()
+                client = self._clients[index]
+                self._moving[client] = self._handle(client)
+                naps.reset()
             if self._moving:
                 self._move()
             if len(receives) != len(self._clients):
                 receives = [client.receive for client in self._clients]
             elif not has_come or index < 0:
-                patience.wait(bool(self._moving))
+                naps.take(bool(self._moving))
 
     # Requests -------------------------------------------------------------------------------------------------
 
-    def _accept(self, client: _Client) -> None:
-        """Begin with a request whose first message is there; most end here as well."""
-        moves = self._handle(client)
-        if self._moved(client, moves):
-            self._moving[client] = moves
-
     def _move(self) -> None:
+        """Move all requests on, of which most end at once."""
         for client, moves in list(self._moving.items()):
-            if not self._moved(client, moves):
-                self._moving.pop(client, None)
-
-    def _moved(self, client: _Client, moves: _Moves) -> bool:
-        """Move a request on; return whether there is more to do."""
-        try:
-            next(moves)
-        except StopIteration:
-            return False
-        except Exception as error:
-            if not says_rank_is_lost(error):
-                raise
-            self._lose(client)
-            return False
-        return True
+            try:
+                next(moves)
+            except StopIteration:
+                del self._moving[client]
+            except Exception as error:
+                if not says_rank_is_lost(error):
+                    raise
+                self._lose(client)
 
     def _handle(self, client: _Client) -> _Moves:
         client.requests += 1
@@ -207,9 +190,9 @@ class Service:
         """Raise PeerError if the client has given this request up while its arrays were on their way."""
         *_, data_inline = PREAMBLE.unpack_from(client.request)
         number = bytearray(GIVE_UP.size)
-        while not data_inline and self._comm.Iprobe(client.rank, TAG_GIVE_UP):
+        while not data_inline and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
             # It was sent before the arrays could change, and says of which request; that of an earlier one is late.
-            self._comm.Recv([number, self._byte], client.rank, TAG_GIVE_UP)
+            self._comm.Recv([number, self._byte], client.rank, message_tags.GIVE_UP)
             if GIVE_UP.unpack(number) == (client.requests,):
                 raise PeerError("the request was given up before all of it had come; nothing was done")
 
@@ -233,7 +216,7 @@ class Service:
             ) from error
 
     def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
-        receives = receives_of(self._comm, arrays, client.rank, TAG_DATA)
+        receives = receives_of(self._comm, arrays, client.rank, message_tags.REQUEST_DATA)
         try:
             while not all_done(receives):
                 yield
@@ -252,14 +235,14 @@ class Service:
             yield
         if is_inline:
             whole: list[Any] = [preamble, *arrays]
-            client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, TAG_REPLY))
+            client.sending.append(self._comm.Isend([b"".join(whole), self._byte], client.rank, message_tags.REPLY))
             client.receive.Start()
             return
         # The client is ready for them, and need not wait for what says that they come.
         for array in arrays:
             for piece in pieces_of(array):
-                client.sending.append(self._comm.Isend([piece, self._byte], client.rank, TAG_REPLY_DATA))
-        client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, TAG_REPLY))
+                client.sending.append(self._comm.Isend([piece, self._byte], client.rank, message_tags.REPLY_DATA))
+        client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, message_tags.REPLY))
         client.receive.Start()
         while not all_done(client.sending):
             yield
@@ -275,7 +258,7 @@ class Service:
 
     def _lose(self, client: _Client) -> None:
         """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
-        print(f"mpidist: {client.name} was lost; this server serves it no more", file=sys.stderr, flush=True)
+        tell_user(f"{client.name} was lost; this server serves it no more")
         self._clients.remove(client)
         self._moving.pop(client, None)
         self._store.clocks.forget(client.rank)

@@ -15,9 +15,8 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import DType
 from mpidist.core.context import current_frame
 from mpidist.core.enums import VariableSynchronization
-from mpidist.parameter_server.div_layout import cut, div_sizes, offsets_of
-from mpidist.parameter_server.reading import read_all, read_rows
-from mpidist.parameter_server.row_selection import Rows, select_rows
+from mpidist.parameter_server.remote import read_all, read_rows
+from mpidist.parameter_server.shard_rows import Rows, cut, div_sizes, offsets_of, select_rows
 from mpidist.values import CompositeVariable, IndexedSlices, ReplicaValues, Variable, scatter
 from mpidist.values.component import Assignment, as_value_of
 from mpidist.values.indexed_slices import check_indices

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.mpi.waiting import drive
+from mpidist.collectives.mpi.waiting import Naps, drive
+from mpidist.core import message_tags
 from mpidist.core.context import variable_creator_scope
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import TAG_FROM_WORKER, TAG_TO_WORKER
+from mpidist.parameter_server.messages import Post
 from mpidist.parameter_server.names import Names
-from mpidist.parameter_server.patience import Patience
-from mpidist.parameter_server.post import Post
 from mpidist.parameter_server.travelling import pack, pack_error, unpack
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -54,7 +53,7 @@ class WorkerLoop:
         self._link = link
         self._strategy = strategy
         self._names = Names(link, strategy, self._own_value)
-        self._post = Post(link.comm, link.workers[0], TAG_FROM_WORKER, TAG_TO_WORKER)
+        self._post = Post(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._definitions: dict[int, bytes] = {}
         self._own: dict[int, Any] = {}
 
@@ -68,7 +67,9 @@ class WorkerLoop:
         try:
             while True:
                 self._post.expect()
-                self._wait()
+                naps = Naps()
+                while not self._post.expected.Test():
+                    naps.take()
                 message = drive(self._post.receive(), lambda: report_only("the rest of a function"))
                 if message[:1] == STOP:
                     break
@@ -85,15 +86,12 @@ class WorkerLoop:
         finally:
             _index.set(None)
 
-    def _wait(self) -> None:
-        patience = Patience()
-        while not self._post.expected.Test():
-            patience.wait(False)
-
     def _answer(self, message: bytes) -> bytes:
         try:
             drops, definitions, payload = pickle.loads(message)
-            self._drop(drops)
+            for number in drops:
+                del self._definitions[number]
+                self._own.pop(number, None)
             self._definitions.update(definitions)
             with self._strategy.scope():
                 fn, args, kwargs = unpack(payload, self._names.find)
@@ -104,11 +102,6 @@ class WorkerLoop:
             raise
         except BaseException as error:
             return FAILED + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
-
-    def _drop(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            del self._definitions[number]
-            self._own.pop(number, None)
 
     def _own_value(self, number: int) -> Any:
         """Return this worker's value of a number, built the first time."""

@@ -19,8 +19,7 @@ from mpidist.core.errors import LaunchError, PeerError
 from mpidist.core.wording import ranks_text
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
-from mpidist.topology.real_stderr import STDERR, flush_output, lasting_stderr, write_last
-from mpidist.topology.same_error import print_once
+from mpidist.topology.last_output import STDERR, flush_output, lasting_stderr, print_once, write_last
 from mpidist.topology.tracebacks import read_setting, traceback_text, without_folds
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ _APART_SECONDS, _MOST_APART = 0.3, 8
 # How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
 # rank, which then speaks for all, so much less that the job has ended before they speak.
 _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.75, 2.0
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def end_job(code: int = EXIT_CODE) -> NoReturn:
@@ -134,7 +132,8 @@ def install_excepthook() -> None:
 class _Hook:
     """What the hooks share: whether there is a job to be ended, and the line above what this rank prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, previous: Callable[..., object]) -> None:
+        self.previous = previous
         self.process = os.getpid()
 
     def _world(self) -> MPI.Intracomm | None:
@@ -191,10 +190,6 @@ class _Hook:
 class _AbortHook(_Hook):
     """A ``sys.excepthook`` that prints what ``previous`` prints and then aborts the MPI job."""
 
-    def __init__(self, previous: ExceptHook) -> None:
-        super().__init__()
-        self.previous = previous
-
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = self._world()
         if world is None:
@@ -212,10 +207,6 @@ class _AbortHook(_Hook):
 class _ThreadHook(_Hook):
     """A ``threading.excepthook`` that does the same for threads."""
 
-    def __init__(self, previous: Callable[[threading.ExceptHookArgs], object]) -> None:
-        super().__init__()
-        self.previous = previous
-
     def __call__(self, args: threading.ExceptHookArgs) -> None:
         world = self._world()
         # sys.exit() in a thread ends the thread.
@@ -232,8 +223,7 @@ class _NamingHook(_Hook):
     """A ``sys.unraisablehook`` that says which rank it is of which ``previous`` prints an error; the job goes on."""
 
     def __init__(self, previous: Callable[[Any], object]) -> None:
-        super().__init__()
-        self.previous = previous
+        super().__init__(previous)
         # Kept: in its last moments Python has emptied this module, too.
         self._is_finalizing = sys.is_finalizing
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from mpidist.core import settings
 from mpidist.topology.faults import revoking
 from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,9 @@ def test_a_mistake_is_told_what_was_expected(three: Any, kind: str) -> None:
 
 
 def test_a_remote_value_is_no_number_before_it_is_fetched() -> None:
-    value = RemoteValue(threading.Event.wait)  # type: ignore[arg-type]
-    value._set(2.0)
+    future: Future[float] = Future()
+    future.set_result(2.0)
+    value = RemoteValue(future, wait_for=Future.result)
     for use in (lambda v: v + 1, lambda v: 1 - v, lambda v: v / 2, lambda v: v < 3, float, lambda v: sum([v, v])):
         with pytest.raises(TypeError, match=r"RemoteValue READY> was used as a number; .*expected value.fetch\(\)"):
             use(value)

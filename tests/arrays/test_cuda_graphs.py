@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.core.daemon_thread import mark_own_thread
 from tests.support.fake_cupy.devices import CUDARuntimeError
 
 pytestmark = pytest.mark.one_rank

@@ -27,9 +27,9 @@ runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
 """
 # Rank 2 keeps silent towards rank 1, as if there were no way between them.
 NO_WAY_BETWEEN_1_AND_2 = """
-from mpidist.cli.doctor_facts import reach
-first_partners = reach.first_partners
-reach.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
+from mpidist.cli.doctor_facts import messages
+first_partners = messages.first_partners
+messages.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
 """
 # As if the network failed after the first messages.
 RANK_1_IS_GONE_IN_THE_MIDDLE = """

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from mpidist.cli.doctor_checks import (
-    CHECKS,
-    cores,
-    findings,
-    gpus,
-    settings,
-    shared_memory,
-    software,
-    table,
-    world,
-)
+from mpidist.cli.doctor_checks import CHECKS, findings
+from mpidist.cli.doctor_checks.gpus import check_gpus, devices, labels
+from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
+from mpidist.cli.doctor_checks.setup import check_settings, check_software, check_table, check_world, is_torn, torn
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts, NcclNet, SharedMemoryFacts
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
@@ -27,10 +19,10 @@ from tests.cli.doctor_jobs import TWO_HOSTS, job, only
 pytestmark = pytest.mark.one_rank
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("healthy", [job({}), job({}, {}), job({}, {}, {}, {}, hosts=TWO_HOSTS)])
-def test_a_healthy_job_has_no_findings(check: ModuleType, healthy: JobFacts) -> None:
-    assert check.check(healthy) == []
+def test_a_healthy_job_has_no_findings(check: Callable[[JobFacts], Any], healthy: JobFacts) -> None:
+    assert check(healthy) == []
 
 
 def test_errors_come_first() -> None:
@@ -48,17 +40,17 @@ def test_errors_come_first() -> None:
 def test_a_torn_world(launched: int | None, size: int, rank: int, expected: bool) -> None:
     facts = made.rank_facts(rank, size)
     assert facts.launcher is not None
-    assert world.is_torn(replace(facts.launcher, size=launched), facts.mpi) is expected
+    assert is_torn(replace(facts.launcher, size=launched), facts.mpi) is expected
 
 
 def test_no_launcher_is_no_torn_world() -> None:
-    assert not world.is_torn(None, made.rank_facts(0, 1).mpi)
+    assert not is_torn(None, made.rank_facts(0, 1).mpi)
 
 
 def test_the_text_of_a_torn_world() -> None:
     facts = made.rank_facts(0, 4, launcher="srun")
     assert facts.launcher is not None
-    found = world.torn(facts.launcher, replace(facts.mpi, size=1), "srun --mpi=pmix -n 4 python train.py")
+    found = torn(facts.launcher, replace(facts.mpi, size=1), "srun --mpi=pmix -n 4 python train.py")
     only([found], "error", "srun started 4 ranks, and MPI made 4 worlds of one rank", "srun --mpi=pmix -n 4")
 
 
@@ -70,7 +62,7 @@ def test_the_text_of_a_torn_world() -> None:
     ],
 )
 def test_too_little_thread_support(vendor: str, command: str) -> None:
-    found = world.check(job({}, vendor=vendor, thread_level="MPI_THREAD_SERIALIZED"))
+    found = check_world(job({}, vendor=vendor, thread_level="MPI_THREAD_SERIALIZED"))
     only(found, "warning", "gives MPI_THREAD_SERIALIZED", command)
 
 
@@ -79,7 +71,7 @@ def test_too_little_thread_support(vendor: str, command: str) -> None:
 
 def test_another_numpy_on_another_host() -> None:
     other = {"software": {"Python": "3.11.7", "NumPy": "1.26.4", "mpi4py": "4.1.2", "mpidist": "0.1"}}
-    found = software.check(job({}, other, other, hosts=["node0", "node1", "node2"]))
+    found = check_software(job({}, other, other, hosts=["node0", "node1", "node2"]))
     only(
         found,
         "error",
@@ -89,7 +81,7 @@ def test_another_numpy_on_another_host() -> None:
 
 
 def test_another_mpi_on_another_host() -> None:
-    found = software.check(job({}, {"vendor": "MPICH"}, hosts=["node0", "node1"]))
+    found = check_software(job({}, {"vendor": "MPICH"}, hosts=["node0", "node1"]))
     only(found, "error", "Open MPI 5.0 on node0 and MPICH 5.0 on node1", "export MPI4PY_LIBMPI=/opt/lib/libmpi.so")
 
 
@@ -98,27 +90,27 @@ def test_another_mpi_on_another_host() -> None:
 
 def test_more_ranks_than_cores() -> None:
     crowded = job(*[made.cores(0, 1, machine=2)] * 4)
-    only(cores.check(crowded), "warning", "4 ranks share 2 cores on node0", "mpidist launch -n 2 train.py")
+    only(check_cores(crowded), "warning", "4 ranks share 2 cores on node0", "mpidist launch -n 2 train.py")
 
 
 def test_more_ranks_than_the_container_gives_time_for() -> None:
     crowded = job(*[made.cores(*range(8), quota=1.5)] * 4, launcher="srun")
-    only(cores.check(crowded), "warning", "4 ranks share 2 cores on node0", "srun --mpi=pmix -n 2 --cpu-bind=none")
+    only(check_cores(crowded), "warning", "4 ranks share 2 cores on node0", "srun --mpi=pmix -n 2 --cpu-bind=none")
 
 
 def test_ranks_are_counted_against_the_cores_of_their_own_host() -> None:
     crowded = job(*[made.cores(0, 1, machine=2)] * 4, hosts=["node0", "node1", "node1", "node1"])
-    only(cores.check(crowded), "warning", "3 ranks share 2 cores on node1", "mpirun -n 3 --bind-to none -x ")
-    assert cores.check(job(*[made.cores(0, 1, machine=2)] * 4, hosts=TWO_HOSTS)) == []
+    only(check_cores(crowded), "warning", "3 ranks share 2 cores on node1", "mpirun -n 3 --bind-to none -x ")
+    assert check_cores(job(*[made.cores(0, 1, machine=2)] * 4, hosts=TWO_HOSTS)) == []
 
 
 def test_ranks_that_are_bound_to_one_core_each() -> None:
     bound = job(made.cores(0), made.cores(1))
     command = "OMP_NUM_THREADS=4 python -m mpidist launch -n 2 train.py"
-    only(cores.check(bound), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
+    only(check_cores(bound), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
     in_batch_job = job(made.cores(0), made.cores(1), batch_system="PBS")
     command = "mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=4 python train.py"
-    only(cores.check(in_batch_job), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
+    only(check_cores(in_batch_job), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
 
 
 @pytest.mark.parametrize(
@@ -142,27 +134,27 @@ def test_ranks_that_are_bound_to_one_core_each() -> None:
 )
 def test_the_command_is_that_of_the_launcher(launcher: str, vendor: str, command: str) -> None:
     bound = job(made.cores(0), made.cores(1), launcher=launcher, vendor=vendor, batch_system="Slurm")
-    assert cores.check(bound)[0].command == command
+    assert check_cores(bound)[0].command == command
 
 
 def test_two_ranks_that_are_bound_to_the_same_core() -> None:
-    found = cores.check(job(made.cores(3), made.cores(3)))
+    found = check_cores(job(made.cores(3), made.cores(3)))
     only(found, "warning", "ranks 0 and 1 on node0 are bound to core 3 of 8, which they share", "mpidist launch -n 2 ")
 
 
 def test_one_process_that_is_bound_to_one_core() -> None:
-    found = cores.check(job(made.cores(3), launcher=None))
+    found = check_cores(job(made.cores(3), launcher=None))
     only(found, "warning", "rank 0 may run on one core only", "taskset --cpu-list 0-7 python train.py")
 
 
 def test_one_core_is_enough_where_there_is_no_other() -> None:
-    assert cores.check(job(made.cores(0, machine=1), launcher=None)) == []
+    assert check_cores(job(made.cores(0, machine=1), launcher=None)) == []
 
 
 def test_threads_that_nothing_limits() -> None:
     free = job(*[made.cores(*range(8), threads="")] * 2)
-    only(cores.check(free), "warning", "all together start 16", "OMP_NUM_THREADS=4 python -m mpidist launch -n 2")
-    assert cores.check(job(made.cores(*range(8), threads=""), launcher=None)) == []
+    only(check_cores(free), "warning", "all together start 16", "OMP_NUM_THREADS=4 python -m mpidist launch -n 2")
+    assert check_cores(job(made.cores(*range(8), threads=""), launcher=None)) == []
 
 
 # /dev/shm -------------------------------------------------------------------------------------------------------------
@@ -170,9 +162,9 @@ def test_threads_that_nothing_limits() -> None:
 
 def test_little_shared_memory() -> None:
     short = {"shared_memory": SharedMemoryFacts(1 << 20, 1 << 20)}
-    found = shared_memory.check(job({}, short, hosts=["node0", "node1"]))
+    found = check_shared_memory(job({}, short, hosts=["node0", "node1"]))
     only(found, "warning", "/dev/shm has 1 MiB free on node1", "docker run --shm-size=8g")
-    only(shared_memory.check(job({"shared_memory": None})), "warning", "has 0 B free", "mount -o remount,size=8g")
+    only(check_shared_memory(job({"shared_memory": None})), "warning", "has 0 B free", "mount -o remount,size=8g")
 
 
 # GPUs -----------------------------------------------------------------------------------------------------------------
@@ -180,50 +172,50 @@ def test_little_shared_memory() -> None:
 
 def test_a_gpu_that_cannot_be_used() -> None:
     problem = "arrays on a GPU need CuPy, which is not installed; type: pip install 'mpidist[cuda13]', or another"
-    found = gpus.check(job({"gpus": GpuFacts(True, problem=problem)}))
+    found = check_gpus(job({"gpus": GpuFacts(True, problem=problem)}))
     only(found, "warning", problem, "python -m pip install 'mpidist[cuda13]'")
 
 
 def test_gpus_without_nccl() -> None:
-    found = gpus.check(job(made.gpus("a", nccl="", nccl_problem="no NCCL; type: pip install nvidia-nccl-cu13, or")))
+    found = check_gpus(job(made.gpus("a", nccl="", nccl_problem="no NCCL; type: pip install nvidia-nccl-cu13, or")))
     only(found, "warning", "Rank 0 on node0: no NCCL", "python -m pip install nvidia-nccl-cu13")
 
 
 def test_a_launcher_that_hands_out_gpus_that_are_not_there() -> None:
-    found = gpus.check(job({"gpus": GpuFacts(variable="1")}))
+    found = check_gpus(job({"gpus": GpuFacts(variable="1")}))
     only(found, "warning", "CUDA_VISIBLE_DEVICES=1, and node0 shows no NVIDIA driver", "nvidia-smi   # on node0")
-    assert gpus.check(job({"gpus": GpuFacts(variable="")})) == []
+    assert check_gpus(job({"gpus": GpuFacts(variable="")})) == []
 
 
 def test_ranks_with_and_without_gpus() -> None:
     mixed = job(made.gpus("a", "b"), {}, hosts=["node0", "node1"])
     only(
-        gpus.check(mixed), "error", "rank 0 sees GPUs and rank 1 (on node1) none", "unset CUDA_VISIBLE_DEVICES; mpirun"
+        check_gpus(mixed), "error", "rank 0 sees GPUs and rank 1 (on node1) none", "unset CUDA_VISIBLE_DEVICES; mpirun"
     )
     mixed = job(made.gpus("a", "b"), {}, launcher="srun")
-    only(gpus.check(mixed), "error", "rank 0 sees GPUs", "srun --mpi=pmix --gpus-per-node=2 --gpu-bind=none -n 2")
+    only(check_gpus(mixed), "error", "rank 0 sees GPUs", "srun --mpi=pmix --gpus-per-node=2 --gpu-bind=none -n 2")
     mixed = job(made.gpus("a", "b"), {}, launcher="flux run")
-    only(gpus.check(mixed), "error", "rank 0 sees GPUs", "flux run -o pmi=pmix -o gpu-affinity=off -n 2")
+    only(check_gpus(mixed), "error", "rank 0 sees GPUs", "flux run -o pmi=pmix -o gpu-affinity=off -n 2")
 
 
 def test_ranks_that_share_a_gpu() -> None:
-    found = gpus.check(job(*[made.gpus("a", "b")] * 3))
+    found = check_gpus(job(*[made.gpus("a", "b")] * 3))
     only(found, "warning", "ranks 0 and 2 on node0 share GPU a", "mpirun -n 2 python train.py")
-    assert gpus.check(job(*[made.gpus("a", "b")] * 2)) == []
+    assert check_gpus(job(*[made.gpus("a", "b")] * 2)) == []
     # The same bus id on another host is another GPU.
-    assert gpus.check(job(*[made.gpus("a")] * 2, hosts=["node0", "node1"])) == []
+    assert check_gpus(job(*[made.gpus("a")] * 2, hosts=["node0", "node1"])) == []
 
 
 def test_ranks_of_several_gpus() -> None:
-    found = gpus.check(job(*[made.gpus("a", "b", "c", "d")] * 2, hosts=["node0", "node1"], launcher="srun"))
+    found = check_gpus(job(*[made.gpus("a", "b", "c", "d")] * 2, hosts=["node0", "node1"], launcher="srun"))
     only(found, "warning", "Rank 0 on node0 has 4 GPUs: between nodes the first", "srun --mpi=pmix -n 8")
-    assert gpus.check(job(made.gpus("a", "b"))) == []
+    assert check_gpus(job(made.gpus("a", "b"))) == []
 
 
 def test_slices_of_a_gpu() -> None:
     sliced = job(*[made.gpus("a", names=("H100 80GB HBM3 MIG 1g.10gb",))] * 2)
-    only(gpus.check(sliced), "warning", "ranks 0 and 1 on node0 have slices (MIG) of GPU a: NCCL", "mpirun -n 1")
-    assert gpus.labels(sliced) == {0: ["MIG 1g.10gb of GPU a"], 1: ["MIG 1g.10gb of GPU a"]}
+    only(check_gpus(sliced), "warning", "ranks 0 and 1 on node0 have slices (MIG) of GPU a: NCCL", "mpirun -n 1")
+    assert labels(sliced) == {0: ["MIG 1g.10gb of GPU a"], 1: ["MIG 1g.10gb of GPU a"]}
 
 
 @pytest.mark.parametrize(
@@ -238,21 +230,21 @@ def test_cores_that_are_not_next_to_the_gpu(launcher: str, command: str) -> None
     both = made.gpus("a", "b", cores=(first, second))
     text = "Rank 0 on node0 runs on cores 4-7, and its GPU a is next to cores 0-3"
     dealt_in_turn = job({**both, **made.cores(*second)}, {**both, **made.cores(*first)}, launcher=launcher)
-    only(gpus.check(dealt_in_turn), "warning", text, command)
-    assert gpus.check(job({**both, **made.cores(*first)}, {**both, **made.cores(*second)})) == []
-    assert gpus.check(job(both, both)) == []
+    only(check_gpus(dealt_in_turn), "warning", text, command)
+    assert check_gpus(job({**both, **made.cores(*first)}, {**both, **made.cores(*second)})) == []
+    assert check_gpus(job(both, both)) == []
 
 
 def test_a_slow_network_of_nccl() -> None:
     net = NcclNet("TCP sockets", "cxi0 is there, for which NCCL needs a plugin", "module load aws-ofi-nccl")
     slow = made.gpus("a", net=net)
     text = "NCCL takes TCP sockets between nodes, without a word: on node0 cxi0 is there"
-    only(gpus.check(job(slow, slow, hosts=["node0", "node1"])), "warning", text, "module load aws-ofi-nccl")
-    assert gpus.check(job(slow)) == []
+    only(check_gpus(job(slow, slow, hosts=["node0", "node1"])), "warning", text, "module load aws-ofi-nccl")
+    assert check_gpus(job(slow)) == []
 
 
 def test_which_rank_has_which_gpu() -> None:
-    assert gpus.devices(job(*[made.gpus("a", "b", "c")] * 2)) == {0: ("a", "b"), 1: ("c",)}
+    assert devices(job(*[made.gpus("a", "b", "c")] * 2)) == {0: ("a", "b"), 1: ("c",)}
 
 
 # settings and table ---------------------------------------------------------------------------------------------------
@@ -260,7 +252,7 @@ def test_which_rank_has_which_gpu() -> None:
 
 def test_jobs_that_are_not_the_ranks() -> None:
     def of(jobs: str, *ranks: dict, **everywhere: object) -> list:
-        return settings.check(job(*ranks, settings={"MPIDIST_JOBS": jobs}, **everywhere))
+        return check_settings(job(*ranks, settings={"MPIDIST_JOBS": jobs}, **everywhere))
 
     (found,) = of("worker:7", {}, {})
     assert "MPIDIST_JOBS has 7 worker = 7 tasks, and there are 2 ranks" in found.text
@@ -272,13 +264,13 @@ def test_jobs_that_are_not_the_ranks() -> None:
 
 def test_settings_that_are_wrong_or_mean_nothing() -> None:
     text = "MPIDIST_TIMEOUT='soon': expected seconds, more than 0"
-    found = settings.check(job({}, {}, wrong_settings={"MPIDIST_TIMEOUT": text}))
+    found = check_settings(job({}, {}, wrong_settings={"MPIDIST_TIMEOUT": text}))
     only(found, "error", text, "unset MPIDIST_TIMEOUT")
-    found = settings.check(job({}, unknown_settings=("MPIDIST_TIMEOUTS",)))
+    found = check_settings(job({}, unknown_settings=("MPIDIST_TIMEOUTS",)))
     command = 'export MPIDIST_TIMEOUT="$MPIDIST_TIMEOUTS"; unset MPIDIST_TIMEOUTS'
     only(found, "warning", "MPIDIST_TIMEOUTS means nothing to mpidist; MPIDIST_TIMEOUT does", command)
     only(
-        settings.check(job({}, unknown_settings=("MPIDIST_Q",))),
+        check_settings(job({}, unknown_settings=("MPIDIST_Q",))),
         "warning",
         "MPIDIST_Q means nothing",
         "unset MPIDIST_Q",
@@ -298,12 +290,12 @@ def test_settings_that_are_wrong_or_mean_nothing() -> None:
     ],
 )
 def test_settings_that_differ_between_ranks(launcher: str, command: str) -> None:
-    found = settings.check(job({"settings": {"MPIDIST_TIMEOUT": "9"}}, {}, {}, launcher=launcher))
+    found = check_settings(job({"settings": {"MPIDIST_TIMEOUT": "9"}}, {}, {}, launcher=launcher))
     only(found, "error", "MPIDIST_TIMEOUT on rank 0 and on ranks 1 and 2 differ", command)
 
 
 def test_the_tuning_file_is_a_matter_of_rank_0() -> None:
-    assert settings.check(job({"settings": {"MPIDIST_TUNING_FILE": "t.json"}}, {})) == []
+    assert check_settings(job({"settings": {"MPIDIST_TUNING_FILE": "t.json"}}, {})) == []
 
 
 @pytest.mark.parametrize(
@@ -314,5 +306,5 @@ def test_the_tuning_file_is_a_matter_of_rank_0() -> None:
     ],
 )
 def test_a_tuning_file_that_does_not_fit(make: Callable[[], Any], level: str, command: str) -> None:
-    only(table.check(replace(job({}, {}), collectives=make())), level, "MPIDIST_TUNING_FILE: t ", command)
-    assert table.check(replace(job({}), collectives=make())) == []
+    only(check_table(replace(job({}, {}), collectives=make())), level, "MPIDIST_TUNING_FILE: t ", command)
+    assert check_table(replace(job({}), collectives=make())) == []

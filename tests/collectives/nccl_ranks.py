@@ -11,22 +11,18 @@ import numpy as np
 
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.mpi.waiting import Deadline, Steps, drive
+from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.core.deadline import Deadline
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.devices import CUDARuntimeError
 
 T = TypeVar("T")
-_LIMIT_SECONDS = 30.0
 _LEAVING_SECONDS = 5.0
 
 
 def finished(steps: Steps[T]) -> T:
     """Run ``steps`` to the end, and fail where that takes too long."""
-
-    def expire(waited: float) -> None:
-        raise TimeoutError(f"not done after {waited:.0f} s")
-
-    return drive(steps, lambda: Deadline(_LIMIT_SECONDS, _LIMIT_SECONDS, str, expire))
+    return drive(steps, lambda: Deadline(None, lambda waited: TimeoutError(f"not done after {waited:.0f} s"), 30.0))
 
 
 @contextmanager

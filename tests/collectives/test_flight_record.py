@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from mpidist.cli import flight
-from mpidist.collectives.watch.flight_file import (
+from mpidist.collectives.watch.flight_record import (
     DONE,
     ENTRIES,
     FAILED,
     RUNNING,
-    Entry,
+    FlightEntry,
     FlightFile,
+    first_divergence,
+    merged_text,
     path_of,
     read_flight,
+    read_folder,
 )
-from mpidist.collectives.watch.flight_merge import first_divergence, merged_text, read_folder
 from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
@@ -84,8 +86,9 @@ def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     assert f"came to number {number}, which had not ended" in text
 
 
-def entry(number: int, text: str, state: int = DONE) -> Entry:
-    return Entry(number, number, 1.0, 2.0 if state else 0.0, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)")
+def entry(number: int, text: str, state: int = DONE) -> FlightEntry:
+    end = 2.0 if state else 0.0
+    return FlightEntry(number, number, 1.0, end, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)")
 
 
 def test_the_first_difference() -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.__main__ import main
-from mpidist.collectives.watch.report import Tally, report_text
-from mpidist.collectives.watch.trace_file import MERGED, Span, TraceFile, path_of
-from mpidist.collectives.watch.trace_merge import merge
+from mpidist.collectives.watch.recorder import Totals, report_text
+from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, path_of
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
@@ -404,11 +403,11 @@ def test_the_report_of_a_program() -> None:
 
 def test_what_is_hidden_is_what_nobody_waited_for() -> None:
     by_rank = {
-        0: {"all_reduce": Tally(calls=10, nbytes=2048, time=4_000_000, for_others=900_000, works=3_000_000, waited=0)},
-        1: {"all_reduce": Tally(calls=10, nbytes=2048, time=4_000_000, works=3_000_000, waited=1_500_000)},
-        2: {"barrier": Tally(calls=1, time=1000)},
+        0: {"all_reduce": Totals(calls=10, nbytes=2048, time=4_000_000, for_others=900_000, works=3_000_000, waited=0)},
+        1: {"all_reduce": Totals(calls=10, nbytes=2048, time=4_000_000, works=3_000_000, waited=1_500_000)},
+        2: {"barrier": Totals(calls=1, time=1000)},
     }
     lines = report_text(by_rank, 4, 1.5).splitlines()
-    assert lines[0] == "mpidist: collectives of 3 of 4 ranks (without 3), means over ranks, in 1.5 s"
+    assert lines[0] == "collectives of 3 of 4 ranks (without 3), means over ranks, in 1.5 s"
     assert " ".join(lines[2].split()) == "all_reduce 10 2 KiB 4 ms 450 us 75% 1 (waited for 900 us)"
     assert " ".join(lines[3].split()) == "barrier 1 0 B 1 us 0 us - -"

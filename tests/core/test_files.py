@@ -13,9 +13,9 @@ import pytest
 from mpidist.collectives.node import shared_memory
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.table import SHIPPED
-from mpidist.collectives.watch import trace_file, trace_merge
-from mpidist.collectives.watch.flight_file import FlightFile
-from mpidist.collectives.watch.flight_file import path_of as flight_path
+from mpidist.collectives.watch import trace_files
+from mpidist.collectives.watch.flight_record import FlightFile
+from mpidist.collectives.watch.flight_record import path_of as flight_path
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import evaluations
 
@@ -25,13 +25,13 @@ FLIGHT = "MPIDIST_FLIGHT_RECORD"
 
 
 def write_trace(folder: Path) -> Path:
-    trace_file.TraceFile(str(folder), 0, 1).close()
-    return trace_file.path_of(folder, 0)
+    trace_files.TraceFile(str(folder), 0, 1).close()
+    return trace_files.path_of(folder, 0)
 
 
 def write_merged_trace(folder: Path) -> Path:
     write_trace(folder)
-    return trace_merge.merge(folder)
+    return trace_files.merge(folder)
 
 
 def write_flight_record(folder: Path) -> Path:
@@ -77,7 +77,7 @@ def test_a_symbolic_link_is_not_written_through(tmp_path: Path, write: Callable[
 
 @pytest.mark.parametrize(
     ("make", "variable"),
-    [(lambda folder: trace_file.TraceFile(folder, 0, 1), "MPIDIST_TRACE"), (lambda f: FlightFile(f, 0, 1), FLIGHT)],
+    [(lambda folder: trace_files.TraceFile(folder, 0, 1), "MPIDIST_TRACE"), (lambda f: FlightFile(f, 0, 1), FLIGHT)],
     ids=["trace", "flight record"],
 )
 def test_what_is_no_folder_is_named(tmp_path: Path, make: Callable[[str], object], variable: str) -> None:

@@ -41,15 +41,16 @@ class _Rank:
 
         from mpidist.arrays.device_ops import ops_for
         from mpidist.collectives.gpu.nccl_comm import NcclComm
-        from mpidist.collectives.mpi.waiting import Deadline, drive
+        from mpidist.collectives.mpi.waiting import drive
+        from mpidist.core.deadline import Deadline
 
-        def expire(waited: float) -> None:
-            raise TimeoutError(f"NCCL did not start within {waited:.0f} s")
+        def failure(waited: float) -> TimeoutError:
+            return TimeoutError(f"NCCL did not start within {waited:.0f} s")
 
         self.cupy, _ = machine.join()
         self.device = int(self.cupy.cuda.Device().id)
         world = MPI.COMM_WORLD.Dup()
-        made = drive(NcclComm.made(world, self.device), lambda: Deadline(60.0, 60.0, str, expire))
+        made = drive(NcclComm.made(world, self.device), lambda: Deadline(None, failure, 60.0))
         assert isinstance(made, NcclComm), made
         self.comm, self.ops = made, ops_for("gpu")
         self.stream = self.ops.stream(self.device)

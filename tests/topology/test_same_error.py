@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpidist.core.wording import ranks_text
-from mpidist.topology import same_error
+from mpidist.topology import last_output
 
 pytestmark = pytest.mark.one_rank
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.one_rank
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(same_error, "write_last", texts.append)
+    monkeypatch.setattr(last_output, "write_last", texts.append)
     return texts
 
 
 def prints(text: str, rank: int) -> None:
-    same_error.print_once(text, text, rank, lambda ranks: f"ranks {ranks_text(ranks)}")
+    last_output.print_once(text, text, rank, lambda ranks: f"ranks {ranks_text(ranks)}")
 
 
 def in_threads(*errors: str) -> None:
@@ -36,8 +36,8 @@ def in_threads(*errors: str) -> None:
 
 
 def test_one_prints_and_names_the_others(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_error, "_LISTEN_SECONDS", 3)
-    monkeypatch.setattr(same_error, "_ANSWER_SECONDS", 10)
+    monkeypatch.setattr(last_output, "_LISTEN_SECONDS", 3)
+    monkeypatch.setattr(last_output, "_ANSWER_SECONDS", 10)
     in_threads("one", "one", "one", "one", "another")
     assert len(printed) == 3
     (first,) = {0, 1, 2, 3} & {int(text.split()[1].rstrip(":")) for text in printed if text.endswith(":\none")}
@@ -47,8 +47,8 @@ def test_one_prints_and_names_the_others(printed: list[str], monkeypatch: pytest
 
 def test_a_rank_that_is_not_named_prints_it_itself(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has stopped, does not answer any more, or is not of this user; or there are no descriptors left."""
-    monkeypatch.setattr(same_error, "_ANSWER_SECONDS", 0.05)
-    address = same_error._address("one")
+    monkeypatch.setattr(last_output, "_ANSWER_SECONDS", 0.05)
+    address = last_output._address("one")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
         first.bind(address)
         prints("one", 1)  # it does not listen
@@ -62,22 +62,22 @@ def test_a_rank_that_is_not_named_prints_it_itself(printed: list[str], monkeypat
         with given_up, waiting:
             waiting.send(b"!")  # heard, and never named
             thread.join()
-        monkeypatch.setattr(same_error.os, "getuid", lambda: -1)
-        monkeypatch.setattr(same_error, "_address", lambda key: address)
+        monkeypatch.setattr(last_output.os, "getuid", lambda: -1)
+        monkeypatch.setattr(last_output, "_address", lambda key: address)
         prints("one", 4)
-    monkeypatch.setattr(same_error.socket, "socket", lambda *_: (_ for _ in ()).throw(OSError("too many open files")))
+    monkeypatch.setattr(last_output.socket, "socket", lambda *_: (_ for _ in ()).throw(OSError("too many open files")))
     prints("one", 5)
     assert printed == [f"ranks {rank}:\none" for rank in range(1, 6)]
 
 
 def test_each_file_that_errors_go_to_has_the_whole_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = same_error._address("one")
+    shared = last_output._address("one")
     with (tmp_path / "rank0").open("w") as own, (tmp_path / "rank1").open("w") as other:
-        monkeypatch.setattr(same_error.sys, "stderr", own)
-        mine = same_error._address("one")
-        monkeypatch.setattr(same_error.sys, "stderr", other)
-        assert len({shared, mine, same_error._address("one")}) == 3
-        monkeypatch.setattr(same_error.sys, "stderr", own)
-        assert same_error._address("one") == mine
+        monkeypatch.setattr(last_output.sys, "stderr", own)
+        mine = last_output._address("one")
+        monkeypatch.setattr(last_output.sys, "stderr", other)
+        assert len({shared, mine, last_output._address("one")}) == 3
+        monkeypatch.setattr(last_output.sys, "stderr", own)
+        assert last_output._address("one") == mine
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher, another job
-    assert same_error._address("one") != shared
+    assert last_output._address("one") != shared

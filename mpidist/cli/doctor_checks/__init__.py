@@ -1,27 +1,30 @@
-"""The checks of ``python -m mpidist doctor``: one file per subject, each a function from facts to findings.
+"""The checks of ``python -m mpidist doctor``: functions from facts to findings, one file for what belongs together.
 
 They ask nothing of MPI or the machine: what they need to know stands in ``mpidist.cli.doctor_facts.facts``.
 """
 
-from mpidist.cli.doctor_checks import (
-    cores,
-    gpus,
-    links,
-    network,
-    reach,
-    settings,
-    shared_memory,
-    software,
-    table,
-    world,
-)
 from mpidist.cli.doctor_checks.finding import Finding
+from mpidist.cli.doctor_checks.gpus import check_gpus
+from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
+from mpidist.cli.doctor_checks.network import check_links, check_network, check_reach
+from mpidist.cli.doctor_checks.setup import check_settings, check_software, check_table, check_world
 from mpidist.cli.doctor_facts.facts import JobFacts
 
-CHECKS = (world, reach, settings, software, cores, shared_memory, gpus, network, links, table)
+CHECKS = (
+    check_world,
+    check_reach,
+    check_settings,
+    check_software,
+    check_cores,
+    check_shared_memory,
+    check_gpus,
+    check_network,
+    check_links,
+    check_table,
+)
 
 
 def findings(job: JobFacts) -> list[Finding]:
     """Return what all checks find, the errors first."""
-    found = [finding for subject in CHECKS for finding in subject.check(job)]
+    found = [finding for check in CHECKS for finding in check(job)]
     return sorted(found, key=lambda finding: finding.level != "error")

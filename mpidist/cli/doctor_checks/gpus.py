@@ -15,7 +15,7 @@ _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 _SLICE = re.compile(r" MIG (\S+)$")
 
 
-def check(job: JobFacts) -> list[Finding]:
+def check_gpus(job: JobFacts) -> list[Finding]:
     """Check driver, CuPy, NCCL, which rank has which GPU, its cores, and the network of NCCL."""
     of_ranks = _differing(job) or _several(job)
     return [*_unusable(job), *_without_driver(job), *of_ranks, *_shared(job), *_far(job), *_slow_net(job)]
@@ -80,12 +80,9 @@ def _differing(job: JobFacts) -> list[Finding]:
         f"{ranks_text(with_gpus)} see{'s' if len(with_gpus) == 1 else ''} GPUs and {ranks_text(without)} "
         f"(on {job.host(without[0])}) none."
     )
-    return [Finding(ERROR, "GPU", text, _ask(job))]
-
-
-def _ask(job: JobFacts) -> str:
     most = max(len(facts.gpus.visible) for facts in job.known.values())
-    return commands.with_all_gpus(job, most) or f"unset CUDA_VISIBLE_DEVICES; {commands.start(job, len(job.ranks))}"
+    unset = f"unset CUDA_VISIBLE_DEVICES; {commands.start(job, len(job.ranks))}"
+    return [Finding(ERROR, "GPU", text, commands.with_all_gpus(job, most) or unset)]
 
 
 def _shared(job: JobFacts) -> list[Finding]:

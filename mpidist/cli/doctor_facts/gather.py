@@ -7,7 +7,7 @@ import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpidist.cli.doctor_facts import links, machine, messages, reach
+from mpidist.cli.doctor_facts import links, machine, messages
 from mpidist.cli.doctor_facts.collectives import collective_facts
 from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, Link, RankFacts, Reach
 from mpidist.cli.doctor_facts.watch import Ending, Watch
@@ -109,14 +109,14 @@ def _alone(comm: MPI.Intracomm, me: RankFacts) -> JobFacts:
 def _acquaint(comm: MPI.Intracomm, me: RankFacts, seconds: float, stages: _Stages) -> tuple[list[RankFacts], Reach]:
     """Return the facts of all ranks once every pair has exchanged a message; the same on every rank."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    job = _meet(comm, reach.first_partners(rank, size), me, seconds, stages)
+    job = _meet(comm, messages.first_partners(rank, size), me, seconds, stages)
     stages("telling one another what they know")
     everyone, found = _from_first(comm, job)
-    if size > reach.ALL_PAIRS_RANKS:
+    if size > messages.ALL_PAIRS_RANKS:
         machines: dict[str, list[int]] = {}
         for other, facts in enumerate(everyone):
             machines.setdefault(facts.machine, []).append(other)
-        job = _meet(comm, reach.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
+        job = _meet(comm, messages.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
         stages("telling one another what they know")
         _, second = _from_first(comm, job)
         found = replace(found, tested=found.tested + second.tested)
@@ -131,7 +131,7 @@ def _meet(comm: MPI.Intracomm, partners: list[int], me: RankFacts, seconds: floa
     """
     size = comm.Get_size()
     stages.first_messages(seconds)
-    heard = reach.exchange(comm, partners, me.host, seconds)
+    heard = messages.exchange(comm, partners, me.host, seconds)
     stages.waits()
     patience = _PATIENCE * seconds
     if comm.Get_rank() > 0:
@@ -144,7 +144,7 @@ def _meet(comm: MPI.Intracomm, partners: list[int], me: RankFacts, seconds: floa
     silent = set(heard.partners) - set(heard.hosts)
     content = messages.receive_reports(comm, set(range(1, size)) - silent, patience)
     reports = {rank: pickle.loads(report) for rank, report in content.items()} | {0: (me, heard)}
-    found = reach.merged(size, seconds, {rank: report[1] for rank, report in reports.items()}, me.host)
+    found = messages.merged(size, seconds, {rank: report[1] for rank, report in reports.items()}, me.host)
     job = JobFacts(tuple(reports[rank][0] if rank in reports else None for rank in range(size)), reach=found)
     messages.send_verdict(comm, _STOP if found.failed else _GO_ON)
     if found.failed:

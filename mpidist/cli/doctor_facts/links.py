@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpidist.cli.doctor_facts.facts import Link
-from mpidist.cli.doctor_facts.messages import PING_TAG, meet, wait_for
+from mpidist.cli.doctor_facts.messages import meet, wait_for
+from mpidist.core.message_tags import DOCTOR_PING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -122,10 +123,10 @@ class _Measurement:
         return int.from_bytes(told, "little")
 
     def _send(self, content: bytearray) -> None:
-        wait_for(self._comm.Isend(content, self._peer, PING_TAG), self._peer, self._seconds, self._doing)
+        wait_for(self._comm.Isend(content, self._peer, DOCTOR_PING), self._peer, self._seconds, self._doing)
 
     def _receive(self, content: bytearray) -> None:
-        wait_for(self._comm.Irecv(content, self._peer, PING_TAG), self._peer, self._seconds, self._doing)
+        wait_for(self._comm.Irecv(content, self._peer, DOCTOR_PING), self._peer, self._seconds, self._doing)
 
 
 def in_use(before: dict[str, int], after: dict[str, int], least: int) -> tuple[str, ...]:

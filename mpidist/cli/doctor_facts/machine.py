@@ -1,4 +1,4 @@
-"""Facts of the machine that a rank is on: cores, /dev/shm, network interfaces, GPUs; asked of the kernel."""
+"""Facts of the machine that a rank is on, asked of the kernel: cores, /dev/shm, interfaces, GPUs, NCCL's network."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from typing import Any
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
-from mpidist.cli.doctor_facts.nccl_net import nccl_net
+from mpidist.collectives.gpu import network_probes
 from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
 from mpidist.topology.gpus import visible_devices
 
+SOCKETS = "TCP sockets"
+_GET_PLUGIN = (
+    "module load aws-ofi-nccl   # or build github.com/aws/aws-ofi-nccl and add its lib to LD_LIBRARY_PATH; then "
+    "NCCL_DEBUG=INFO shows NET/OFI"
+)
+_GET_VERBS = "apt-get install libibverbs1 ibverbs-providers   # or: dnf install libibverbs"
+_GET_DEVICES = (
+    "docker run --device=/dev/infiniband --ulimit memlock=-1 ...   # outside of containers: ls -l /dev/infiniband"
+)
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _SHARED_MEMORY = "/dev/shm"
 _NETWORK = Path("/sys/class/net")
@@ -26,6 +35,33 @@ _PCI = Path("/sys/bus/pci/devices")
 _WORD = 4
 # linux/sockios.h: the address and the mask of an interface.
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+
+
+def nccl_net() -> NcclNet:
+    """Return which network NCCL takes on this machine, as all-reduces choose their way by it, too."""
+    fabric, wanted = network_probes.rdma_fabric(), network_probes.setting("NCCL_NET")
+    if fabric is not None:
+        return NcclNet(fabric.name)
+    if wanted.lower() not in ("", "ib", "ibext", "socket"):
+        return NcclNet()  # NCCL itself says loudly that it has no such network
+    plugin = None if wanted else network_probes.net_plugin()
+    if plugin is not None:
+        return NcclNet(f"plugin {plugin}")
+    verbs, others = network_probes.behind_verbs(), network_probes.behind_plugins()
+    if not (verbs or others):
+        return NcclNet(SOCKETS)
+    is_there = f"{(verbs or others)[0].name} is there,"
+    disabled = network_probes.setting("NCCL_IB_DISABLE")
+    if wanted.lower() == "socket":
+        return NcclNet(SOCKETS, f"{is_there} and NCCL_NET={wanted}", "unset NCCL_NET")
+    if verbs and disabled not in ("", "0"):
+        return NcclNet(SOCKETS, f"{is_there} and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE")
+    if verbs and not network_probes.has_verbs():
+        return NcclNet(SOCKETS, f"{is_there} and libibverbs.so.1 does not load", _GET_VERBS)
+    if verbs:
+        return NcclNet(SOCKETS, f"{is_there} and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES)
+    names = network_probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+    return NcclNet(SOCKETS, f"{is_there} for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN)
 
 
 def identity() -> str:
@@ -73,7 +109,9 @@ def shared_memory() -> SharedMemoryFacts | None:
 
 def interfaces() -> tuple[Interface, ...]:
     """Return the network interfaces that are up, without the one to this machine itself."""
-    found = [_interface(path) for path in _listed(_NETWORK) if path.name != "lo" and _is_up(path)]
+    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
+    up = [path for path in _listed(_NETWORK) if path.name != "lo" and _read(path / "operstate") in ("up", "unknown")]
+    found = [_interface(path) for path in up]
     found += [_infiniband(path) for path in _listed(_INFINIBAND) if _active_ports(path)]
     return tuple(found)
 
@@ -87,11 +125,6 @@ def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""
-
-
-def _is_up(path: Path) -> bool:
-    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
-    return _read(path / "operstate") in ("up", "unknown")
 
 
 def _interface(path: Path) -> Interface:
@@ -154,7 +187,8 @@ def gpus() -> GpuFacts:
         has_driver=True,
         visible=devices,
         names=tuple(_name(state.module, device) for device in range(len(devices))),
-        cores=tuple(_cores_next_to(bus_id) for bus_id in devices),
+        # Those next to each, none where the kernel does not say. CUDA writes bus ids in capitals.
+        cores=tuple(cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist")) for bus_id in devices),
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
@@ -165,12 +199,6 @@ def gpus() -> GpuFacts:
 def _name(cupy: Any, device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
-
-
-def _cores_next_to(bus_id: str) -> tuple[int, ...]:
-    """Return the cores next to a GPU, none where the kernel does not say."""
-    # CUDA writes bus ids in capitals.
-    return cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist"))
 
 
 def cores_of_list(text: str) -> tuple[int, ...]:

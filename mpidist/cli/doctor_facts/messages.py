@@ -1,15 +1,18 @@
 """Messages with deadlines: point to point, polled, so that a dead link between two ranks holds up nobody for ever.
 
 They go over MPI.COMM_WORLD itself. Duplicating it takes every link to work, and doctor is the only one that uses it.
+Which ranks reach which is found by one short message of every pair, all at the same time, with one deadline.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from mpidist.cli.doctor_facts.facts import Reach
+from mpidist.core.message_tags import DOCTOR_CONTENT, DOCTOR_HELLO, DOCTOR_LENGTH, DOCTOR_VERDICT
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -20,7 +23,9 @@ _LOOKS_BEFORE_NAP = 1000
 _LENGTH_BYTES = 8
 # Requests that were given up: MPI may still write into their buffers, which they hold.
 _given_up: list[MPI.Request] = []
-LENGTH_TAG, CONTENT_TAG, VERDICT_TAG, HELLO_TAG, PING_TAG = range(7101, 7106)
+ALL_PAIRS_RANKS = 128
+"""Up to so many ranks each exchanges a message with each: their connections grow with the square."""
+_HELLO_BYTES = 64
 
 
 class NoAnswerError(RuntimeError):
@@ -85,22 +90,25 @@ def meet(comm: MPI.Intracomm, seconds: float, doing: str) -> None:
 def send_report(comm: MPI.Intracomm, content: bytes, seconds: float) -> bool:
     """Send this rank's report to rank 0; whether it went out in time."""
     length = len(content).to_bytes(_LENGTH_BYTES, "little")
-    requests = {0: comm.Isend(length, 0, LENGTH_TAG), 1: comm.Isend(content, 0, CONTENT_TAG)}
+    requests = {
+        0: comm.Isend(length, 0, DOCTOR_LENGTH),
+        1: comm.Isend(content, 0, DOCTOR_CONTENT),
+    }
     return len(finished(requests, seconds)) == len(requests)
 
 
 def receive_reports(comm: MPI.Intracomm, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
     """Return the reports of ``ranks`` that came to rank 0 in time."""
     lengths = {rank: bytearray(_LENGTH_BYTES) for rank in ranks}
-    announced = finished({rank: comm.Irecv(length, rank, LENGTH_TAG) for rank, length in lengths.items()}, seconds)
+    announced = finished({rank: comm.Irecv(length, rank, DOCTOR_LENGTH) for rank, length in lengths.items()}, seconds)
     contents = {rank: bytearray(int.from_bytes(lengths[rank], "little")) for rank in announced}
-    came = finished({rank: comm.Irecv(content, rank, CONTENT_TAG) for rank, content in contents.items()}, seconds)
+    came = finished({rank: comm.Irecv(content, rank, DOCTOR_CONTENT) for rank, content in contents.items()}, seconds)
     return {rank: bytes(contents[rank]) for rank in came}
 
 
 def send_verdict(comm: MPI.Intracomm, verdict: bytes) -> None:
     """Send a verdict of one byte from rank 0 to all others; does not wait for them."""
-    give_up([comm.Isend(verdict, rank, VERDICT_TAG) for rank in range(1, comm.Get_size())])
+    give_up([comm.Isend(verdict, rank, DOCTOR_VERDICT) for rank in range(1, comm.Get_size())])
 
 
 def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
@@ -110,5 +118,74 @@ def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
         NoAnswerError: It did not come in time.
     """
     verdict = bytearray(1)
-    wait_for(comm.Irecv(verdict, 0, VERDICT_TAG), 0, seconds, "waiting for what it has to say")
+    wait_for(comm.Irecv(verdict, 0, DOCTOR_VERDICT), 0, seconds, "waiting for what it has to say")
     return bytes(verdict)
+
+
+class Heard(NamedTuple):
+    """What one rank found out.
+
+    Attributes:
+        partners: With whom it exchanged messages.
+        hosts: The host of each partner that it heard from.
+    """
+
+    partners: tuple[int, ...]
+    hosts: dict[int, str]
+
+
+def first_partners(rank: int, size: int) -> list[int]:
+    """Return with whom a rank exchanges messages first: all others, in a large job its neighbours and rank 0.
+
+    >>> first_partners(1, 4), first_partners(5, 1000)
+    ([0, 2, 3], [0, 4, 6])
+    """
+    if size <= ALL_PAIRS_RANKS or rank == 0:
+        return [other for other in range(size) if other != rank]
+    return sorted({0, (rank - 1) % size, (rank + 1) % size} - {rank})
+
+
+def partners_on_nodes(rank: int, machines: Sequence[Sequence[int]]) -> list[int]:
+    """Return with whom a rank of a large job exchanges messages, so that every pair of machines does once.
+
+    Each machine deals the other machines to its ranks in turn.
+
+    >>> [partners_on_nodes(rank, [[0, 1], [2, 3], [4, 5]]) for rank in range(6)]
+    [[4], [2], [1, 5], [], [0], [2]]
+    """
+    mine = next(number for number, ranks in enumerate(machines) if rank in ranks)
+
+    def speaker(here: int, there: int) -> int:
+        return machines[here][there % len(machines[here])]
+
+    others = (number for number in range(len(machines)) if number != mine)
+    return [speaker(there, mine) for there in others if speaker(mine, there) == rank]
+
+
+def exchange(comm: MPI.Intracomm, partners: Iterable[int], host: str, seconds: float) -> Heard:
+    """Exchange a message with each partner, which must do the same, and return who was heard in time."""
+    chosen = tuple(partners)
+    hello = host.encode()[:_HELLO_BYTES].ljust(_HELLO_BYTES, b"\0")
+    answers = {rank: bytearray(_HELLO_BYTES) for rank in chosen}
+    requests = {rank: comm.Irecv(answer, rank, DOCTOR_HELLO) for rank, answer in answers.items()}
+    sent = {rank: comm.Isend(hello, rank, DOCTOR_HELLO) for rank in chosen}
+    heard = finished(requests, seconds)
+    # A send to somebody who did not answer may never be complete.
+    give_up(sent.values())
+    return Heard(chosen, {rank: answers[rank].rstrip(b"\0").decode(errors="replace") for rank in sorted(heard)})
+
+
+def merged(size: int, seconds: float, reports: Mapping[int, Heard], own_host: str) -> Reach:
+    """Return what all ranks found out together; a rank whose report did not come counts as not heard by rank 0."""
+    hosts = {0: own_host}
+    pairs: set[tuple[int, int]] = set()
+    failed = {(0, rank) for rank in range(1, size) if rank not in reports}
+    for rank, heard in reports.items():
+        hosts.update(heard.hosts)
+        for partner in heard.partners:
+            pair = (min(rank, partner), max(rank, partner))
+            pairs.add(pair)
+            if partner not in heard.hosts:
+                failed.add(pair)
+    silent = tuple(rank for rank in range(size) if rank not in reports)
+    return Reach(seconds, len(pairs | failed), tuple(sorted(failed)), dict(sorted(hosts.items())), size, silent)

@@ -6,9 +6,7 @@ learn of. What a collective does is given as steps (see ``mpidist.collectives.mp
 
 from __future__ import annotations
 
-import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +24,17 @@ from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
+from mpidist.collectives.mpi.agreed import as_common, is_common
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
 from mpidist.collectives.mpi.descriptors import check_descriptors
-from mpidist.collectives.mpi.waiting import Deadline, Steps, drive
+from mpidist.collectives.mpi.waiting import Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, RankLostError
+from mpidist.core.deadline import Deadline
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
 from mpidist.topology.faults import revoke, revoking, says_rank_is_lost
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,12 +47,8 @@ open_channels: list[Channel] = []
 _abandoned_channels: list[Channel] = []
 # Works that were submitted and never waited for: beyond this many the oldest is finished first.
 _MOST_WORKS = 256
-# All ranks raise these together, or the channel has been given up already.
-_COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
 # A rank that failed on its own tells the others, but does not keep its error back for longer than this.
 _FAILURE_SECONDS = 2.0
-# Set on an error that the other ranks have been told of.
-_ANNOUNCED = "_mpidist_announced"
 DEADLOCKED = "its ranks waited for one another in different communicators"
 
 
@@ -190,7 +186,7 @@ class Channel:
                 self._finish_oldest()
             self._step_oldest()
         if not work.is_done and self.size > 1:
-            progress.watch(self)
+            progress.watch(self.move)
         return work
 
     def _opened(self, operation: Operation[Any]) -> Steps[Any]:
@@ -280,13 +276,14 @@ class Channel:
         except IndexError:
             return None
 
-    def move(self) -> None:
-        """Move the oldest work one step on, unless another thread is doing so; an error settles all works."""
-        if self._lock.take_if_free():
+    def move(self) -> Work | None:
+        """Move the oldest work one step on, unless another thread does; an error settles all. Return the next work."""
+        if self._queue and self._lock.take_if_free():
             try:
                 self._step_oldest()
             finally:
                 self._lock.give_back()
+        return self.oldest_work()
 
     def complete(self, work: Work, timeout: float | None) -> None:
         """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
@@ -309,10 +306,12 @@ class Channel:
             drive(
                 self._polling(work),
                 lambda: Deadline(
+                    lambda waited: self._report(work.operation, waited),
+                    lambda _: TimeoutError(
+                        f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for again"
+                    ),
                     timeout,
                     self._warn_after,
-                    lambda waited: self._warn(work.operation, waited),
-                    lambda _: _raise_still_running(work, timeout),
                     self._move_others,
                 ),
             )
@@ -344,9 +343,9 @@ class Channel:
             doing: What was being done, for the report.
         """
         nobody_listens = self.size == 1 or not self.is_usable
-        if nobody_listens or isinstance(error, _COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
+        if nobody_listens or is_common(error):
             return
-        setattr(error, _ANNOUNCED, True)
+        as_common(error)
         call_site = user_call_site()
         news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         text = f"telling the other ranks of {type(error).__name__} in {doing}"
@@ -386,7 +385,7 @@ class Channel:
 
     def _forget(self) -> None:
         open_channels.remove(self)
-        progress.forget(self)
+        progress.forget(self.move)
         for tell in self.observers.closed:
             tell()
 
@@ -440,7 +439,7 @@ class Channel:
         seconds = time.monotonic() - self._since
         work = self.oldest_work()
         if not waits and work is not None:
-            number, text, waits = work.operation.number, work.operation.text, progress.moves(self)
+            number, text, waits = work.operation.number, work.operation.text, self.move in progress.watched
             seconds = time.monotonic() - work.began
         return Status(self.issued, number, text, waits, seconds, self._has_ended)
 
@@ -492,14 +491,12 @@ class Channel:
             return drive(steps, partial(self._deadline, steps, operation, timeout))
         except StopIteration as stop:
             return stop.value
-        except _COMMON_ERRORS:
-            # All ranks raise these together, or the channel has been given up already.
-            raise
-        except ProcessLookupError as error:
-            self._interrupt(error, operation.text)
-            raise PeerError(f"{self.unusable}: {error}") from error
         except BaseException as error:
+            if is_common(error):
+                raise
             self._lose_or_interrupt(error, operation.text)
+            if isinstance(error, ProcessLookupError):
+                raise PeerError(f"{self.unusable}: {error}") from error
             raise
         finally:
             self._waits = False
@@ -516,17 +513,17 @@ class Channel:
                     raise error
 
         return Deadline(
+            lambda waited: self._report(operation, waited),
+            lambda waited: self._expired(steps, operation, waited),
             timeout,
             self._warn_after,
-            lambda waited: self._warn(operation, waited),
-            lambda waited: self._expire(steps, operation, waited),
             meanwhile,
         )
 
     def _move_others(self) -> None:
         """Move the works of other channels on: the ranks may wait for works of several in different orders."""
         for channel in open_channels:
-            if channel is not self and channel.oldest_work() is not None:
+            if channel is not self:
                 channel.move()
 
     def _lose_or_interrupt(self, error: BaseException, text: str) -> None:
@@ -563,15 +560,13 @@ class Channel:
             work.settle(error)
         self._queue.clear()
 
-    def _warn(self, operation: Operation[Any], waited: float) -> None:
-        """Say that a collective takes long: one rank for all, or, where nobody can ask the others, each for itself."""
+    def _report(self, operation: Operation[Any], waited: float) -> str | None:
+        """Return that a collective takes long; None where an observer has the ranks asked, and one speaks for all."""
         if any([tells(operation) for tells in self.observers.tells]):
-            return
-        print(
-            f"mpidist: rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in "
-            f"{operation.text}, its collective number {operation.number}, at {operation.call_site or user_call_site()}",
-            file=sys.stderr,
-            flush=True,
+            return None
+        return (
+            f"rank {self.rank} of {self.size} has waited {waited:.0f} s for the other ranks in {operation.text}, its "
+            f"collective number {operation.number}, at {operation.call_site or user_call_site()}"
         )
 
     def _give_up(self, steps: Steps[Any], reason: str) -> None:
@@ -580,13 +575,14 @@ class Channel:
         self._given_up = steps
         self.unusable = reason
 
-    def _expire(self, steps: Steps[Any], operation: Operation[Any], waited: float) -> None:
+    def _expired(self, steps: Steps[Any], operation: Operation[Any], waited: float) -> CollectiveTimeoutError:
+        """Give a collective up at its deadline, and return the error of all works."""
         self._give_up(steps, f"an earlier collective, {operation.text}, did not finish within its deadline")
         found = [explain(operation) for explain in self.observers.explanation]
         report = next((text for text in found if text is not None), None)
         error = CollectiveTimeoutError(operation.text, operation.number, waited, self.rank, report)
         self._settle_all(error)
-        raise error
+        return error
 
     def _check_usable(self) -> None:
         if self.unusable is not None:
@@ -616,15 +612,8 @@ def _leave_all() -> None:
     try:
         if several and shutdown.mpi_runs():
             rank = several[0].rank
-
-            def say_that_it_waits(_: float) -> None:
-                text = f"mpidist: rank {rank} has ended its program, and waits for the other ranks to end theirs"
-                print(text, file=sys.stderr, flush=True)
-
-            drive(
-                _together([channel.leave() for channel in several]),
-                lambda: Deadline(math.inf, settings.WARN_AFTER.read(), say_that_it_waits, lambda _: None),
-            )
+            report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
+            drive(_together([channel.leave() for channel in several]), lambda: Deadline(lambda _: report))
     finally:
         for channel in open_channels:
             for act in channel.at_exit:
@@ -647,7 +636,3 @@ def _disown_all() -> None:
 
 shutdown.farewell(_leave_all)
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _raise_still_running(work: Work, timeout: float) -> None:
-    raise TimeoutError(f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for again")

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpidist.topology.patience import limited
+from mpidist.core import message_tags
+from mpidist.topology.limited_calls import limited
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG = 32765
 # A connection takes a file descriptor at either end. In larger jobs they are opened by the first question.
 _MOST_RANKS = 256
 
@@ -55,9 +55,9 @@ def open_ways(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
     spokesmen = Connections(rank, nodes).spokesmen
     far = [other for node in nodes if rank not in node for other in node]
     nothing = bytearray(0)
-    requests = [comm.Isend(nothing, other, _TAG) for other in far if other in spokesmen]
+    requests = [comm.Isend(nothing, other, message_tags.CONNECTIONS) for other in far if other in spokesmen]
     if rank in spokesmen:
-        requests += [comm.Irecv(nothing, other, _TAG) for other in far]
+        requests += [comm.Irecv(nothing, other, message_tags.CONNECTIONS) for other in far]
     with limited("opening connections to ranks of other nodes"):
         # One by one, as the error of several together does not say that a rank is lost.
         for request in requests:

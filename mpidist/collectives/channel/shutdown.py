@@ -11,6 +11,7 @@ from typing import Any
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import MismatchError, PeerError
+from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
 
 # How long a rank that leaves waits for others to catch up with what was given up, so that MPI can end in order.
@@ -60,7 +61,7 @@ def carry_through(steps: Steps[Any], otherwise: Callable[[], None]) -> Steps[Non
 
 def abort_job(rank: int, reason: str | None) -> None:
     """End the job where MPI_Finalize would wait for ever, say for a collective that was given up."""
-    print(f"mpidist: rank {rank} ends the job: {reason}", file=sys.stderr, flush=True)
+    tell_user(f"rank {rank} ends the job: {reason}")
     end_job()
 
 

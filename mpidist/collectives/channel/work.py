@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.errors import AlgorithmError, MismatchError, PeerError
+from mpidist.core.wording import tell_user
 
 
 class Work:
@@ -81,7 +81,10 @@ class Work:
             next(self._steps)
         except StopIteration as stop:
             self._result = stop.value
-        except (AlgorithmError, MismatchError, PeerError) as error:  # all ranks have them; for the caller of wait()
+        except Exception as error:
+            if not is_common(error):
+                raise
+            # For the caller of wait().
             self._error = error
         else:
             # Also of a work that was settled: what it has begun with the other ranks is still carried through.
@@ -91,10 +94,9 @@ class Work:
 
     def __del__(self) -> None:
         if self._error is not None and not self._was_told:
-            print(
-                f"mpidist: {self.operation.text}, started at {self.operation.call_site} and never waited for, ended "
-                f"with {type(self._error).__name__}: {self._error}",
-                file=sys.stderr,
+            tell_user(
+                f"{self.operation.text}, started at {self.operation.call_site} and never waited for, ended with "
+                f"{type(self._error).__name__}: {self._error}"
             )
 
     def settle(self, error: BaseException) -> None:

@@ -18,7 +18,7 @@ from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, qu
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
-from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.agreed import all_do
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.plan import ReductionPlan
@@ -150,22 +150,17 @@ class DeviceMovement:
 
         A rank that has no memory is an error on all ranks.
         """
-        failure: Exception | None = None
         looks = 0
         while call.caller.is_capturing:
             # What is recorded there now is the program's; it ends that before it waits for the result.
             looks += 1
             relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
             yield
-        try:
-            call.allocate(signature)
-        except Exception as error:
-            failure = error
-        comm = self._channel.comm
-        texts = yield from gather_objects(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise PeerError(f"rank {rank} cannot make the result of {plan.description.text}: {text}") from failure
+        yield from all_do(
+            self._channel.comm,
+            lambda: call.allocate(signature),
+            lambda rank, text: PeerError(f"rank {rank} cannot make the result of {plan.description.text}: {text}"),
+        )
 
 
 def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:

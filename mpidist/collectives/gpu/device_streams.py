@@ -17,22 +17,20 @@ or the device has failed: the results that the program has been given would neve
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from mpidist.arrays.convert import Array
-from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import DeviceOps, Event, Stream
 from mpidist.arrays.dtypes import DType
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
-from mpidist.core import settings
+from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core.deadline import Deadline
+from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
 
 _LOOK_SECONDS = 0.25
@@ -263,108 +261,64 @@ def queue_of(device: int) -> DeviceQueue:
 # The thread that watches ----------------------------------------------------------------------------------------------
 
 
-class _Watched:
-    """The streams of one communicator, and since when the same call is the oldest."""
-
-    def __init__(self, streams: DeviceStreams) -> None:
-        self.streams = streams
-        self._event: Event | None = None
-        self._since = 0.0
-        self._has_warned = False
-
-    def look(self, warn_after: float) -> str | None:
-        """Return why the job has to end, or None."""
-        try:
-            found = self.streams.oldest()
-            now = time.monotonic()
-            # What the program itself has still to do before the call is no concern of the other ranks.
-            if found is None or found[0] is not self._event or not found[1].ready.is_done:
-                self._event, self._since, self._has_warned = None if found is None else found[0], now, False
-                return None
-            self.streams.raise_if_failed()
-        except Exception as error:
-            return f"a collective on its GPU failed: {type(error).__name__}: {error}"
-        waited, timeout = now - self._since, found[1].timeout
-        if waited > timeout:
-            return (
-                f"a collective on its GPU did not end within {timeout:g} s. Look for a rank that died or hangs; to "
-                "allow more time set MPIDIST_TIMEOUT=SECONDS"
-            )
-        if waited > warn_after and not self._has_warned:
-            self._has_warned = True
-            _say(
-                f"has waited {waited:.0f} s for a collective on its GPU to end; another rank may have died, or does "
-                "not use its GPU"
-            )
-        return None
-
-
-class DeviceWatch:
+class DeviceWatch(DaemonThread[DeviceStreams]):
     """The thread that watches, there as long as there are streams."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, _Watched] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        super().__init__("device-watch")
+        # The oldest call of each at the last look, and its deadline.
+        self._under_way: weakref.WeakKeyDictionary[DeviceStreams, tuple[Event, Deadline]] = weakref.WeakKeyDictionary()
 
-    def watch(self, streams: DeviceStreams) -> None:
-        """Watch the calls under way on streams, from now on."""
-        with self._lock:
-            self._watched.setdefault(id(streams), _Watched(streams))
-            if self._thread is None:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="mpidist-device-watch", daemon=True
-                )
-                self._thread.start()
+    def look(self) -> float:
+        """Look at the oldest calls; end the job if one is late or has failed."""
+        for streams in list(self.watched):
+            try:
+                self._look_at(streams)
+            except _Late as error:
+                self._end_job(streams, str(error))
+            except Exception as error:
+                self._end_job(streams, f"a collective on its GPU failed: {type(error).__name__}: {error}")
+        return _LOOK_SECONDS
 
-    def forget(self, streams: DeviceStreams) -> None:
-        """Stop watching streams; the last one ends the thread."""
-        with self._lock:
-            self._watched.pop(id(streams), None)
-            thread = None if self._watched else self._thread
-            if thread is not None:
-                self._stop.set()
-                self._thread = None
-        if thread is not None:
-            thread.join()
+    def _look_at(self, streams: DeviceStreams) -> None:
+        found, (event, deadline) = streams.oldest(), self._under_way.get(streams, (None, None))
+        if found is None:
+            self._under_way.pop(streams, None)
+        # What the program itself has still to do before the call is no concern of the other ranks.
+        elif deadline is None or found[0] is not event or not found[1].ready.is_done:
+            self._under_way[streams] = found[0], _deadline(found[1].timeout)
+        else:
+            streams.raise_if_failed()
+            deadline.check()
 
-    def stop(self) -> None:
-        """End the thread."""
-        with self._lock:
-            self._watched.clear()
-            thread, self._thread = self._thread, None
-            self._stop.set()
-        if thread is not None:
-            thread.join()
-
-    def lose(self) -> None:
-        """Reset itself in a forked child, which has no thread."""
-        self.__init__()  # type: ignore[misc]
-
-    def _run(self, stop: threading.Event) -> None:
-        mark_own_thread()
-        warn_after: float = settings.WARN_AFTER.read()
-        while not stop.wait(_LOOK_SECONDS):
-            with self._lock:
-                watched = list(self._watched.values())
-            for one in watched:
-                why = one.look(warn_after)
-                if why is not None and not stop.is_set():
-                    _end_job(why)
+    def _end_job(self, streams: DeviceStreams, why: str) -> None:
+        if streams in self.watched:
+            tell_user(f"{_rank()} ends the job: {why}")
+            # Without stopping NCCL first: that may want all ranks, and the program would go on with what it finds.
+            end_job()
 
 
-def _end_job(why: str) -> None:
-    _say(f"ends the job: {why}")
-    # Without stopping NCCL first: that may want all ranks, and the program would go on with what it finds.
-    end_job()
+class _Late(Exception):
+    """A call did not end within its deadline."""
 
 
-def _say(what: str) -> None:
-    print(f"mpidist: rank {import_mpi().COMM_WORLD.Get_rank()} {what}", file=sys.stderr, flush=True)
+def _deadline(timeout: float) -> Deadline:
+    return Deadline(
+        lambda waited: (
+            f"{_rank()} has waited {waited:.0f} s for a collective on its GPU to end; another rank may have died, or "
+            "does not use its GPU"
+        ),
+        lambda _: _Late(
+            f"a collective on its GPU did not end within {timeout:g} s. Look for a rank that died or hangs; to allow "
+            "more time set MPIDIST_TIMEOUT=SECONDS"
+        ),
+        timeout,
+    )
+
+
+def _rank() -> str:
+    return f"rank {import_mpi().COMM_WORLD.Get_rank()}"
 
 
 device_watch = DeviceWatch()
 atexit.register(device_watch.stop)
-os.register_at_fork(after_in_child=device_watch.lose)

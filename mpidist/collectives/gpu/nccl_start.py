@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.current_device import mark_own_thread
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_library import (
     NcclCommunicator,
@@ -28,11 +27,14 @@ from mpidist.collectives.gpu.nccl_library import (
     open_identities,
     share_of_open,
 )
+from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
+from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import NCCL_START
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 
     from mpidist.arrays.device_ops import DeviceOps
 
-# Every MPI allows tags up to 32767; those of messages with data are below half of that.
-_FAILURE_TAG = 32767
 # NCCL needs seconds for thousands of GPUs.
 START_SECONDS = 120.0
 UniqueId = bytes | tuple[int, ...]
@@ -193,7 +193,7 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) ->
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
         # A rank that failed says so, as NCCL may leave the others waiting for it.
-        is_called_off = comm.Iprobe(tag=_FAILURE_TAG)
+        is_called_off = comm.Iprobe(tag=NCCL_START)
         is_late = time.monotonic() > give_up
         looks += 1
         relax(looks, 0)
@@ -209,12 +209,12 @@ def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Prob
     """Tell the others of this rank's problem, and return the first rank's problem."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
-    requests = [] if problem is None else [comm.Isend(nothing, other, _FAILURE_TAG) for other in others]
-    problems: list[_Problem | None] = yield from gather_objects(comm, problem)
-    requests += [comm.Irecv(nothing, other, _FAILURE_TAG) for other in others if problems[other] is not None]
+    requests = [] if problem is None else [comm.Isend(nothing, other, NCCL_START) for other in others]
+    problems = yield from problems_of(comm, problem)
+    requests += [comm.Irecv(nothing, other, NCCL_START) for other in problems if other != rank]
     for request in requests:
         yield from until_done(request)
-    found = [problem for problem in problems if problem is not None]
+    found = list(problems.values())
     return _Problem(found[0].text, any(problem.is_late for problem in found)) if found else None
 
 
@@ -246,7 +246,7 @@ class _Start:
         # NCCL lets another thread abort while it waits for the GPU, and not while it is inside one of its functions.
         self._is_inside = True
         self._is_abandoned = False
-        threading.Thread(target=self._run, name="mpidist-nccl-start", daemon=True).start()
+        start_daemon("nccl-start", self._run)
 
     def take(self) -> NcclCommunicator:
         """Return the communicator, which from now on is the caller's to close."""
@@ -262,7 +262,6 @@ class _Start:
             self._abort_if_abandoned()
 
     def _run(self) -> None:
-        mark_own_thread()
         doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
         try:
             with self._ops.on(self._device):

@@ -1,1 +1,1 @@
-"""Collectives that move arrays and reduce nothing: all-gather and broadcast."""
+"""Collectives that move arrays: all-gather and broadcast, and the rows of a reduce-scatter."""

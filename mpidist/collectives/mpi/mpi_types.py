@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import TAGS_OF_ARRAYS
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 # MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
 MAX_COUNT = 2**31 - 1
-# Every MPI allows tags up to 32767.
-_TAGS = 1 << 14
 
 
 _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
@@ -79,7 +78,7 @@ def message(array: Array) -> list[Any]:
 
 def tag_of(number: int) -> int:
     """Return a tag that tells messages apart that are under way at the same time."""
-    return number % _TAGS
+    return number % TAGS_OF_ARRAYS
 
 
 def as_bytes(array: Array) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from mpidist.core.deadline import Deadline
 from mpidist.topology import cores_are_short
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ LOOKS_BEFORE_YIELD = 500
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
 # A nap grows with the wait, to less than a hundredth of it: who waits for seconds shall not use a core up.
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
+# A server that nobody asks for so long is not about to be asked; a nap costs the next request half of it.
+_IDLE_SECONDS = 0.5
 
 
 def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
@@ -48,6 +51,32 @@ def patience_of_process() -> int:
     Not every MPI library gives the core away in MPI_Test: MPICH does so in blocking calls only.
     """
     return 0 if cores_are_short() else LOOKS_BEFORE_YIELD
+
+
+class Naps:
+    """How a thread that polls for messages gives the core away: the longer nothing happens, the longer its naps."""
+
+    def __init__(self) -> None:
+        self._patience = patience_of_process()
+        self.reset()
+
+    def reset(self) -> None:
+        """Look at once again: something has happened."""
+        self._looks = 0
+        self._since: float | None = None
+        self._is_idle = False
+
+    def take(self, is_busy: bool = False) -> None:
+        """Take a nap, as nothing has happened; ``is_busy`` says that something is under way."""
+        self._looks += 1
+        if self._is_idle and not is_busy:
+            time.sleep(_LONGEST_NAP_SECONDS)
+            return
+        relax(self._looks, self._patience)
+        if self._looks % _POLLS_BETWEEN_CLOCK_READS == 0:
+            now = time.monotonic()
+            self._since = self._since or now
+            self._is_idle = now - self._since > _IDLE_SECONDS
 
 
 def until_done(request: MPI.Request) -> Steps[None]:
@@ -85,47 +114,6 @@ def until_event(event: Event, relaxes: bool = True) -> Steps[None]:
         if relaxes:
             relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
         yield
-
-
-class Deadline:
-    """When a wait says that it takes long, and when it gives up.
-
-    Args:
-        limit_seconds: After this long ``on_expiry`` is called, which must raise.
-        warn_seconds: After this long ``on_warning`` is called, once.
-        on_warning: Says what is waited for, given the seconds waited.
-        on_expiry: Raises, given the seconds waited.
-        meanwhile: Called now and then.
-    """
-
-    def __init__(
-        self,
-        limit_seconds: float,
-        warn_seconds: float,
-        on_warning: Callable[[float], object],
-        on_expiry: Callable[[float], None],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._limit = limit_seconds
-        self._warn = warn_seconds
-        self._on_warning = on_warning
-        self._on_expiry = on_expiry
-        self._meanwhile = meanwhile
-        self._start: float | None = None
-        self._warned = False
-
-    def check(self) -> None:
-        """Act if it is time to; called every few polls."""
-        now = time.monotonic()
-        if self._start is None:
-            self._start = now
-        waited = now - self._start
-        if waited > self._warn and not self._warned:
-            self._warned = True
-            self._on_warning(waited)
-        if waited > self._limit:
-            self._on_expiry(waited)
-        self._meanwhile()
 
 
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:

@@ -160,6 +160,7 @@ class Pack:
     Attributes:
         indices: See above.
         apart: Those of them that travel from and to where they are, if they lie in one piece.
+        algorithms: The algorithm that reduces them and those that may take its place, once chosen.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Pack:
         self.nbytes = self.count * dtype.itemsize
         self.has_buffer = bool(self._together and apart)
         self.residuals: dict[int, Array] = {}
+        self.algorithms: tuple[str, ...] | None = None
 
     def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
         """Return the place of each small array in the buffer: index, start, end, shape."""

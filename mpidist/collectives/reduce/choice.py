@@ -63,12 +63,11 @@ A = TypeVar("A", bound=_Closable)
 def check_options(options: CommunicationOptions) -> None:
     """Raise for options that name something unknown, or two things that do not go together."""
     check_name(options.algorithm)
-    for name in ("wire_dtype", "deterministic"):
-        if getattr(options, name) and options.algorithm is not None and not _is_ordered(options.algorithm):
-            ordered = ", ".join(filter(_is_ordered, host_names()))
+    for option, can in (("wire_dtype", _can_round), ("deterministic", _is_ordered)):
+        if getattr(options, option) and options.algorithm is not None and not can(options.algorithm):
             raise ValueError(
-                f"{name}={getattr(options, name)!r} and algorithm={options.algorithm!r} do not go together; "
-                f"leave algorithm out, or take one of {ordered}"
+                f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
+                f"leave algorithm out, or take one of {', '.join(filter(can, host_names()))}"
             )
     if options.error_feedback and options.wire_dtype is None:
         raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
@@ -77,6 +76,11 @@ def check_options(options: CommunicationOptions) -> None:
 def _is_ordered(name: str) -> bool:
     entry = host_algorithms.get(name) or wire_algorithms.get(name)
     return entry is not None and entry.is_ordered
+
+
+def _can_round(name: str) -> bool:
+    entry = host_algorithms.get(name) or wire_algorithms.get(name)
+    return entry is not None and entry.rounds
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:

@@ -152,9 +152,13 @@ def algorithms_at(place: str) -> tuple[str, ...]:
 
 
 def candidates_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that ``mpidist.tune`` compares at a place."""
+    """Return the algorithms that ``mpidist.tune`` compares at a place.
+
+    MPI's own call, which they are to beat, comes first.
+    """
     registries = (host_algorithms, gpu_algorithms, wire_algorithms)
-    return tuple(name for registry in registries for name in registry.tuned_at(place))
+    names = [name for registry in registries for name in registry.tuned_at(place)]
+    return tuple(sorted(names, key=lambda name: (name != "mpi", name)))
 
 
 def host_names() -> tuple[str, ...]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidist.collectives.mpi.objects import broadcast_pickle
+from mpidist.collectives.mpi.agreed import first_does
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of
@@ -144,7 +143,7 @@ def _text(entries: list[dict[str, object]]) -> str:
 # In force -------------------------------------------------------------------------------------------------------------
 
 
-def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[Table | ValueError]:
+def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[Table]:
     """Return the table of a communicator, as rank 0 finds it (collective; MPI_Ibcast).
 
     Only rank 0 reads ``MPIDIST_TUNING_FILE`` and the file that it names, whatever the environment of the other ranks
@@ -155,19 +154,21 @@ def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[
         node: Its node of this rank.
         given: The table of rank 0, if it is to be a certain one.
 
-    Returns:
-        The same on every rank: the table, or the error that every rank has to raise.
+    Raises:
+        ValueError: Something is wrong with the file; on all ranks.
     """
     if comm.Get_size() == 1:
         # Nothing to choose, and the file may be readable for rank 0 of the job only.
         return given or SHIPPED
-    told = pickle.dumps(_found(node, given)) if comm.Get_rank() == 0 else b""
-    agreed: Table | ValueError = yield from broadcast_pickle(comm, told, 0)
-    return agreed
+    return (yield from first_does(comm, lambda: _found(node, given)))
 
 
-def _found(node: Node, given: Table | None) -> Table | ValueError:
-    """Log and return the table in force, or return the error of the file."""
+def _found(node: Node, given: Table | None) -> Table:
+    """Log and return the table in force.
+
+    Raises:
+        ValueError: Something is wrong with the file.
+    """
     path = TUNING_FILE.read()
     setup = setup_of(node)
     table, origin = given or SHIPPED, "the given table" if given else "the shipped table"
@@ -175,7 +176,7 @@ def _found(node: Node, given: Table | None) -> Table | ValueError:
         try:
             tables = read(path)
         except ValueError as error:
-            return ValueError(f"{TUNING_FILE.name}: {error}")
+            raise ValueError(f"{TUNING_FILE.name}: {error}") from error
         if setup in tables:
             table, origin = tables[setup], f"from {path}"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.watch.flight_file import FlightObserver
+from mpidist.collectives.watch.flight_record import FlightObserver
 from mpidist.collectives.watch.guard import Guard
 from mpidist.collectives.watch.recorder import recorder_for
 from mpidist.collectives.watch.side_thread import side_thread

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
 from mpidist.collectives.watch.deadlock import Deadlock, Whereabouts, find_deadlock, note_thread, whereabouts
-from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
+from mpidist.core.deadline import wait_at_most
 from mpidist.core.errors import MismatchError
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import ranks_text, tell_user
 
 # How long a rank may take to answer, and the one that is to ask all others to say that it will.
 _ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
@@ -91,7 +92,6 @@ class Guard(Observer):
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.comm = channel.comm
         self._channel = channel
         self._connections = Connections(channel.rank, channel.node.ranks)
         self._rank, self._size = channel.rank, channel.size
@@ -101,16 +101,8 @@ class Guard(Observer):
         self._deadlocks: dict[int, str] = {}
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
-        self._handlers: dict[str, Callable[..., None]] = {
-            "stuck": self._on_stuck,
-            "heard": self._on_heard,
-            "ask": self._on_ask,
-            "answer": self._on_answer,
-            "report": self._on_report,
-            "deadlock": self._on_deadlock,
-        }
         _guards.append(self)
-        side_thread.watch(self)
+        self._line = SideLine(channel.comm, self._hear)
 
     # In the thread that waits -----------------------------------------------------------------------------------
 
@@ -137,25 +129,36 @@ class Guard(Observer):
         """Return what keeps the collective from going on; None if nobody has told in time."""
         question = _Question(operation.number, _REPORT)
         side_thread.call(lambda: self._turn_to(question))
-        give_up = time.monotonic() + _ANSWER_SECONDS + 2 * _HEARD_SECONDS
-        while question not in self._reports and time.monotonic() < give_up:
-            time.sleep(0.01)
+        wait_at_most(_ANSWER_SECONDS + 2 * _HEARD_SECONDS, lambda: question in self._reports, 0.01)
         return self._reports.get(question)
 
     def closed(self) -> None:
         """Ask and answer no more."""
-        side_thread.forget(self)
+        self._line.close()
         if self in _guards:
             _guards.remove(self)
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def hear(self, source: int, kind: str, content: Any) -> None:
-        """See ``Line``."""
-        self._handlers[kind](source, *content)
+    def _hear(self, source: int, kind: str, content: tuple[Any, ...]) -> None:
+        """Act on a message of another rank."""
+        about, *told = content
+        if kind == "stuck":
+            self._send(source, "heard", about)
+            self._inquire(about, source)
+        elif kind == "heard":
+            self._heard.add((about, source))
+        elif kind == "ask":
+            self._send(source, "answer", about, self._standing(about))
+        elif kind == "answer":
+            self._take_answer(source, about, *told)
+        elif kind == "report":
+            self._reports[about] = told[0]
+        elif kind == "deadlock":
+            self.spread(about)
 
     def _send(self, rank: int, kind: str, *content: Any) -> None:
-        side_thread.send(self, rank, kind, content)
+        self._line.send(rank, kind, content)
 
     def _turn_to(self, question: _Question, turn: int = 0) -> None:
         """Have the rank whose turn it is, or the next one that answers, ask all others."""
@@ -172,13 +175,6 @@ class Guard(Observer):
 
         side_thread.later(_HEARD_SECONDS, give_up)
 
-    def _on_stuck(self, source: int, question: _Question) -> None:
-        self._send(source, "heard", question)
-        self._inquire(question, source)
-
-    def _on_heard(self, source: int, question: _Question) -> None:
-        self._heard.add((question, source))
-
     def _inquire(self, question: _Question, asker: int) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
@@ -191,10 +187,7 @@ class Guard(Observer):
         if inquiry.report is not None:
             self._tell(asker, question, inquiry.report)
 
-    def _on_ask(self, source: int, question: _Question) -> None:
-        self._send(source, "answer", question, self._standing(question))
-
-    def _on_answer(self, source: int, question: _Question, standing: Standing) -> None:
+    def _take_answer(self, source: int, question: _Question, standing: Standing) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is not None:  # it is not kept where it found no deadlock
             inquiry.standings[source] = standing
@@ -218,7 +211,7 @@ class Guard(Observer):
         if question.purpose == _PRINT:
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
-            print(f"mpidist: {report}{more}", file=sys.stderr, flush=True)
+            tell_user(f"{report}{more}")
         for asker in inquiry.askers:
             self._tell(asker, question, report)
 
@@ -236,34 +229,22 @@ class Guard(Observer):
         for guard in list(_guards):
             guard.spread(deadlock)
 
-    def _on_deadlock(self, source: int, deadlock: Deadlock) -> None:
-        del source
-        self.spread(deadlock)
-
     def _tell(self, asker: int, question: _Question, report: str) -> None:
         if asker == self._rank:
             self._reports[question] = report
         else:
             self._send(asker, "report", question, report[:_LONGEST_REPORT])
 
-    def _on_report(self, source: int, question: _Question, report: str) -> None:
-        del source
-        self._reports[question] = report
-
     def _standing(self, question: _Question) -> Standing:
         status = self._channel.status()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         return Standing(
-            status._replace(text=_shortened(status.text)),
+            status if len(status.text) <= _LONGEST_TEXT else status._replace(text=f"{status.text[:_LONGEST_TEXT]}..."),
             whereabouts(where) if question.purpose == _DEADLOCK else None,
             where,
             f"process {os.getpid()} on {socket.gethostname()}",
         )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def report_text(number: int, standings: dict[int, Standing], size: int, asked: Collection[int]) -> str:

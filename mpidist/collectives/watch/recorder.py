@@ -8,30 +8,136 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from mpidist.collectives.channel.shutdown import after_the_end
-from mpidist.collectives.watch import trace_merge
-from mpidist.collectives.watch.flight_file import FlightFile
-from mpidist.collectives.watch.report import Tallies, Tally, report_text
-from mpidist.collectives.watch.trace_file import Span, TraceFile
-from mpidist.core import settings
-from mpidist.core.wording import ranks_text
+from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.watch import trace_files
+from mpidist.collectives.watch.flight_record import FlightFile
+from mpidist.collectives.watch.trace_files import Span, TraceFile
+from mpidist.core import message_tags, settings
+from mpidist.core.deadline import wait_at_most
+from mpidist.core.wording import ranks_text, tell_user
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+Tallies = dict[str, "Totals"]
 # What is kept in memory at most, and how long.
 _MOST_SPANS = 4096
 _KEEP_SECONDS = 1.0
 # How long rank 0 waits, at its end, for what the others tell at theirs.
 _EXIT_SECONDS = 5.0
 _NAP_SECONDS = 1e-4
-_TAG = 0x7ACE
 _recorders: list[Recorder] = []
+
+
+@dataclass
+class Totals:
+    """What one operation came to on one rank; times in nanoseconds.
+
+    Attributes:
+        calls: How many.
+        nbytes: Of the values that this rank passed in.
+        time: From the first to the last step of each.
+        for_others: Of that, in wait for other ranks to make the same call.
+        works: Of ``time``, that of works (the ``_async`` forms).
+        waited: How long the program waited for works.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+    time: int = 0
+    for_others: int = 0
+    works: int = 0
+    waited: int = 0
+
+    def add(self, other: Totals) -> None:
+        """Add another."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
+    """Return the report.
+
+    Args:
+        by_rank: What the operations came to, on those of the ranks that told.
+        ranks: Number of ranks of the job.
+        seconds: How long the program ran with a communicator.
+    """
+    told = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    missing = sorted(set(range(ranks)) - set(by_rank))
+    if missing:
+        told = f"{len(by_rank)} of {told} (without {ranks_text(missing)})"
+    lines = [f"collectives of {told}, means over ranks, in {seconds:.1f} s"]
+    rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
+    by_operation: dict[str, dict[int, Totals]] = {}
+    for rank, tallies in by_rank.items():
+        for operation, tally in tallies.items():
+            by_operation.setdefault(operation, {})[rank] = tally
+    longest_first = sorted(by_operation.items(), key=lambda item: -max(tally.time for tally in item[1].values()))
+    rows.extend(_row(operation, found) for operation, found in longest_first)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for first, *middle, last in rows:
+        cells = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *cells, last]))
+    return "\n".join(lines)
+
+
+def _row(operation: str, by_rank: dict[int, Totals]) -> tuple[str, ...]:
+    total = Totals()
+    for tally in by_rank.values():
+        total.add(tally)
+    number = len(by_rank)
+    hidden = "-"
+    if total.works:
+        hidden = f"{max(0.0, 1 - total.waited / total.works):.0%}"
+    return (
+        operation,
+        f"{total.calls / number:.10g}",
+        _bytes_text(total.nbytes / number),
+        _seconds_text(total.time / number),
+        _seconds_text(total.for_others / number),
+        hidden,
+        _slowest(by_rank),
+    )
+
+
+def _slowest(by_rank: dict[int, Totals]) -> str:
+    """Return the rank that arrived last: the others waited, and it did not."""
+    if len(by_rank) == 1:
+        return "-"
+    slowest = min(by_rank, key=lambda rank: by_rank[rank].for_others)
+    others = [tally.for_others for rank, tally in by_rank.items() if rank != slowest]
+    longer = sum(others) / len(others) - by_rank[slowest].for_others
+    if longer == 0:
+        return "-"
+    return f"{slowest} (waited for {_seconds_text(longer)})"
+
+
+def _bytes_text(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} TiB"
+
+
+def _seconds_text(nanoseconds: float) -> str:
+    """Return a time as text.
+
+    >>> _seconds_text(1234567), _seconds_text(0)
+    ('1.23 ms', '0 us')
+    """
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    return f"{nanoseconds / 1e3:.3g} us"
 
 
 def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
@@ -43,7 +149,7 @@ def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
         _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
         after_the_end(_finish_recording)
-        sys.excepthook = _Hook(sys.excepthook)
+        sys.excepthook = _SavingHook(sys.excepthook)
     _recorders[0].see(comm)
     return _recorders[0]
 
@@ -115,9 +221,9 @@ class Recorder:
         if is_full:
             self.write()
 
-    def tally(self, operation: str) -> Tally:
+    def tally(self, operation: str) -> Totals:
         """Return the tally of an operation."""
-        return self.tallies.setdefault(operation, Tally())
+        return self.tallies.setdefault(operation, Totals())
 
     def forget(self) -> None:
         """Record nothing from now on: this is a forked child, and the files are its parent's."""
@@ -156,28 +262,24 @@ class Recorder:
         by_rank = self._tell()
         if self.rank == 0:
             if self.reports:
-                print(report_text(by_rank, self.ranks, time.monotonic() - self._start), file=sys.stderr, flush=True)
+                tell_user(report_text(by_rank, self.ranks, time.monotonic() - self._start))
             if folder is not None:
                 self._merge(folder, by_rank)
 
     def _tell(self) -> dict[int, Tallies]:
         """Return what the ranks told, on rank 0; one that does not come in time is left out."""
         by_rank = {self.rank: self.tallies}
-        world, give_up = self._world, time.monotonic() + _EXIT_SECONDS
-        if world is None or import_mpi().Is_finalized():
+        if self._world is None or import_mpi().Is_finalized():
             return by_rank
+        mailbox = Mailbox(self._world, message_tags.TALLIES, on_loss=lambda _: None)
         if self.rank:
-            request = world.isend(self.tallies, 0, _TAG)
-            while not request.Test() and time.monotonic() < give_up:
-                time.sleep(_NAP_SECONDS)
-            return by_rank
-        status = import_mpi().Status()
-        while len(by_rank) < self.ranks and time.monotonic() < give_up:
-            if world.iprobe(tag=_TAG, status=status):
-                source = status.Get_source()
-                by_rank[source] = world.recv(source=source, tag=_TAG)
-            else:
-                time.sleep(_NAP_SECONDS)
+            mailbox.send(0, self.tallies)
+
+        def is_over() -> bool:
+            by_rank.update(mailbox.received())
+            return mailbox.all_sent() and (self.rank > 0 or len(by_rank) == self.ranks)
+
+        wait_at_most(_EXIT_SECONDS, is_over, _NAP_SECONDS)
         return by_rank
 
     def _merge(self, folder: str, by_rank: dict[int, Tallies]) -> None:
@@ -186,14 +288,14 @@ class Recorder:
             reason = f"ranks {ranks_text(missing)} have not told that their files are complete"
         else:
             try:
-                trace_merge.merge(folder)
+                trace_files.merge(folder)
                 return
             except (OSError, ValueError) as error:
                 reason = str(error)
-        print(f"mpidist: the traces are not merged: {reason}; {trace_merge.how(folder)}", file=sys.stderr, flush=True)
+        tell_user(f"the traces are not merged: {reason}; {trace_files.how(folder)}")
 
 
-class _Hook:
+class _SavingHook:
     """A ``sys.excepthook`` that writes out what was seen before ``previous``, which may end the job."""
 
     def __init__(self, previous: object) -> None:
@@ -211,9 +313,8 @@ def _before_leaving() -> None:
 
 
 def _forget() -> None:
-    for recorder in _recorders:
-        recorder.forget()
-    _recorders.clear()
+    while _recorders:
+        _recorders.pop().forget()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -221,6 +322,5 @@ os.register_at_fork(after_in_child=_forget)
 
 def _finish_recording() -> None:
     """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
-    for recorder in _recorders:
-        recorder.finish()
-    _recorders.clear()
+    while _recorders:
+        _recorders.pop().finish()

@@ -11,10 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
-from mpidist.topology.patience import duplicate
+from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,9 +53,9 @@ class StepAgreement:
                     "MPI was started without MPI_THREAD_MULTIPLE, which ranks need to agree on a step; expected "
                     "`import mpidist` before MPI is started, or mpi4py.rc.thread_level = 'multiple'"
                 )
-            self._comm = self.comm = duplicate(comm, "preparing to agree on steps")
+            self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
-            side_thread.watch(self)
+            self._line = SideLine(self._comm, self._hear)
 
     def ask_for(self, what: str) -> None:
         """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
@@ -88,29 +88,33 @@ class StepAgreement:
     def close(self) -> None:
         """Free what it holds (collective)."""
         if self._comm is not None:
-            side_thread.forget(self)
+            self._line.close()
             self._comm.Free()
             self._comm = None
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def hear(self, source: int, kind: str, content: Any) -> None:
-        """See ``Line``."""
+    def _hear(self, source: int, kind: str, content: Any) -> None:
         what, number = content
         if kind == "want":
             self._begin(what)
         elif kind == "hold":
-            self._send(0, "count", what, self._hold(what))
+            with self._changed:
+                self._rounds.setdefault(what, _Round())
+                steps = self.steps
+            self._send(0, "count", what, steps)
         elif kind == "count":
             self._take(what, source, number)
         elif kind == "target":
-            self._know(what, number)
+            with self._changed:
+                self._rounds[what].target = number
+                self._changed.notify_all()
 
     def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
         if rank == self._rank:
-            self.hear(rank, kind, (what, number))
+            self._hear(rank, kind, (what, number))
         else:
-            side_thread.send(self, rank, kind, (what, number))
+            self._line.send(rank, kind, (what, number))
 
     def _begin(self, what: str) -> None:
         """Begin a round, on the first rank."""
@@ -119,19 +123,9 @@ class StepAgreement:
             for rank in range(self._size):
                 self._send(rank, "hold", what)
 
-    def _hold(self, what: str) -> int:
-        with self._changed:
-            self._rounds.setdefault(what, _Round())
-            return self.steps
-
     def _take(self, what: str, source: int, count: int) -> None:
         counts = self._counts[what]
         counts[source] = count
         if len(counts) == self._size:
             for rank in range(self._size):
                 self._send(rank, "target", what, max(counts.values()) + 1)
-
-    def _know(self, what: str, target: int) -> None:
-        with self._changed:
-            self._rounds[what].target = target
-            self._changed.notify_all()

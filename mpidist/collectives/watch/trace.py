@@ -8,9 +8,8 @@ from typing import Any
 from mpidist.collectives.channel.description import HOUSEKEEPING
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.watch.recorder import Recorder
-from mpidist.collectives.watch.report import Tally
-from mpidist.collectives.watch.trace_file import Span
+from mpidist.collectives.watch.recorder import Recorder, Totals
+from mpidist.collectives.watch.trace_files import Span
 
 # A text longer than this, of very many arrays, is cut.
 _TEXT = 300
@@ -46,7 +45,7 @@ class ChannelTrace(Observer):
         self._name = name
         self._numbers = 0
         self._works = 0
-        self._last_work = Tally()
+        self._last_work = Totals()
         # Of collectives that have been issued and have not begun: when, and how many works had ended by then.
         self._asked: dict[Operation[Any], tuple[int, int]] = {}
         self._call: _Call | None = None

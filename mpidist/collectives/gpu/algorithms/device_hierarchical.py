@@ -23,7 +23,7 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import takes_device_memory
 from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
-from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
@@ -74,9 +74,8 @@ class DeviceHierarchical:
             staging = StagingRing(streams, slice_bytes, received_bytes(slice_bytes, len(node.ranks)))
         except Exception as error:  # the others wait for this rank
             problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
-        problems: list[str | None] = yield from gather_objects(comm, problem)
-        problem = next((text for text in problems if text is not None), None)
-        if problem is not None:
+        problems = yield from problems_of(comm, problem)
+        for problem in problems.values():
             if nccl is not None:
                 nccl.close()
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")

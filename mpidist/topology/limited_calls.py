@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
+from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
+from mpidist.core.wording import tell_user
 from mpidist.topology.abort import end_job
 from mpidist.topology.faults import agree, can_go_on, means_loss, revoke
 from mpidist.topology.launcher import import_mpi
@@ -17,7 +21,8 @@ from mpidist.topology.launcher import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_NAP_SECONDS = 1e-4
+# Ranks that are about to come do so in less; after that the wait takes naps.
+_BUSY_SECONDS, _NAP_SECONDS = 1.0, 1e-4
 
 
 def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
@@ -51,27 +56,21 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
 
 
 def _wait(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
-    limit, warn_after = settings.TIMEOUT.read(), settings.WARN_AFTER.read()
-    start = time.monotonic()
-    has_warned = False
+    deadline = Deadline(
+        lambda waited: (
+            f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {waited:.0f} s for the other ranks in {doing}, at "
+            f"{user_call_site()}"
+        ),
+        lambda waited: CollectiveTimeoutError(doing, 0, waited, comm.Get_rank()),
+    )
     while not request.Test():
-        waited = time.monotonic() - start
-        if waited > warn_after and not has_warned:
-            has_warned = True
-            print(
-                f"mpidist: rank {comm.Get_rank()} of {comm.Get_size()} has waited {waited:.0f} s for the other ranks "
-                f"in {doing}, at {user_call_site()}",
-                file=sys.stderr,
-                flush=True,
-            )
-        if waited > limit:
-            raise CollectiveTimeoutError(doing, 0, waited, comm.Get_rank())
-        if waited > 1.0:
+        if deadline.check() > _BUSY_SECONDS:
             time.sleep(_NAP_SECONDS)
 
 
-class limited:  # noqa: N801 - a block, like contextlib's
-    """A block around a call that MPI offers in a blocking form only: reports when it takes long, then ends the job.
+@contextmanager
+def limited(doing: str) -> Iterator[None]:
+    """Return a block around a call that blocks in MPI: reports when it takes long, then ends the job.
 
     It reports after ``MPIDIST_WARN_AFTER`` and ends the job after ``MPIDIST_TIMEOUT``: what waits in such a call
     can get no exception.
@@ -79,29 +78,29 @@ class limited:  # noqa: N801 - a block, like contextlib's
     Args:
         doing: What the block does, after "is".
     """
+    site, limit = user_call_site(), settings.TIMEOUT.read()
+    over = threading.Event()
+    deadline = Deadline(
+        lambda _: f"{_rank_of_size()} is still {doing}, at {site}",
+        lambda _: TimeoutError(f"is not done with {doing} after {limit:g} s, at {site}, and ends the job"),
+        limit,
+    )
 
-    def __init__(self, doing: str) -> None:
-        site, limit = user_call_site(), settings.TIMEOUT.read()
-        self._timers = [
-            threading.Timer(settings.WARN_AFTER.read(), self._say, (f"is still {doing}, at {site}",)),
-            threading.Timer(
-                limit, self._end, (f"is not done with {doing} after {limit:g} s, at {site}, and ends the job",)
-            ),
-        ]
+    def watch() -> None:
+        try:
+            while not over.wait(deadline.next_seconds):
+                deadline.check()
+        except TimeoutError as error:
+            tell_user(f"{_rank_of_size()} {error}")
+            end_job()
 
-    def __enter__(self) -> None:
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
+    start_daemon("limit", watch)
+    try:
+        yield
+    finally:
+        over.set()
 
-    def __exit__(self, *_: object) -> None:
-        for timer in self._timers:
-            timer.cancel()
 
-    def _say(self, what: str) -> None:
-        world = import_mpi().COMM_WORLD
-        print(f"mpidist: rank {world.Get_rank()} of {world.Get_size()} {what}", file=sys.stderr, flush=True)
-
-    def _end(self, what: str) -> None:
-        self._say(what)
-        end_job()
+def _rank_of_size() -> str:
+    world = import_mpi().COMM_WORLD
+    return f"rank {world.Get_rank()} of {world.Get_size()}"

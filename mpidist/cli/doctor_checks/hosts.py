@@ -1,4 +1,4 @@
-"""Whether each rank has cores of its own, and room for its threads on them."""
+"""Whether each rank has cores of its own, with room for its threads, and /dev/shm what the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import math
 from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import WARNING, Finding, names_text, ranks_text
 from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
+from mpidist.collectives.reduce.table import size_text
+
+ENOUGH_BYTES = 256 << 20
+"""For input and result of a large bucket of gradients, and what MPI and NCCL take."""
+_SUGGESTED = "8g"
 
 
-def check(job: JobFacts) -> list[Finding]:
+def check_cores(job: JobFacts) -> list[Finding]:
     """Check ranks against cores, then how they are bound, and the threads of BLAS."""
     return _crowded(job) or _doubled(job) or _pinned(job) or _threads(job)
 
@@ -90,7 +95,7 @@ def _threads(job: JobFacts) -> list[Finding]:
                 f"BLAS: all together start {threads}."
             )
             each = max(1, cores // len(ranks))
-            if _are_unbound(job):
+            if all(len(facts.cores.allowed) == facts.cores.machine for facts in job.known.values()):
                 command = commands.start_unbound(job, len(job.ranks), threads=each)
             else:
                 command = commands.start(job, len(job.ranks), settings={"OMP_NUM_THREADS": str(each)})
@@ -98,5 +103,22 @@ def _threads(job: JobFacts) -> list[Finding]:
     return []
 
 
-def _are_unbound(job: JobFacts) -> bool:
-    return all(len(facts.cores.allowed) == facts.cores.machine for facts in job.known.values())
+def check_shared_memory(job: JobFacts) -> list[Finding]:
+    """Check free space; Docker gives 64 MiB to all."""
+    short: dict[str, int] = {}
+    for ranks in job.machines.values():
+        facts = job.known[ranks[0]]
+        free = 0 if facts.shared_memory is None else facts.shared_memory.free
+        if free < ENOUGH_BYTES:
+            short[facts.host] = free
+    if not short:
+        return []
+    text = (
+        f"/dev/shm has {size_text(min(short.values()))} free on {names_text(short)}; expected: "
+        f"{size_text(ENOUGH_BYTES)} or more. Ranks of one node that find no room in it reduce by messages, which is "
+        "slower, and NCCL fails."
+    )
+    command = (
+        f"mount -o remount,size={_SUGGESTED} /dev/shm   # as root; in a container: docker run --shm-size={_SUGGESTED}"
+    )
+    return [Finding(WARNING, "/dev/shm", text, command)]

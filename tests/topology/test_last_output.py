@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.topology import real_stderr
+from mpidist.topology import last_output
 
 pytestmark = pytest.mark.one_rank
 
@@ -41,7 +41,7 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that stands for descriptor 2 and sys.__stderr__."""
     path = tmp_path / "real"
     with path.open("w") as opened:
-        monkeypatch.setattr(real_stderr, "STDERR", opened.fileno())
+        monkeypatch.setattr(last_output, "STDERR", opened.fileno())
         monkeypatch.setattr(sys, "__stderr__", opened)
         yield path
 
@@ -55,11 +55,11 @@ def test_a_buffer_is_passed_by_and_what_lasts_is_not_printed_twice(
         buffers = (io.StringIO(), io.TextIOWrapper(io.BytesIO()), nameless, closed, Broken(), None)
         for number, stream in enumerate((*buffers, Copying(sys.__stderr__), sys.__stderr__), start=1):
             monkeypatch.setattr(sys, "stderr", stream)
-            real_stderr.write_last("told \udc80\n" if number == 1 else "told\n")
+            last_output.write_last("told \udc80\n" if number == 1 else "told\n")
             assert real.read_text(errors="surrogateescape").count("told") == number
     with (tmp_path / "own").open("w") as own:
         monkeypatch.setattr(sys, "stderr", own)
-        real_stderr.write_last("told to a file\n")
+        last_output.write_last("told to a file\n")
         assert (tmp_path / "own").read_text() == "told to a file\n"
     assert "to a file" not in real.read_text()
 
@@ -67,7 +67,7 @@ def test_a_buffer_is_passed_by_and_what_lasts_is_not_printed_twice(
 def test_a_hook_that_prints_into_a_buffer_is_seen(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
-        with real_stderr.lasting_stderr():
+        with last_output.lasting_stderr():
             print("a hook's", "words", file=sys.stderr)
         assert sys.stderr is stream
     assert real.read_text() == "a hook's words\n" * 2
@@ -80,5 +80,5 @@ def test_all_output_is_flushed_though_one_stream_is_closed(tmp_path: Path, monke
         monkeypatch.setattr(sys, "stdout", closed)
         monkeypatch.setattr(sys, "stderr", opened)
         opened.write("no end of the line")
-        real_stderr.flush_output()
+        last_output.flush_output()
         assert os.stat(tmp_path / "open").st_size == len("no end of the line")

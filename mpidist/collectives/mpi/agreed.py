@@ -1,0 +1,72 @@
+"""Errors that all ranks raise together: work of one rank or of each, whose failure anywhere is one error everywhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+# All ranks raise these together, or the channel has been given up already.
+_COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
+# Set on another error that all ranks raise, or that the others have been told of.
+_IS_COMMON = "_mpidist_is_common"
+
+
+def as_common(error: E) -> E:
+    """Note that all ranks raise an error, or know of it, and return it."""
+    setattr(error, _IS_COMMON, True)
+    return error
+
+
+def is_common(error: BaseException) -> bool:
+    """Whether all ranks raise an error, or know of it, so that they are still in step."""
+    return isinstance(error, _COMMON_ERRORS) or hasattr(error, _IS_COMMON)
+
+
+def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str], Exception]) -> Steps[T]:
+    """Return what ``work`` returns here once no rank has failed in it (collective).
+
+    Args:
+        comm: The ranks.
+        work: What each does by itself.
+        error: Returns what all raise, given the first rank that failed and its error as text.
+    """
+    failure, result = None, None
+    try:
+        result = work()
+    except Exception as caught:  # the others wait for this rank
+        failure = caught
+    problems = yield from problems_of(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
+    for rank, text in problems.items():
+        raise as_common(error(rank, text)) from failure
+    return result  # type: ignore[return-value]  # only None where work returns it
+
+
+def first_does(comm: MPI.Intracomm, work: Callable[[], T]) -> Steps[T]:
+    """Return on every rank what ``work`` returns on the first one, or raise its error on all (collective)."""
+    told = b""
+    if comm.Get_rank() == 0:
+        try:
+            told = pickle.dumps((work(), None))
+        except Exception as error:  # the others wait for this rank
+            told = pickle.dumps((None, error))
+    result, failure = yield from broadcast_pickle(comm, told, 0)
+    if failure is not None:
+        raise as_common(failure)
+    return result  # type: ignore[no-any-return]
+
+
+def problems_of(comm: MPI.Intracomm, problem: T | None) -> Steps[dict[int, T]]:
+    """Return, on every rank, the problems of those that have one, by rank (collective)."""
+    everyone: list[T | None] = yield from gather_objects(comm, problem)
+    return {rank: theirs for rank, theirs in enumerate(everyone) if theirs is not None}

@@ -1,0 +1,15 @@
+"""The tags of mpidist's messages point to point; every MPI allows those up to 32767."""
+
+from __future__ import annotations
+
+# On the communicator of a channel. Those of arrays are counted, and begin anew after the last.
+TAGS_OF_ARRAYS = 1 << 14
+CONNECTIONS, SIDE_THREAD, NCCL_START = 32765, 32766, 32767
+# On the private duplicate of the world.
+TALLIES = 0x7ACE
+# On that of the ranks of train_and_evaluate.
+ROLES = 1
+# On that of workers and parameter servers.
+REQUEST, REQUEST_DATA, REPLY, REPLY_DATA, GIVE_UP, TO_WORKER, FROM_WORKER = range(1, 8)
+# On the world itself, of doctor.
+DOCTOR_LENGTH, DOCTOR_CONTENT, DOCTOR_VERDICT, DOCTOR_HELLO, DOCTOR_PING = range(7101, 7106)
