@@ -9,7 +9,7 @@ from mpidist.topology.gpus import visible_devices
 
 
 class ClusterResolver(ABC):
-    """Tells a strategy who takes part and which task this process is.
+    """The cluster, and the task of this process in it.
 
     For a source of your own, derive a class that implements :meth:`cluster_spec` and :meth:`master`, and set
     ``task_type`` and ``task_id``. Source: ``tf.distribute.cluster_resolver.ClusterResolver``.
@@ -31,7 +31,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster as it is now."""
+        """Return the present cluster."""
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
@@ -57,7 +57,7 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """Where the program runs; the empty string in all environments that mpidist knows."""
+        """The place of the program; empty in all environments that mpidist knows."""
         return ""
 
     @property

@@ -74,7 +74,7 @@ class ClusterSpec:
         return {job: dict(sorted(self._jobs[job].items())) for job in sorted(self._jobs)}
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks of ``job_name`` are known.
+        """Return the number of known tasks of ``job_name``.
 
         Raises:
             ValueError: No such job.
@@ -101,7 +101,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of ``job_name`` by task index, None for a task that is not known.
+        """Return the addresses of ``job_name`` by task index, None for unknown tasks.
 
         Raises:
             ValueError: No such job.

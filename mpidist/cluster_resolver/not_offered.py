@@ -1,4 +1,7 @@
-"""The resolvers of TensorFlow that ask a cloud's servers, which mpidist does not have: what to use instead."""
+"""Resolvers that ask a cloud's servers, which mpidist does not offer.
+
+Their errors name the alternatives.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from mpidist.cluster_resolver.cluster_resolver import ClusterResolver
 
 
 class _NotOffered(ClusterResolver):
-    """Cannot be made."""
+    """A resolver that cannot be made."""
 
     _asks = ""
 
@@ -21,24 +24,27 @@ class _NotOffered(ClusterResolver):
 
 
 class KubernetesClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. On Kubernetes the MPI operator starts ranks."""
+    """Not offered: raises NotImplementedError, which names alternatives.
+
+    On Kubernetes the MPI operator starts ranks.
+    """
 
     _asks = "a Kubernetes server"
 
 
 class GCEClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use."""
+    """Not offered: raises NotImplementedError, which names alternatives."""
 
     _asks = "Google Compute Engine"
 
 
 class TPUClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. There is no support for TPUs."""
+    """Not offered: raises NotImplementedError, which names alternatives. There is no support for TPUs."""
 
     _asks = "Google Cloud's TPU service"
 
 
 class SageMakerClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. SageMaker has an MPI launcher of its own."""
+    """Not offered: raises NotImplementedError, which names alternatives. SageMaker has an MPI launcher of its own."""
 
     _asks = "SageMaker's variables SM_HOSTS and SM_CURRENT_HOST"

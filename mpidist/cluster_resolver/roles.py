@@ -1,4 +1,4 @@
-"""Which rank has which task: ``jobs=`` and ``MPIDIST_JOBS``, dealt out in rank order."""
+"""The tasks of ranks: ``jobs=`` and ``MPIDIST_JOBS``, dealt out in rank order."""
 
 from __future__ import annotations
 

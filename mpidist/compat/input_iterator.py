@@ -1,4 +1,4 @@
-"""InputIterator: the iterators of ``tf.compat.v1``, which can be begun anew, and what they are made from."""
+"""InputIterator: the restartable iterators of ``tf.compat.v1``, and their datasets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mpidist.input.sources import Stream
 
 
 class InputIterator:
-    """Goes through a distributed dataset, from the beginning after each ``initialize`` (tf.distribute.InputIterator).
+    """Restartable iterator over a distributed dataset (tf.distribute.InputIterator).
 
-    Strategies of ``mpidist.v1`` make it. Its methods are collective: call them on every rank, in the same order.
+    ``initialize`` begins anew. Strategies of ``mpidist.v1`` make it. Its methods are collective: call them on every
+    rank, in the same order.
 
     Args:
         dataset: A dataset as strategies distribute it.
@@ -28,7 +29,7 @@ class InputIterator:
         self._iterator: Any = None
 
     def initialize(self) -> list[Any]:
-        """Begin a new pass, and return an empty list, as there are no operations to be run.
+        """Begin a new pass, and return an empty list: there are no operations to run.
 
         The first pass begins by itself if this is not called before the first element is taken.
         """
@@ -38,7 +39,7 @@ class InputIterator:
 
     @property
     def initializer(self) -> list[Any]:
-        """The same as :meth:`initialize`: asking for it begins a new pass."""
+        """The result of :meth:`initialize`; asking for it begins a new pass."""
         return self.initialize()
 
     def get_next(self) -> Any:
@@ -66,7 +67,7 @@ class InputIterator:
 
     @property
     def element_spec(self) -> Any:
-        """As that of the distributed dataset."""
+        """The element spec of the distributed dataset."""
         return self._dataset.element_spec
 
     def close(self) -> None:
@@ -86,7 +87,9 @@ class InputIterator:
 def dataset_fn_of(
     input_fn: Callable[[InputContext], Any], replication_mode: InputReplicationMode
 ) -> Callable[[InputContext], Dataset]:
-    """Return the function that makes a Dataset of what ``input_fn`` returns: a Dataset, or a function of values.
+    """Return a function that makes a Dataset of the result of ``input_fn``.
+
+    That result is a Dataset, or a function of values.
 
     Raises:
         TypeError: ``input_fn`` is no function.

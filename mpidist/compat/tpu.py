@@ -1,4 +1,4 @@
-"""TPUStrategy, which is not offered: what to use instead."""
+"""TPUStrategy, which is not offered, and its alternative."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpidist.strategies.strategy import Strategy
 
 
 class TPUStrategy(Strategy):
-    """Not offered: raises NotImplementedError, which says what to use. There is no support for TPUs."""
+    """Not offered: raises NotImplementedError, which names the alternative. There is no support for TPUs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError."""

@@ -1,4 +1,4 @@
-"""Steps that put elements together and cut them up again: batch, padded_batch, unbatch and window."""
+"""Steps that stack elements and cut them up again: batch, padded_batch, unbatch, window."""
 
 from __future__ import annotations
 
@@ -63,24 +63,27 @@ class Batched(GraphNode):
                 yield stacked(group)
 
     def spec(self) -> Any:
-        """Return that of the input with the batch in front."""
+        """Return the spec of the input with the batch axis in front."""
         spec = self.source.spec()
         if spec is not None and self.padding is not None:
             spec = self.padding.spec(spec)
         return None if spec is None else batched(spec, self.size if self.drop_remainder else None)
 
     def batch_size(self) -> int | None:
-        """Return the size that was asked for."""
+        """Return the requested size."""
         return self.size
 
     def row_count(self) -> int:
-        """Return the number of elements of the input, without those of a batch that is dropped."""
+        """Return the number of rows of the input, without those of a dropped batch."""
         count = self.source.cardinality
         return self.cardinality * self.size if self.drop_remainder and count >= 0 else count
 
 
 def last_batching(node: GraphNode) -> Batched | None:
-    """Return the ``batch`` that makes the elements of the graph, None where something else may choose among them."""
+    """Return the ``batch`` that makes the elements of the graph, or None.
+
+    None where another step may choose among the batches.
+    """
     while isinstance(node, (Mapped, Prefetched)):
         node = node.source
     return node if isinstance(node, Batched) else None
@@ -88,12 +91,12 @@ def last_batching(node: GraphNode) -> Batched | None:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """How elements are made one shape: which one, and what is put behind the values that they have.
+    """The padding of elements: their common shape, and the values behind their own.
 
     Args:
         shapes: For each array its shape, a tuple or list; None or -1 in it for the longest one of the batch. None: that
             on all axes.
-        values: For each array what it is padded with, or one number or text for all. None: 0, or an empty text.
+        values: For each array its padding, or one number or text for all. None: 0, or an empty text.
 
     >>> Padding(None, -1).stack([[1, 2], [3]])
     array([[ 1,  2],
@@ -122,7 +125,7 @@ class Padding:
         )
 
     def spec(self, spec: Any) -> Any:
-        """Return what an element of ``spec`` looks like in a batch; sizes that are not given are unknown."""
+        """Return the spec of a batch of elements of ``spec``. Sizes that are not given are unknown."""
         leaves = map_spec(Hidden, spec)
         shapes, _ = self._for_leaves(leaves)
 
@@ -133,7 +136,10 @@ class Padding:
         return nest.map_structure(pad, leaves, shapes)
 
     def _for_leaves(self, element: Any) -> tuple[Any, Any]:
-        """Return nests like ``element`` of what was given as shape and as value, None where nothing was."""
+        """Return nests of shapes and of values, both in the structure of ``element``.
+
+        None stands in the places for which nothing was given.
+        """
         nothing = nest.map_structure(lambda _: Hidden(None), element)
         shapes = nothing if self.shapes is None else _below(element, self.shapes, "padded_shapes")
         shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
@@ -143,7 +149,7 @@ class Padding:
 
 
 def _below(structure: Any, given: Any, name: str) -> Any:
-    """Return a nest like ``structure`` of what ``given`` has in the places of its leaves."""
+    """Return a nest like ``structure`` whose leaves are the parts of ``given``."""
     if not nest.is_nest(structure):
         return Hidden(given)
     if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
@@ -218,7 +224,7 @@ class Unbatched(GraphNode):
                 yield nest.map_structure(itemgetter(row), element)
 
     def spec(self) -> Any:
-        """Return that of the input without its first axis."""
+        """Return the spec of the input without its first axis."""
         spec = self.source.spec()
         return None if spec is None else map_spec(_without_rows, spec)
 
@@ -242,7 +248,9 @@ def _without_rows(leaf: ArraySpec) -> ArraySpec:
 
 @dataclass(eq=False, repr=False)
 class Windows(GraphNode):
-    """Datasets of elements that are near each other; of a structure of arrays, the structure of a dataset for each.
+    """Windows: datasets of neighbouring elements.
+
+    Of a structure of arrays, a window is the structure of a dataset for each array.
 
     Args:
         size: Elements in a window.
@@ -270,7 +278,7 @@ class Windows(GraphNode):
         self.dynamic = True
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the windows; of the elements only those are held that the next windows have."""
+        """Yield the windows. Only the elements that the next windows need are held."""
         elements = self.source.elements(run)
         held: deque[Any] = deque()
         while True:
@@ -287,6 +295,6 @@ class Windows(GraphNode):
         return self.dataset_of(TableRows(SequenceTable(list(leaves))))
 
     def spec(self) -> Any:
-        """Return that of the datasets."""
+        """Return the spec of the windows."""
         spec = self.source.spec()
         return None if spec is None else map_leaves(DatasetSpec, spec, leaf=ArraySpec)

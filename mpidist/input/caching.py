@@ -1,7 +1,7 @@
-"""Elements that are computed once and kept, in memory or in a file, for all later passes.
+"""Elements that are kept in memory or in a file for all later passes.
 
-What is kept does not depend on the pass in which it is computed: the source is always gone through as in its first pass
-of all. So a pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
+They do not depend on the pass that computes them: the source is always gone through as in its first pass of all. So a
+pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
 
 A file has a line of JSON for each element, and the bytes of its arrays; nothing in it is ever carried out.
 """
@@ -29,9 +29,10 @@ _FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 @dataclass(eq=False, repr=False)
 class Cached(PassThrough):
-    """Elements in the order of the first pass: of rows and batches of rows each row is read once.
+    """Elements in the order of the first pass, kept in memory.
 
-    Other elements are kept when one pass over the input has come to its end, and computed again until then.
+    Of rows and batches of rows each row is read once. Other elements are kept when one pass over the input has come to
+    its end, and computed again until then.
     """
 
     # The seeds of all steps before, and the elements that come of them.
@@ -61,19 +62,19 @@ class Cached(PassThrough):
         self.kept = (seeds, kept)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Datasets travel to workers, which keep what they read themselves.
+        # Datasets travel to workers, which keep the elements that they read themselves.
         return {**self.__dict__, "kept": None}
 
 
 @dataclass(eq=False, repr=False)
 class CachedFile(PassThrough):
-    """Elements in an order that is the same in every program, kept in a file when a pass over them has ended.
+    """Elements in one order for every program, kept in a file.
 
-    Shuffles before it that were given no seed have a fixed one, so that the file is right whoever has written it: any
-    rank, any program.
+    The file is written when a pass has come to its end. Shuffles before it that were given no seed have a fixed one, so
+    that the file is right whoever has written it: any rank, any program.
 
     Args:
-        filename: What the name of the file begins with; the rest tells graphs apart.
+        filename: The beginning of the file's name; the rest tells graphs apart.
     """
 
     filename: str
@@ -89,7 +90,10 @@ class CachedFile(PassThrough):
         return f"{self.filename}.{sha256(f'{self.source} {samples}'.encode()).hexdigest()[:16]}"
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements of the file, or those of the input while the file is being written."""
+        """Yield the elements of the file.
+
+        While the file is being written, yield those of the input.
+        """
         path = self.path()
         if os.path.lexists(path):
             return read_elements(path)
@@ -111,12 +115,14 @@ class CachedFile(PassThrough):
                 writer.finish()
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield nothing: no seed of a program changes the order."""
+        """Yield no seed: the order does not depend on the seeds of a program."""
         return iter(())
 
 
 def storable(element: Any) -> Any:
-    """Return ``element`` as it comes out of a file: its numbers and arrays NumPy's, texts and bytes as they are.
+    """Return ``element`` in the form in which a file keeps it.
+
+    Numbers and arrays are NumPy's; texts and bytes stay as they are.
 
     Raises:
         TypeError: Something in it is neither, or it has other structure than tuples and dicts with texts or whole
@@ -160,14 +166,17 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 def _named(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype that the name of ``dtype`` gives in a file; None for Python objects and structures."""
+    """Return the dtype that a file reads from the name of ``dtype``, or None.
+
+    None for Python objects and structures.
+    """
     if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0:
         return None
     return as_dtype(_name(dtype))
 
 
 class ElementWriter:
-    """Writes elements, as :func:`storable` returns them.
+    """Writer of elements that :func:`storable` returned.
 
     Args:
         descriptor: Of a new file.
@@ -178,7 +187,7 @@ class ElementWriter:
     """
 
     def __init__(self, descriptor: int) -> None:
-        # No file object: one that outlives the descriptor writes what it holds into the file that has its number then.
+        # No file object: one that outlives the descriptor writes its buffer into the file that has its number then.
         self._descriptor = descriptor
         self._held = bytearray(_FIRST_LINE)
         self.count = 0
@@ -197,7 +206,7 @@ class ElementWriter:
         self.count += 1
 
     def finish(self) -> None:
-        """Write the end, without which a file is not whole."""
+        """Write the end marker, without which a file is incomplete."""
         self._held += json.dumps({"elements": self.count}).encode() + b"\n"
         self._write_held()
         self.is_finished = True
@@ -211,7 +220,10 @@ class ElementWriter:
 
 
 def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
-    """Return the structure of ``value``, its leaves as their numbers, and add these to both lists."""
+    """Return the structure of ``value`` with its leaves numbered.
+
+    The leaves and their bytes are appended to the two lists.
+    """
     if isinstance(value, tuple):
         return ["tuple", [_described(child, leaves, payloads) for child in value]]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Steps that choose and order elements without looking at them: take, skip, shard, repeat and shuffle.
+"""Steps that choose and order elements unseen: take, skip, shard, repeat, shuffle.
 
 Of rows and batches that are known by row numbers they choose numbers, and nothing is read.
 """
@@ -23,7 +23,10 @@ class Chosen(PassThrough):
     """Some of the elements, each maybe several times, in some order."""
 
     def row_count(self) -> int:
-        """Return that of the batches that are chosen, if it depends on their number alone."""
+        """Return the number of rows of the chosen batches.
+
+        It is unknown where it depends on more than the number of batches.
+        """
         rows, size, count = self.source.row_count(), self.source.batch_size(), self.source.cardinality
         if self.cardinality < 0 or rows < 0 or not count:
             return self.cardinality if self.cardinality < 0 else UNKNOWN if self.cardinality else 0
@@ -38,7 +41,7 @@ class Sliced(Chosen):
     """The elements that a slice chooses from all of them."""
 
     def choose(self, chosen: slice, text: str) -> None:
-        """Set what is chosen, the last part of making a node."""
+        """Set the slice and the text; the last part of making a node."""
         self.chosen, self.text = chosen, text
         if self.cardinality >= 0:
             self.cardinality = len(range(self.cardinality)[chosen])
@@ -46,7 +49,7 @@ class Sliced(Chosen):
             self.cardinality = chosen.stop
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the items that are chosen."""
+        """Yield the chosen items."""
         if self.chosen.stop == 0:
             return iter(())
         cut = row_indices.cut if self.form is Form.ROWS else itertools.islice
@@ -88,7 +91,7 @@ class Shard(Sliced):
 
 
 class ShardHint(Chosen):
-    """A shard that is chosen when the dataset is distributed with AutoShardPolicy.HINT."""
+    """A shard that is filled in when the dataset is distributed with AutoShardPolicy.HINT."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +100,7 @@ class ShardHint(Chosen):
             self.cardinality = UNKNOWN
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Raise ValueError: nobody has said which shard."""
+        """Raise ValueError: the numbers of the shard are not known."""
         raise ValueError(
             "shard(SHARD_HINT, SHARD_HINT) waits for the number of ranks, which only experimental_distribute_dataset() "
             "fills in, for dataset.with_options(auto_shard_policy=AutoShardPolicy.HINT); anywhere else write the "
@@ -107,7 +110,7 @@ class ShardHint(Chosen):
 
 @dataclass(eq=False, repr=False)
 class Repeated(Chosen):
-    """The elements over and over: ``times`` times, or without end where that is None."""
+    """The elements repeated ``times`` times, or without end for None."""
 
     times: int | None
 
@@ -183,7 +186,7 @@ class Shuffled(Chosen):
             yield from map(rows.at, order)
 
     def _drawn(self, items: Iterator[Any], generator: np.random.Generator) -> Iterator[Any]:
-        """Yield the items, each drawn from a buffer that the next item then fills up again."""
+        """Yield the items in random order, drawn from a buffer that is filled up again."""
         buffer = list(itertools.islice(items, self.buffer_size))
         for item in items:
             chosen = int(generator.integers(len(buffer)))
@@ -193,7 +196,7 @@ class Shuffled(Chosen):
             yield buffer[chosen]
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the input, and its own."""
+        """Yield the seeds of the input, then its own."""
         yield from super().seeds()
         yield self.seed
 

@@ -1,4 +1,4 @@
-"""Dataset: a small re-iterable input pipeline in the manner of tf.data, for NumPy and any Python source."""
+"""Dataset: a re-iterable input pipeline like tf.data's, for NumPy and any Python source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _READY = 2
 
 
 class Dataset(Generic[E_co]):
-    """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
+    """A re-iterable collection of elements (tf.data.Dataset).
+
+    An element is a nest of arrays and numbers.
 
     Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
     :meth:`list_files` or :meth:`range` and chain transforms; each returns a new dataset. Sources whose rows can be read
@@ -121,13 +123,13 @@ class Dataset(Generic[E_co]):
         args: Sequence[Any] | None = None,
         output_signature: Any = None,
     ) -> Dataset[Any]:
-        """Return the dataset of what a generator function yields.
+        """Return the dataset of the elements that a generator function yields.
 
         Args:
             generator: Called at the start of each pass; returns a new iterable.
             output_types: The older form of a signature, with ``output_shapes``: the nest of the dtypes of an element.
             output_shapes: The shape for each of them, with None for sizes that differ.
-            args: What ``generator`` is called with.
+            args: The arguments of ``generator``.
             output_signature: The nest of ``ArraySpec`` that every element has; elements are converted to its
                 dtypes. None: each element is taken as it comes, and questions about the elements are answered
                 from the first one.
@@ -148,14 +150,14 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset[Any]:
-        """Return the dataset of what a function reads from files, file after file.
+        """Return the dataset of the elements that a function reads from files, in their order.
 
         Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
         with ``with_options(auto_shard_policy=AutoShardPolicy.DATA)`` every rank reads all files and keeps its part of
         each batch.
 
         Args:
-            paths: Of the files, on all ranks the same ones in the same order (sort what ``glob`` finds).
+            paths: Of the files, on all ranks the same ones in the same order (sort the result of ``glob``).
             reader: Called with a path, as it was given, when its turn comes in each pass; returns the elements as
                 an iterable, such as a generator.
 
@@ -175,7 +177,9 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset[str]:
-        """Return the dataset of the paths of files, for ``map`` or ``interleave`` with what reads one.
+        """Return the dataset of the paths of files.
+
+        ``map`` or ``interleave`` with a reader come after it.
 
         Distributed, whole files are dealt to the ranks as those of :meth:`from_files`: file i of the sorted names goes
         to rank i mod W in every pass, and shuffles order each rank's own files.
@@ -216,7 +220,7 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset[Any]:
-        """Return the dataset whose elements are those of several datasets side by side.
+        """Return the dataset of tuples or dicts of the elements of several datasets.
 
         It ends with the shortest one.
 
@@ -289,13 +293,13 @@ class Dataset(Generic[E_co]):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset[S]:
-        """Return the elements of several datasets in turn, each made by ``map_func`` of an element.
+        """Return the elements of several datasets in turn, each made by ``map_func``.
 
         The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first dataset that
         is open, then of the next; one that ends makes room for the next element's, which begins in the next round.
         Shuffles without a seed in these datasets have an order of their own in each, the same on all ranks. The
-        elements of :meth:`list_files` are dealt as files; other elements are, if what ``map_func`` makes of the first
-        one reads files.
+        elements of :meth:`list_files` are dealt as files; other elements are, if the dataset of the first one reads
+        files.
 
         Args:
             map_func: Gets an element, a tuple as several arguments; returns a Dataset.
@@ -332,7 +336,9 @@ class Dataset(Generic[E_co]):
         return self._then(Interleaved((self._node,), node_of, cycle, block_length, Seed.of(None, True), calls))
 
     def flat_map(self, map_func: Callable[..., Dataset[S]]) -> Dataset[S]:
-        """Return the elements of several datasets, one after the other, each made by ``map_func`` of an element.
+        """Return the elements of several datasets, one after the other.
+
+        Each is made by ``map_func`` of an element.
 
         Args:
             map_func: As that of :meth:`interleave`, of which this is the case ``cycle_length=1``.
@@ -399,7 +405,7 @@ class Dataset(Generic[E_co]):
         padding_values: Any = None,
         drop_remainder: bool = False,
     ) -> Dataset[Any]:
-        """Return the dataset of consecutive elements, padded to one shape and stacked along a new first axis.
+        """Return the dataset of consecutive elements, padded to one shape and stacked.
 
         Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
 
@@ -407,8 +413,8 @@ class Dataset(Generic[E_co]):
             batch_size: As that of :meth:`batch`.
             padded_shapes: The shape of each array, in the structure of an element: a list or tuple of sizes, with None
                 or -1 for the size of the longest element of the batch. None: that on all axes.
-            padding_values: What each array is padded with, in the same structure, or one value for all arrays. None:
-                0, or the empty text.
+            padding_values: The value behind each array's own, in the same structure, or one value for all arrays.
+                None: 0, or the empty text.
             drop_remainder: Leave out a last batch that is smaller.
 
         Raises:
@@ -424,7 +430,7 @@ class Dataset(Generic[E_co]):
         return self._then(Batched((self._node,), size, bool(drop_remainder), Padding(padded_shapes, padding_values)))
 
     def unbatch(self) -> Dataset[Any]:
-        """Return the dataset of the rows of each element: what ``batch`` puts together, one by one.
+        """Return the dataset of the rows of each element; the opposite of ``batch``.
 
         Raises:
             ValueError: While iterating, an array without axes, or arrays of one element with different first sizes.
@@ -461,11 +467,11 @@ class Dataset(Generic[E_co]):
         return self._then(Windows((self._node,), size, step, stride, bool(drop_remainder), type(self)))
 
     def cache(self, filename: Any = "") -> Dataset[E_co]:
-        """Return the same dataset, whose elements are computed once and kept: what comes before is done once.
+        """Return the same dataset, whose elements are computed once and kept.
 
-        The order is that of the first pass for ever; shuffle after it. Rows that are read by number are kept one by one
-        as they are read, on each rank its own. Other elements are kept when a pass over them has come to its end; what
-        a pass has seen that ends earlier is dropped.
+        The steps before it run once. The order is that of the first pass for ever; shuffle after it. Rows that are read
+        by number are kept one by one as they are read, on each rank its own. Other elements are kept when a pass over
+        them has come to its end; those of a pass that ends earlier are dropped.
 
         Args:
             filename: Of a file to keep them in, for other programs too; empty for memory. Its name gets an ending
@@ -513,9 +519,10 @@ class Dataset(Generic[E_co]):
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
     ) -> Dataset[S]:
-        """Return the dataset each of whose elements is the next one of a dataset that is drawn.
+        """Return the dataset whose elements come from randomly drawn datasets.
 
-        Distributed datasets are drawn from in the same order on all ranks, also without a seed.
+        Each element is the next one of the dataset drawn. Distributed datasets are drawn from in the same order on all
+        ranks, also without a seed.
 
         Args:
             datasets: With elements of the same structure and dtypes.
@@ -699,7 +706,7 @@ class Dataset(Generic[E_co]):
         return DatasetIterator(self._passes)
 
     def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
-        """Return what ``reduce_func`` makes of all elements of one pass.
+        """Return the result of ``reduce_func`` over all elements of one pass.
 
         Args:
             initial_state: The first state, of any kind; returned where there is no element.
@@ -716,7 +723,9 @@ class Dataset(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of ``ArraySpec`` of an element; where only an element can tell, one is read.
+        """The nest of ``ArraySpec`` of an element.
+
+        An element is read where nothing else tells.
 
         Raises:
             ValueError: There is no element to tell from.
@@ -742,7 +751,9 @@ class Dataset(Generic[E_co]):
         return length
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """Return an iterator over a pass whose arrays are NumPy's, in host memory, and numbers NumPy's scalars.
+        """Return an iterator over the elements of a pass as NumPy arrays and scalars.
+
+        The arrays are in host memory.
 
         Raises:
             TypeError: While iterating, an element that holds something else than arrays, numbers, texts and bytes.
@@ -763,14 +774,14 @@ class Dataset(Generic[E_co]):
 
 
 def graph_and_options(dataset: Dataset[Any]) -> tuple[GraphNode, DatasetOptions]:
-    """Return what a dataset is made of."""
+    """Return the graph and the options of a dataset."""
     return dataset._node, dataset._options
 
 
 def _together(
     method: str, datasets: Sequence[Any], expected: str = "a list of one or more"
 ) -> tuple[tuple[GraphNode, ...], DatasetOptions]:
-    """Return the nodes and the options of datasets of which ``method`` makes one."""
+    """Return the nodes and the options of datasets that ``method`` combines."""
     for dataset in datasets:
         if not isinstance(dataset, Dataset):
             raise TypeError(f"{method}() got {dataset!r} of type {type(dataset).__name__}; expected Dataset objects")
@@ -794,6 +805,6 @@ def _batch_size(method: str, batch_size: int) -> int:
 
 
 def _require_callable(name: str, value: Any) -> None:
-    """Raise TypeError if ``value``, the argument ``name``, is no function."""
+    """Raise TypeError unless ``value``, the argument ``name``, is a function."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a function")

@@ -1,4 +1,4 @@
-"""Tables made of others: rows that go through a function, several tables side by side or one after the other."""
+"""Tables made of others: mapped, side by side, or one after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpidist.input.threads import Readers, map_batch, map_stream
 
 
 class MappedTable(Table):
-    """A table whose rows go through a function when they are read, and only then.
+    """A table whose rows go through a function when they are read.
 
     Args:
         table: The table.
@@ -42,16 +42,16 @@ class MappedTable(Table):
         return owned(call(self.fn, row))
 
     def row(self, index: int) -> Any:
-        """Return the function of row ``index``."""
+        """Return the function's result for row ``index``."""
         return self._call(self.table.row(index))
 
     def each(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield the function of each row, in threads a few calls ahead."""
+        """Yield the function's result for each row, in threads a few calls ahead."""
         rows = self.table.each(numbers)
         return map(self._call, rows) if self.threads is None else map_stream(self._call, rows, self.threads, self.calls)
 
     def some(self, index: RowIndex) -> list[Any]:
-        """Return the function of each row."""
+        """Return the function's result for each row."""
         rows = self.table.some(index)
         if self.threads is None:
             return list(map(self._call, rows))
@@ -109,7 +109,7 @@ class ZippedTable(Table):
         return None if any(spec is None for spec in specs) else self.build(specs)
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the rows of all tables are."""
+        """Return whether the rows of all tables are cut from arrays."""
         return all(table.is_cut_from_arrays() for table in self.tables)
 
 
@@ -147,7 +147,10 @@ class JoinedTable(Table):
         return nest.map_structure(lambda leaf: leaf[order], join(batches))
 
     def _divided(self, index: RowIndex) -> list[tuple[Table, np.ndarray[Any, Any], RowIndex]]:
-        """Return for each table that has some of the rows their places in ``index``, and their numbers in the table."""
+        """Return the tables that have some of the rows, each with places and row numbers.
+
+        The places are those in ``index``, the row numbers those of the table.
+        """
         numbers = row_indices.as_array(index)
         owners = np.searchsorted(self.starts, numbers, "right") - 1
         divided: list[tuple[Table, np.ndarray[Any, Any], RowIndex]] = []
@@ -169,9 +172,9 @@ class JoinedTable(Table):
         return JoinedTable([table.cached() for table in self.tables], self.step)
 
     def spec(self) -> Any:
-        """Return what the rows of all tables look like."""
+        """Return the common spec of the rows of all tables."""
         return common_spec([table.spec() for table in self.tables if table.length], self.step)
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the rows of all tables are."""
+        """Return whether the rows of all tables are cut from arrays."""
         return all(table.is_cut_from_arrays() for table in self.tables)

@@ -1,4 +1,6 @@
-"""Batches on their way to devices: read into page-locked memory by a thread, and copied from there ahead of use.
+"""Batches on their way to devices, by way of page-locked memory.
+
+A thread reads them into that memory, from where they are copied ahead of use.
 
 The memory of a batch on the device is taken on the caller's stream, when the batch before it is handed out: whatever
 had that memory before was used by work that the copy waits for, and CuPy may hand it out again when the caller drops
@@ -40,7 +42,10 @@ class _Buffer:
         """When the device has read it; None where it is not being read."""
 
     def take(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return copies of ``arrays`` in this memory, once the device has read what was there before."""
+        """Return copies of ``arrays`` in this memory.
+
+        Waits until the device has read the previous ones.
+        """
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
@@ -78,7 +83,7 @@ class _Transfer:
         self._made: list[_Buffer] = []
 
     def stage(self, batch: Any) -> Any:
-        """Put the arrays of a batch into page-locked memory; in the reading thread."""
+        """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
         try:
@@ -89,7 +94,10 @@ class _Transfer:
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
     def send(self, staged: _Staged) -> tuple[Any, Event]:
-        """Start copying, and return the batch on the device with the event when it is there; in the caller's thread."""
+        """Start copying a batch, and return it with the event of its arrival.
+
+        Runs in the caller's thread.
+        """
         ops, device = self.place.ops, self.place.number
         leaves = nest.flatten(staged.batch)
         with self.place.current():
@@ -112,14 +120,16 @@ class _Transfer:
         self.place.ops.current_stream(self.place.number).wait(event)
 
     def drain(self) -> None:
-        """Wait until the device has read all that is on its way to it."""
+        """Wait until the device has read all pending batches."""
         for buffer in self._made:
             if buffer.copied is not None:
                 buffer.copied.synchronize()
 
 
 class DeviceFeed(Iterator[list[Any]]):
-    """The steps of a pass with the batch of each local replica on its device, some of them copied ahead of use.
+    """The steps of a pass with each batch on the device of its replica.
+
+    Some steps are copied ahead of use.
 
     Args:
         open_steps: Returns the steps, lists with a batch per local replica; called in a thread that reads them.
@@ -158,7 +168,7 @@ class DeviceFeed(Iterator[list[Any]]):
         return step
 
     def _send_ahead(self) -> None:
-        """Start the copies of what has been read already, for up to ``size`` steps."""
+        """Start the copies of steps that have been read already, up to ``size`` steps."""
         while len(self._on_the_way) < self._size and self._end is None and self._source.has_ready():
             try:
                 self._on_the_way.append(self._sent(next(self._source)))
@@ -180,7 +190,7 @@ class DeviceFeed(Iterator[list[Any]]):
         ]
 
     def close(self) -> None:
-        """Let go of the steps that are held ready, once their copies are done."""
+        """Drop the steps that are held ready, once their copies are done."""
         self._finalizer()
         self._on_the_way.clear()
 
@@ -198,7 +208,7 @@ def _drain(transfers: Sequence[_Transfer]) -> None:
 
 
 def _can_travel(dtype: DType) -> bool:
-    """Whether a device can hold elements of ``dtype``; text and objects stay on the host."""
+    """Return whether a device can hold elements of ``dtype``. Text and objects stay on the host."""
     return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
 
 
@@ -210,7 +220,10 @@ def on_place(place: Place, batch: Any) -> Any:
 
 
 def fetch_places(workers: InputWorkers, options: InputOptions | None) -> list[Place] | None:
-    """Return where the batches of the local replicas are to be copied; None where they all stay."""
+    """Return the device places of the batches of the local replicas, or None.
+
+    None where all batches stay on the host.
+    """
     if options is not None and options.experimental_fetch_to_device is False:
         return None
     places = [place_at(device) for device in workers.devices]

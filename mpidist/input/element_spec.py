@@ -1,4 +1,4 @@
-"""What the elements of a dataset look like: ArraySpec, PerReplicaSpec, and empty batches made from them."""
+"""Specs of the elements of a dataset: ArraySpec, PerReplicaSpec, and empty batches of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What the elements of a dataset look like that is itself an element, as those of ``window`` (tf.data.DatasetSpec).
+    """The spec of a dataset that is itself an element (tf.data.DatasetSpec).
+
+    The elements of ``window`` are such datasets.
 
     Args:
         element_spec: The nest of ArraySpec of its elements.
@@ -53,7 +55,7 @@ class PerReplicaSpec(NamedTuple):
 
 
 def spec_of(element: Any) -> Any:
-    """Return the nest of ArraySpec that describes ``element``, all sizes as they are in it.
+    """Return the nest of ArraySpec of ``element``, with all sizes known.
 
     >>> spec_of({"x": np.zeros((2, 3)), "y": 1})["x"].shape
     (2, 3)
@@ -95,7 +97,7 @@ def flatten_spec(spec: Any) -> list[ArraySpec]:
 
 
 def batched(spec: Any, size: int | None) -> Any:
-    """Return ``spec`` with one more axis of ``size`` (None: unknown) in front of each shape."""
+    """Return ``spec`` with an axis of ``size`` (None: unknown) before each shape."""
     return map_spec(lambda leaf: ArraySpec((size, *leaf.shape), leaf.dtype), spec)
 
 
@@ -105,7 +107,9 @@ def with_rows(spec: Any, rows: int | None) -> Any:
 
 
 def common_spec(specs: Sequence[Any], step: str) -> Any:
-    """Return the spec that all elements have, sizes that differ unknown; None where there are no specs.
+    """Return the common spec of all elements, or None for no specs.
+
+    Sizes that differ are unknown.
 
     Raises:
         TypeError: Structures, dtypes or numbers of axes differ.
@@ -157,7 +161,9 @@ def conform(element: Any, signature: Any) -> Any:
 
 
 def empty_batch(spec: Any) -> Any:
-    """Return a batch without rows: first axis 0, other axes as in ``spec``, 0 where ``spec`` does not know.
+    """Return a batch without rows.
+
+    The first axis is 0; other axes are as in ``spec``, 0 where it does not know.
 
     Raises:
         ValueError: A leaf has no axes and so no rows.

@@ -1,7 +1,7 @@
-"""One element of a dataset, a nest of arrays or values: converting its lists, stacking and cutting it.
+"""One element of a dataset: converting its lists, stacking and cutting it.
 
-In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array, as
-in tf.data, so a nest that leaves here has no lists in it.
+In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array, as in tf.data, so a
+nest that leaves here has no lists in it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) ->
 
 
 class Hidden:
-    """Hides a value that may look like structure from functions that walk through nests."""
+    """Wrapper that hides a value like a structure from functions that walk through nests."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Return the array that a list of numbers, lists or arrays of one shape stands for.
+    """Return the array of a list of numbers, lists or arrays of one shape.
 
     Raises:
         ValueError: Their shapes differ.
@@ -69,7 +69,9 @@ def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def owned(value: Any) -> Any:
-    """Return a copy of what user code handed over, as it may go on writing into its arrays and lists.
+    """Return a copy of a value from user code.
+
+    The user's code may go on writing into its own arrays and lists.
 
     >>> kept = np.zeros(2)
     >>> owned({"x": kept})["x"] is kept
@@ -102,7 +104,7 @@ def as_element(value: Any) -> Any:
 
 
 def call(fn: Callable[..., Any], element: Any) -> Any:
-    """Return ``fn`` of ``element``; a plain tuple is handed over as several arguments, as tf.data does.
+    """Return ``fn`` of ``element``. A plain tuple is passed as several arguments, as in tf.data.
 
     Raises:
         RuntimeError: ``fn`` raised StopIteration, which would end the pass as if there were no more elements.
@@ -113,9 +115,9 @@ def call(fn: Callable[..., Any], element: Any) -> Any:
         raise stopped(getattr(fn, "__name__", repr(fn))) from error
 
 
-def stopped(what: str) -> RuntimeError:
-    """Return the error for StopIteration out of something that only gives one element."""
-    return RuntimeError(f"{what} raised StopIteration; expected an element, or another exception")
+def stopped(source: str) -> RuntimeError:
+    """Return the error for StopIteration raised by something that gives one element."""
+    return RuntimeError(f"{source} raised StopIteration; expected an element, or another exception")
 
 
 def stack(elements: Sequence[Any]) -> Any:
@@ -190,7 +192,10 @@ def unbatched(given: str) -> ValueError:
 
 
 def require_array(dtype: np.dtype[Any], kind: str = "Python objects") -> None:
-    """Raise TypeError if a value of ``dtype`` is no array or number, but an object that nothing can look into."""
+    """Raise TypeError unless values of ``dtype`` are arrays or numbers.
+
+    Nothing can look into other objects.
+    """
     if dtype.hasobject:
         raise unknown_structure(f"the dataset gives {kind}")
 
@@ -205,7 +210,7 @@ def unknown_structure(given: str) -> TypeError:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """Return a number or array as NumPy has it, in host memory; texts and bytes stay as they are.
+    """Return a number or array as NumPy's, in host memory. Texts and bytes stay as they are.
 
     Raises:
         TypeError: It is something else.
@@ -231,7 +236,9 @@ def _kind(value: Any) -> str:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all ``batches``, each of at least one row, as new arrays.
+    """Return one batch with the rows of all ``batches``.
+
+    Each has at least one row; the arrays are new.
 
     >>> join([(np.arange(2),), (np.arange(1),)])
     (array([0, 1, 0]),)

@@ -1,4 +1,4 @@
-"""Global batches that all replicas can share equally, as the iterators of v1 demand them."""
+"""Global batches that replicas share equally, for the iterators of v1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _END = object()
 
 @dataclass(eq=False, repr=False)
 class EvenBatches(PassThrough):
-    """The same batches, whose rows are counted: only the last one may be no multiple of the number of replicas.
+    """The same batches, with their rows counted.
+
+    Only the last one may be no multiple of the number of replicas.
 
     Args:
         replicas: Number of replicas.
@@ -49,7 +51,9 @@ class EvenBatches(PassThrough):
 
 
 def with_even_batches(dataset: Dataset[Any], replicas: int) -> Dataset[Any]:
-    """Return ``dataset``, whose batches are looked at while they come if their size is not known beforehand.
+    """Return ``dataset`` with batches that replicas can share equally.
+
+    Batches whose size is not known beforehand are checked as they come.
 
     Raises:
         ValueError: The size is known, and no multiple of the number of replicas.

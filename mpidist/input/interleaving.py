@@ -1,4 +1,7 @@
-"""Interleaved: the elements of several datasets in turn, each made from an element of the input, maybe in threads."""
+"""Interleaved: the elements of several datasets in turn, maybe read in threads.
+
+Each dataset is made from an element of the input.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Opener = Callable[[], Iterator[Any]]
 
 @dataclass(eq=False, repr=False)
 class Interleaved(GraphNode):
-    """The datasets that a function makes of the elements of the input, ``cycle_length`` of them open at a time.
+    """The elements of datasets that a function makes, ``cycle_length`` open at a time.
 
     Places in the cycle are visited in turn; each gives ``block_length`` elements of its dataset, then it is the turn of
     the next. A dataset that ends leaves its place to the next one of the input, which begins when the place is visited
@@ -86,13 +89,13 @@ class Interleaved(GraphNode):
         return node.elements(replace(run, seeds=seeds) if seeds else run)
 
     def first(self) -> GraphNode | None:
-        """Return the dataset of the first element of the input, None where there is none."""
+        """Return the dataset of the first element of the input, or None."""
         if self._first is None:
             self._first = next((call(self.node_fn, element) for element in self.source.elements(Pass())), None)
         return self._first
 
     def spec(self) -> Any:
-        """Return that of the first dataset that has an element."""
+        """Return the spec of the first dataset that has an element."""
         for element in self.source.elements(Pass()):
             spec = call(self.node_fn, element).spec()
             if spec is not None:
@@ -100,13 +103,13 @@ class Interleaved(GraphNode):
         return None
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the input, and what stands in for those of the datasets."""
+        """Yield the seeds of the input, then the one for the datasets."""
         yield from super().seeds()
         yield self.seed
 
 
 class _Reading:
-    """One dataset that is open, of which a thread reads one block ahead."""
+    """An open dataset of which a thread reads one block ahead."""
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
         self._opener: Opener | None = opener
@@ -121,7 +124,10 @@ class _Reading:
         self._block: Future[None] = self._threads.submit(self._read)
 
     def take(self) -> tuple[list[Any], Exception | None]:
-        """Return the block, and the error that came after it; not to be held here, as its traceback holds this."""
+        """Return the block, and the error that came after it.
+
+        The error is not held here, as its traceback holds this object.
+        """
         block = self._block
         del self._block
         error = block.exception()
@@ -138,10 +144,10 @@ class _Reading:
 def interleave_in_threads(
     openers: Iterable[Opener], cycle_length: int, block_length: int, threads: ThreadPoolExecutor, ahead: int
 ) -> Iterator[Any]:
-    """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn; see ``Interleaved``.
+    """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn.
 
-    Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead`` datasets that come
-    next. Ends ``threads``.
+    See ``Interleaved``. Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead``
+    datasets that come next. Ends ``threads``.
 
     Args:
         openers: For each dataset a function, called in a thread, that returns its elements.

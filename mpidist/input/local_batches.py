@@ -1,4 +1,4 @@
-"""What this worker's replicas get in each step, before workers agree about the end.
+"""The steps of this worker's replicas, before workers agree about the end.
 
 Global batches are cut by rule A, batches of a worker's own stream by rule B, or by rule A where their size is unknown.
 """
@@ -34,13 +34,15 @@ MISSING = _Missing()
 
 
 class LocalBatches(ABC):
-    """The steps of one worker: in each, a list with an element for each local replica, or MISSING.
+    """The steps of one worker: lists with an element for each local replica.
+
+    MISSING stands for an element of a replica without data.
 
     Attributes:
         workers: Who shares the input, and whose part of it this is.
         nodes: The pipelines as they were given, before anything of them was dealt to a worker.
         steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
-        division: What each worker gets of a dataset, as a text: the same words for the same rule.
+        division: The part of each worker, as a text: the same words for the same rule.
         is_cut: Whether the parts of a step are rows of one global batch, and not whole elements.
         may_run_out: Whether a worker may have nothing left in a step for which others have data.
         elements_per_step: How many elements of ``Position`` all workers take in a step; None where they take a step.
@@ -58,11 +60,17 @@ class LocalBatches(ABC):
 
     @abstractmethod
     def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
-        """Yield the steps of a pass, without the first ``start`` of them; what those had is read only if it must be."""
+        """Yield the steps of a pass after the first ``start``.
+
+        Data of skipped steps is read only where that cannot be avoided.
+        """
 
     @abstractmethod
     def local_specs(self) -> list[Any] | None:
-        """Return the element spec for each local replica, None if no element tells it; may read one."""
+        """Return the element spec for each local replica, or None without an element.
+
+        May read an element.
+        """
 
 
 _local_rows = lru_cache(dealing.local_rows)
@@ -115,7 +123,10 @@ class DealtBatches(LocalBatches):
         return self._empty
 
     def local_specs(self) -> list[Any] | None:
-        """Return the specs; sizes of the batch axis are known where every global batch has the same."""
+        """Return the specs.
+
+        Sizes of the batch axis are known where every global batch has the same.
+        """
         spec = self.node.spec()
         count = self.workers.num_local_replicas
         if spec is None or self.workers.num_replicas_in_sync == 1:
@@ -131,7 +142,7 @@ class DealtBatches(LocalBatches):
 
 
 def check_batched(node: GraphNode) -> None:
-    """Raise ValueError if the elements of ``node`` are known to be single values, which nothing can split."""
+    """Raise ValueError if ``node`` is known to give single values, which cannot be split."""
     if node.batched or not node.cardinality:
         return
     spec = node.spec()
@@ -146,7 +157,7 @@ def _require_rows(leaf: Any) -> None:
 
 
 class _Pieces(NamedTuple):
-    """What batches are to the cutting: how to open them, their length, how to cut and to join them."""
+    """The operations on batches for cutting: open, length, part and join."""
 
     batches: Callable[[GraphNode, Pass], Iterator[Any]]
     length: Callable[[Any], int]
@@ -163,14 +174,14 @@ _ARRAYS = _Pieces(lambda node, run: map(as_element, node.elements(run)), row_cou
 def _recut(
     batches: Iterator[Any], sizes: Sequence[int], pieces: _Pieces, rows_before: int, first: int
 ) -> Iterator[Any]:
-    """Yield the rows of all batches in parts of the given sizes, which repeat; the last part may be smaller.
+    """Yield the rows of all batches in parts of the given sizes, which repeat.
 
-    A part of size 0 is one without rows; none comes after the last row.
+    The last part may be smaller. A part of size 0 is one without rows; none comes after the last row.
 
     Args:
         batches: The batches.
         sizes: Of the parts.
-        pieces: What batches are.
+        pieces: The operations on batches.
         rows_before: So many rows are left out.
         first: The place in ``sizes`` of the first part after them.
     """
@@ -203,7 +214,7 @@ def _recut(
 
 
 class RecutBatches(LocalBatches):
-    """What this worker's replicas get of the batches that the worker reads for itself.
+    """Batches that the worker reads for itself, cut for its replicas.
 
     Where the batch size of the pipeline is known the stream is cut by rule B, so that all workers together take the
     rows of one global batch in a step. Where it is not, every batch is cut into a part for each replica of all workers
@@ -212,7 +223,7 @@ class RecutBatches(LocalBatches):
     Args:
         workers: Who shares the input.
         given: The pipeline as it was given.
-        node: What of it this worker reads.
+        node: The part of it that this worker reads.
         division: See ``LocalBatches``.
 
     Attributes:
@@ -264,7 +275,7 @@ class RecutBatches(LocalBatches):
         return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
 
     def _read(self, table: Table, index: RowIndex) -> Any:
-        """Return the rows of a part, which may have none; only rows that are used are read."""
+        """Return the rows of a part, which may have none. Only the rows in use are read."""
         batch = table.read(index) if len(index) else self._empty
         if self._empty is None:
             self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
@@ -276,7 +287,10 @@ class RecutBatches(LocalBatches):
             yield group + [MISSING] * (replicas - len(group))
 
     def local_specs(self) -> list[Any] | None:
-        """Return the specs; sizes of the batch axis are known where all parts of a replica have the same."""
+        """Return the specs.
+
+        Sizes of the batch axis are known where all parts of a replica have the same.
+        """
         spec = self.node.spec()
         if spec is None:
             return None
@@ -314,7 +328,10 @@ class ConsecutiveBatches(LocalBatches):
                 yield group + [MISSING] * (replicas - len(group))
 
     def local_specs(self) -> list[Any] | None:
-        """Return the specs of the dataset itself; the batch axis is unknown where empty batches may come."""
+        """Return the specs of the dataset.
+
+        The batch axis is unknown where empty batches may come.
+        """
         return _own_specs(self, [self.node] * self.workers.num_local_replicas, self.whole_steps_only)
 
 
@@ -352,7 +369,9 @@ def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_on
 
 
 def longest(counts: Sequence[int]) -> int:
-    """Return the largest of several cardinalities: endless wins over unknown, and unknown over any number.
+    """Return the largest cardinality.
+
+    Endless wins over unknown, and unknown over any number.
 
     >>> longest([3, -2, 5]), longest([3, 5])
     (-2, 5)

@@ -1,4 +1,4 @@
-"""Position: where an iterator stands, as it is saved and restored, and the graphs and seeds that it names."""
+"""Position: the saved state of an iterator, and the graphs and seeds that it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pipeline = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Position:
-    """How much of a pass has been taken, and all that the order of its elements depends on.
+    """The progress of a pass, and all that the order of its elements depends on.
 
     The numbers count from the beginning of the pass: first ``rows``, then ``steps``, then ``elements``. They, the
     seeds and ``replica_counts`` are those of the ranks that began the pass, whoever goes on with it.
@@ -59,13 +59,13 @@ class Position:
         return self.pipelines[number], self.seeds[number]
 
     def progress(self) -> str:
-        """Return how much of which pass has been taken, as a text."""
+        """Return the number of the pass and its progress, as a text."""
         counts = {"row": self.rows, "step": self.steps, "element": self.elements}
         taken = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count or word == "step"]
         return f"pass {self.pass_number + 1}, {' and '.join(taken)} taken"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
+        """Return the position in types that JSON has."""
         lists = {
             "replica_counts": list(self.replica_counts),
             "pipelines": list(self.pipelines),
@@ -75,7 +75,7 @@ class Position:
 
     @staticmethod
     def from_json(content: Any) -> Position:
-        """Return what :meth:`to_json` gave.
+        """Return the position that :meth:`to_json` has written.
 
         Raises:
             TypeError: It is no dict.
@@ -136,7 +136,7 @@ _CHECKS = {
 
 
 def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
-    """Return a text of the graph that is the same for all that give the same rows in the same order.
+    """Return a text that is equal for graphs with equally ordered rows.
 
     Args:
         node: The graph.
@@ -153,12 +153,12 @@ def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
 
 
 def drawn_seeds(node: GraphNode) -> list[Seed]:
-    """Return the seeds of a graph that were not given by the user."""
+    """Return the seeds of a graph that the user has not given."""
     return list(dict.fromkeys(seed for seed in node.seeds() if not seed.given))
 
 
 def seeded_as(first: Sequence[tuple[int, ...]], own: Sequence[Pipeline]) -> list[Pipeline]:
-    """Return pipelines that shuffle as those of another program do, as far as both have shuffles.
+    """Return pipelines with the shuffles of another program, as far as both have shuffles.
 
     >>> seeded_as([(1, 2)], [("a", (7,)), ("b", (8, 9))])
     [('a', (1,)), ('b', (8, 9))]
@@ -173,21 +173,24 @@ def pipelines_of(batches: LocalBatches) -> list[Pipeline]:
 
 
 def pipeline_numbers(batches: LocalBatches) -> range:
-    """Return the numbers of the pipelines of a worker among those of all workers in turn."""
+    """Return the numbers of a worker's pipelines among those of all workers."""
     first = batches.workers.worker_id * len(batches.nodes)
     return range(first, first + len(batches.nodes))
 
 
 def last_batch_size(batches: LocalBatches) -> int | None:
-    """Return the size of the ``batch`` that makes the elements of the first pipeline, None where it is not alone."""
+    """Return the size of the ``batch`` that makes the elements of the first pipeline.
+
+    None where other steps choose among its batches.
+    """
     made = last_batching(batches.nodes[0])
     return None if made is None else made.size
 
 
 def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders: bool = False) -> Position:
-    """Return where the first pass begins.
+    """Return the beginning of the first pass.
 
-    All shuffle as the first pipeline does, which is also what a single process would do.
+    All shuffle as the first pipeline does, and as a single process would.
 
     Args:
         batches: Of the first worker, or of one like it.
@@ -203,7 +206,10 @@ def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders:
 
 
 def going_on(beginning: Position, position: Position) -> Position:
-    """Return the beginning of the passes that follow the one of ``position``, in the layout of ``beginning``."""
+    """Return the beginning of the passes that follow the one of ``position``.
+
+    The layout is that of ``beginning``.
+    """
     if len(position.seeds) == len(beginning.seeds):
         seeds = position.seeds
     else:
@@ -213,7 +219,10 @@ def going_on(beginning: Position, position: Position) -> Position:
 
 
 def seeds_for(batches: LocalBatches, position: Position) -> dict[Seed, tuple[int, ...]]:
-    """Return what stands in for a worker's seeds in the pass of ``position``, or of one that follows it."""
+    """Return the entropy of a worker's seeds in the pass of ``position``.
+
+    The passes that follow it have the same.
+    """
     own = (batches.workers.worker_id,) if position.own_orders else ()
     found = {}
     for node, number in zip(batches.nodes, pipeline_numbers(batches), strict=True):

@@ -1,4 +1,4 @@
-"""Going on in the middle of a pass, on the ranks that began it or on others."""
+"""Resuming a pass, on the ranks that began it or on others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mpidist.input.threads import Readers
 
 
 class ContinuedBatches(LocalBatches):
-    """What is left of a pass, read as the workers that began it would have read it.
+    """The rest of a pass, read as its original workers would have read it.
 
-    Every worker reads what is left for all of them, and uses its part.
+    Every worker reads the rest for all of them, and uses its part.
 
     Args:
         workers: Who shares the rest.
-        previous: What each of the workers that began the pass reads.
+        previous: The batches of each of the workers that began the pass.
         position: Where they stand.
         steps: Number of steps that are left, -1 without end, -2 unknown.
 
@@ -44,7 +44,10 @@ class ContinuedBatches(LocalBatches):
         self.seeds = [seeds_for(batches, position) for batches in previous]
 
     def previous_steps(self, run: Pass, start: int) -> Iterator[list[Any]]:
-        """Yield what all replicas together would have got in each step, without what is missing."""
+        """Yield the elements of all replicas of the original workers in each step.
+
+        Missing ones are left out.
+        """
         runs = [replace(run, seeds=seeds) for seeds in self.seeds]
         first = self.position.steps + start
         steps = [batches.open(own, first) for batches, own in zip(self.previous, runs, strict=True)]
@@ -52,12 +55,12 @@ class ContinuedBatches(LocalBatches):
             yield [part for parts in step for part in parts if part is not MISSING]
 
     def local_specs(self) -> list[Any] | None:
-        """Return nothing: the dataset itself tells."""
+        """Return None: the specs are those of the dataset."""
         return None
 
 
 class RejoinedBatches(ContinuedBatches):
-    """Each step has the rows that it would have had, cut anew (rule A)."""
+    """Steps with the rows that they would have had, cut anew (rule A)."""
 
     def __init__(
         self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
@@ -78,7 +81,7 @@ class RejoinedBatches(ContinuedBatches):
 
 
 class RedealtElements(ContinuedBatches):
-    """The next elements go to all replicas in turn, as they are."""
+    """Steps in which the next elements go to all replicas in turn, uncut."""
 
     def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position) -> None:
         steps = INFINITE if INFINITE in [batches.steps for batches in previous] else UNKNOWN
@@ -104,10 +107,10 @@ class RedealtElements(ContinuedBatches):
 
 @dataclass(frozen=True)
 class Remainder:
-    """What is left of a pass.
+    """The rest of a pass.
 
     Args:
-        batches: What this worker reads.
+        batches: The batches that this worker reads.
         start: How many of its steps have been taken.
         position: Where the pass stands, before any step that is taken from here on.
     """
@@ -117,31 +120,34 @@ class Remainder:
     position: Position
 
     def after(self, steps: int) -> Position:
-        """Return the position after so many more steps."""
+        """Return the position after ``steps`` more steps."""
         per_step = self.batches.elements_per_step
         if per_step is None:
             return replace(self.position, steps=self.position.steps + steps)
         return replace(self.position, elements=self.position.elements + steps * per_step)
 
     def run(self, readers: Readers) -> Pass:
-        """Return the pass that goes on, with ``readers`` for its threads."""
+        """Return the pass that continues, with ``readers`` for its threads."""
         # Those of another layout have seeds of their own.
         continued = isinstance(self.batches, ContinuedBatches)
         seeds = {} if continued else seeds_for(self.batches, self.position)
         return Pass((self.position.pass_number,), seeds, readers)
 
     def previous_pipelines(self) -> tuple[str, ...]:
-        """Return what the workers read that began the pass, if others go on with it: all must see the same."""
+        """Return the pipelines of the original workers, if others continue their pass.
+
+        All workers must see the same.
+        """
         previous = self.batches.previous if isinstance(self.batches, ContinuedBatches) else ()
         return tuple(f"{node}, {node.cardinality} elements" for batches in previous for node in batches.nodes)
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """How a dataset is divided, whoever shares it.
+    """The division of a dataset over any workers.
 
     Args:
-        deal: Returns what a worker of a layout reads.
+        deal: Returns the batches of a worker of a layout.
         assignment: That of the dataset's options.
     """
 
@@ -149,14 +155,14 @@ class Dealing:
     assignment: str | None = None
 
     def remainder(self, position: Position, current: LocalBatches, total: int) -> Remainder:
-        """Return how a pass goes on from ``position``.
+        """Return the rest of a pass from ``position`` on.
 
         In the layout that began it every worker goes on in its own part. In another one, global batches that all
-        workers know are dealt by the numbers of their rows; else each worker reads what is left for all.
+        workers know are dealt by the numbers of their rows; else each worker reads the rest for all.
 
         Args:
             position: Of a pass over the same graph.
-            current: What this worker reads of a whole pass.
+            current: The batches that this worker reads of a whole pass.
             total: Steps of a whole pass.
 
         Raises:
@@ -223,7 +229,7 @@ def _require_same_pipelines(position: Position, batches: LocalBatches) -> None:
 
 
 def _for_batch_size(position: Position, first: LocalBatches) -> Position:
-    """Return the same position, counted in batches of the size that there is now."""
+    """Return the same position, counted in batches of the present size."""
     old, new = position.batch_size, last_batch_size(first)
     if old == new:
         return position

@@ -1,6 +1,6 @@
-"""The first node of a graph: recognising where users have their data, and streams, files and names of files.
+"""The first nodes of graphs: streams, files, names of files, and users' data.
 
-What iterators of the user's yield is copied at once, since they may go on to write into it.
+Elements of the user's iterators are copied at once, since these may go on to write into them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpidist.input.tables import SequenceTable, Table, array_table, is_stored_ar
 
 
 class Stream(GraphNode):
-    """The elements of whatever iterator a function returns; how many there are is not known.
+    """The elements of an iterator that a function returns; their number is not known.
 
     Args:
         make_iterable: Called once a pass.
-        text: What it is.
+        text: The call that made it.
         signature: The nest of ArraySpec that each element has, or None.
         cardinality: Number of elements, -1 without end, -2 unknown.
     """
@@ -54,7 +54,7 @@ class Stream(GraphNode):
         return (conform(element, self.signature) for element in elements)
 
     def spec(self) -> Any:
-        """Return the signature, or that of the first element of a new iterator."""
+        """Return the signature, or the spec of the first element of a new iterator."""
         if self.signature is not None:
             return self.signature
         for element in self._open():
@@ -70,9 +70,9 @@ class Stream(GraphNode):
         except TypeError:  # lists' iterators, zip and the like, of which there are no weak references
             self._opened_last = lambda: elements
         # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
-        return self._what_is_left(elements) if again else elements
+        return self._rest(elements) if again else elements
 
-    def _what_is_left(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _rest(self, elements: Iterator[Any]) -> Iterator[Any]:
         nothing = True
         for element in elements:
             nothing = False
@@ -94,7 +94,7 @@ def _nothing() -> None:
 
 
 def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:
-    """Return a short text for files, at least one, which differs where the files or their order do.
+    """Return a short text that differs where the files or their order do.
 
     Args:
         paths: Of the files.
@@ -140,7 +140,7 @@ class Files(GraphNode):
             yield from map(owned, self._read(path))
 
     def spec(self) -> Any:
-        """Return that of the first element that there is."""
+        """Return the spec of the first element that there is."""
         for path in self.paths:
             for element in self._read(path):
                 return spec_of(element)
@@ -161,7 +161,7 @@ class Files(GraphNode):
 
 
 class FileNames(GraphNode):
-    """Paths of files, as rows: what reads the files comes after it."""
+    """Paths of files, as rows. The steps after it read the files."""
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(())
@@ -184,7 +184,7 @@ class FileNames(GraphNode):
 
 
 def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
-    """Return the source node for ``source``, whatever it is; the rules are those of ``Dataset.from_source``.
+    """Return the source node for any ``source``, by the rules of ``Dataset.from_source``.
 
     Raises:
         TypeError: Nothing that can be read again in each pass.
@@ -239,7 +239,9 @@ def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args
 
 
 def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> GraphNode:
-    """Return the source node for files and what reads one; the rules are those of ``Dataset.from_files``.
+    """Return the source node for files and their reader.
+
+    The rules are those of ``Dataset.from_files``.
 
     Raises:
         TypeError: ``paths`` are no paths, or ``reader`` is no function.
@@ -262,7 +264,7 @@ def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> 
 
 
 def names_node(file_pattern: Any) -> FileNames:
-    """Return the node of the files that match; the rules are those of ``Dataset.list_files``.
+    """Return the node of the files that match. The rules are those of ``Dataset.list_files``.
 
     Raises:
         TypeError: No pattern.
@@ -285,7 +287,7 @@ def names_node(file_pattern: Any) -> FileNames:
 
 
 def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -> Any:
-    """Return the nest of ArraySpec of either form, None where there is neither.
+    """Return the nest of ArraySpec of either form, or None without both.
 
     Raises:
         TypeError: Both forms, half of one, or a signature that holds something else than ArraySpec.
@@ -309,7 +311,10 @@ def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -
 
 
 def _spec_of_types(types: Any, shapes: Any) -> Any:
-    """Return the ArraySpecs of a nest of dtypes, and of one of shapes: only dtypes tell where its leaves are."""
+    """Return the ArraySpecs of a nest of dtypes and one of shapes.
+
+    Only the dtypes tell where the leaves are.
+    """
     if isinstance(types, Mapping):
         return {key: _spec_of_types(kind, shapes[key]) for key, kind in types.items()}
     if isinstance(types, tuple):

@@ -1,7 +1,8 @@
-"""Steps that look at elements: map, filter, enumerate, prefetch; and those that make one dataset of several.
+"""Steps that look at elements, and those that make one dataset of several.
 
-Datasets are put side by side, one after the other, or each element is that of one that is drawn. Where all of several
-are rows of tables, or all batches of such rows, so is the result of ``concatenate`` and ``sample_from_datasets``.
+The first are map, filter, enumerate and prefetch. Datasets are put side by side, one after the other, or each element
+is that of one that is drawn. Where all of several are rows of tables, or all batches of such rows, so is the result of
+``concatenate`` and ``sample_from_datasets``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _END = object()
 
 @dataclass(eq=False, repr=False)
 class Mapped(GraphNode):
-    """A function of each element, ``calls`` of them at once; rows go through it when they are read."""
+    """A function of each element, with ``calls`` calls at once. Rows are mapped when they are read."""
 
     fn: Callable[..., Any]
     calls: int = 1
@@ -54,7 +55,7 @@ class Mapped(GraphNode):
         return owned(call(self.fn, element))
 
     def spec(self) -> Any:
-        """Return that of the function of the first element.
+        """Return the spec of the function's result for the first element.
 
         The first axis is unknown where it has the size of the first batch and batches may differ in size.
         """
@@ -89,7 +90,7 @@ class Filtered(GraphNode):
         self.cardinality = UNKNOWN if self.cardinality else 0
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements for which it is true."""
+        """Yield the elements for which the function is true."""
         return (element for element in self.source.elements(run) if bool(call(self.predicate, element)))
 
 
@@ -116,7 +117,10 @@ class Enumerated(GraphNode):
 
 @dataclass(eq=False, repr=False)
 class Prefetched(PassThrough):
-    """The same elements, read ahead: rows and batches of rows by whatever reads them, and other elements here."""
+    """The same elements, read ahead.
+
+    Rows and batches of rows are read ahead by the step that reads them, other elements here.
+    """
 
     size: int
 
@@ -156,7 +160,7 @@ class Zipped(GraphNode):
         return (self.build(list(parts)) for parts in zip(*streams, strict=False))
 
     def spec(self) -> Any:
-        """Return those of the inputs."""
+        """Return the specs of the inputs."""
         specs = [node.spec() for node in self.inputs]
         return None if any(spec is None for spec in specs) else self.build(specs)
 
@@ -186,7 +190,7 @@ class Combined(GraphNode):
         """Yield the items of all streams."""
 
     def used(self) -> Sequence[GraphNode]:
-        """Return the inputs of which elements come."""
+        """Return the inputs that elements come from."""
         return self.inputs
 
     def items(self, run: Pass) -> Iterator[Any]:
@@ -203,7 +207,10 @@ class Combined(GraphNode):
         return [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
 
     def _checked(self, node: GraphNode, run: Pass, seen: list[Any]) -> Iterator[Any]:
-        """Yield the elements of an input, which is opened with the first; that is compared with those of others."""
+        """Yield the elements of an input, after comparing the first with those of others.
+
+        The input is opened with the first element.
+        """
         elements = node.elements(run)
         for element in elements:
             seen.append(spec_of(element))
@@ -213,14 +220,14 @@ class Combined(GraphNode):
         yield from elements
 
     def spec(self) -> Any:
-        """Return what the elements of all inputs look like."""
+        """Return the common spec of the elements of all inputs."""
         if self.form is Form.ROWS:
             return super().spec()
         specs = (node.spec() for node in self.inputs if node.cardinality)
         return common_spec([spec for spec in specs if spec is not None], self.step)
 
     def row_count(self) -> int:
-        """Return that of all inputs together, where all their elements come."""
+        """Return the number of rows of all inputs together, where all elements come."""
         return self.cardinality if self.cardinality < 0 else _sum([node.row_count() for node in self.used()])
 
 
@@ -256,7 +263,7 @@ class Concatenated(Combined):
 
 @dataclass(eq=False, repr=False)
 class Sampled(Combined):
-    """Each element is the next one of an input that is drawn.
+    """A random choice among inputs, made anew for each element.
 
     Args:
         weights: How likely each input is drawn; 0 for never.
@@ -281,11 +288,11 @@ class Sampled(Combined):
         self.text = f"{self.step}[weights={list(self.weights)}, seed={seed}{stop}{again}]"
 
     def used(self) -> Sequence[GraphNode]:
-        """Return those that may be drawn."""
+        """Return the inputs that may be drawn."""
         return [node for node, weight in zip(self.inputs, self.weights, strict=True) if weight > 0]
 
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the items of all inputs in the order in which they are drawn, rows one by one."""
+        """Yield the items of all inputs in the order drawn, rows one by one."""
         if self.form is not Form.ROWS:
             yield from super().items(run)
             return
@@ -294,7 +301,7 @@ class Sampled(Combined):
             yield np.array(block, np.int64)
 
     def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
-        """Yield an item of a stream that is drawn, until all have ended, or one has."""
+        """Yield the next item of a stream drawn, until all have ended, or one has."""
         generator = self.seed.generator(run)
         going = [number for number, weight in enumerate(self.weights) if weight > 0]
         while going:
@@ -310,6 +317,6 @@ class Sampled(Combined):
             del going[place]
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the inputs, and its own."""
+        """Yield the seeds of the inputs, then its own."""
         yield from super().seeds()
         yield self.seed

@@ -1,4 +1,7 @@
-"""Tables: sources whose rows are read by number, one row or one batch at a time, and only those asked for."""
+"""Tables: sources whose rows are read by number, one or a batch at a time.
+
+Only the rows asked for are read.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,14 @@ class Table(ABC):
         return stack(self.some(index))
 
     def opened(self, readers: Readers | None) -> Table:
-        """Return the same table to be read in one pass, in whose threads functions may be called; None: in none."""
+        """Return the same table for one pass, whose threads may call functions.
+
+        None: there are no threads.
+        """
         return self
 
     def spec(self) -> Any:
-        """Return what a row looks like, None where that cannot be told because there is none."""
+        """Return the spec of a row, or None for a table without rows."""
         return spec_of(self.row(0)) if self.length else None
 
     def cached(self) -> Table:
@@ -56,7 +62,10 @@ class Table(ABC):
         return CachedTable(self, {})
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether a row is known to be one of arrays of several axes, and so most likely no batch."""
+        """Return whether a row is one of arrays of several axes.
+
+        Such a row is most likely no batch.
+        """
         return False
 
 
@@ -82,12 +91,14 @@ class RangeTable(Table):
         return self
 
     def spec(self) -> Any:
-        """Return that of an int64 number."""
+        """Return the spec of an int64 number."""
         return ArraySpec((), np.dtype(np.int64))
 
 
 class ArrayTable(Table):
-    """A nest of arrays with a common first axis; a batch is one slice or one fancy index of each.
+    """A nest of arrays with a common first axis.
+
+    A batch is one slice or one fancy index of each.
 
     Args:
         columns: NumPy arrays (memory-mapped ones too), or arrays in a file as h5py and zarr have them.
@@ -118,7 +129,7 @@ class ArrayTable(Table):
         return self if in_memory else super().cached()
 
     def sample(self) -> int:
-        """Return the CRC-32 of some rows, by which other data of the same shape are most often told."""
+        """Return the CRC-32 of some rows, which tells most other data of that shape."""
         found = 0
         last = self.length - 1
         numbers = sorted({last * i // _SAMPLES for i in range(_SAMPLES + 1)}) if self.length else []
@@ -128,11 +139,11 @@ class ArrayTable(Table):
         return found
 
     def spec(self) -> Any:
-        """Return that of the arrays without their first axis."""
+        """Return the spec of the arrays without their first axis."""
         return map_leaves(lambda leaf: ArraySpec(tuple(leaf.shape[1:]), leaf.dtype), self.columns)
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether all arrays have several axes."""
+        """Return whether all arrays have several axes."""
         return all(len(column.shape) > 1 for column in nest.flatten(self.columns))
 
 
@@ -144,12 +155,12 @@ class ElementTable(ArrayTable):
         self.text = f"from_tensors({', '.join(f'{leaf.shape[1:]} {leaf.dtype}' for leaf in nest.flatten(columns))})"
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the row is cut from an array: it is not, and may be a batch."""
+        """Return False: the row is not cut from an array, and may be a batch."""
         return False
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of an array, so that changing an element in place cannot change the source."""
+    """Return a copy of an array, to protect the source from changes in place."""
     return np.array(value) if getattr(value, "ndim", 0) else value
 
 
@@ -179,13 +190,16 @@ class SequenceTable(Table):
             raise stopped(f"{type(self.source).__name__}[{index}]") from error
 
     def some(self, index: RowIndex) -> list[Any]:
-        """Return copies of the rows, asked for in one call where the source has PyTorch's ``__getitems__``."""
+        """Return copies of the rows.
+
+        They are asked for in one call where the source has PyTorch's ``__getitems__``.
+        """
         get_items = getattr(self.source, "__getitems__", None)
         return super().some(index) if get_items is None else list(map(owned, get_items(list(rows([index])))))
 
 
 class CachedTable(Table):
-    """A table of which every row is read once, when it is asked for first, and then kept in memory.
+    """A table whose rows are kept in memory once they have been read.
 
     Args:
         table: The table.
@@ -212,7 +226,7 @@ class CachedTable(Table):
         return stack(self._own(index))
 
     def _own(self, index: RowIndex) -> list[Any]:
-        """Return the rows that are kept, after those that are missing have been read together."""
+        """Return the kept rows, after reading the missing ones together."""
         numbers = list(rows([index]))
         missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
         if missing:
@@ -224,15 +238,15 @@ class CachedTable(Table):
         return CachedTable(self.table.opened(readers), self.kept)
 
     def spec(self) -> Any:
-        """Return that of the table."""
+        """Return the spec of the table."""
         return self.table.spec()
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the rows of the table are."""
+        """Return whether the rows of the table are cut from arrays."""
         return self.table.is_cut_from_arrays()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Datasets travel to workers, which keep what they read themselves.
+        # Datasets travel to workers, which keep the rows that they read themselves.
         return {**self.__dict__, "kept": {}}
 
 
@@ -249,7 +263,7 @@ def element_table(tensors: Any) -> ElementTable:
 
 
 def array_table(tensors: Any) -> ArrayTable:
-    """Return the table of a nest of arrays: tuples and dicts are structure, a list is one array.
+    """Return the table of a nest of arrays. Tuples and dicts are structure, a list is one array.
 
     Raises:
         ValueError: No arrays, an array without axes, or first axes of different sizes.
@@ -280,7 +294,10 @@ def _as_column(leaf: Any) -> Any:
 
 
 def is_stored_array(value: Any) -> bool:
-    """Whether ``value`` is an array in a file, of h5py or zarr, to be read by slices and not whole."""
+    """Return whether ``value`` is an array in a file, of h5py or zarr.
+
+    Such an array is read by slices and not whole.
+    """
     return isinstance(getattr(value, "dtype", None), np.dtype) and all(
         hasattr(value, name) for name in ("shape", "chunks", "__getitem__")
     )

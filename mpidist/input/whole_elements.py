@@ -1,7 +1,7 @@
-"""Elements of a plain dataset that reach ``run`` of a strategy of several ranks, which then all do the same work.
+"""Elements of a plain dataset that reach ``run`` on several ranks.
 
-Looked at is the first element of a pass, so that no step after it costs anything; and arrays are told by identity, so
-that whoever cuts an element by hand is left alone.
+All ranks then do the same work. Looked at is the first element of a pass, so that no step after it costs anything; and
+arrays are told by identity, so that whoever cuts an element by hand is left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _log = logging.getLogger("mpidist")
 
 
 class Watch:
-    """The first element of the pass over a plain dataset that was begun last, until ``run`` has been called with it.
+    """The first element of the latest pass over a plain dataset.
+
+    It is held until ``run`` has been called with it.
 
     Attributes:
         pending: Whether there is an element that no ``run`` has been compared with.
@@ -36,7 +38,10 @@ class Watch:
         self._arrays: list[weakref.ref[Any]] = []
 
     def over(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
-        """Return ``elements``, a pass over ``node``, with the first one remembered unless there is a shard in it."""
+        """Return ``elements``, a pass over ``node``, and remember the first one.
+
+        A graph with a shard in it is left alone.
+        """
         if self._has_warned or any(isinstance(step, Shard) for step in node.graph()):
             return elements
         return chain(self._first(node, elements), elements)
@@ -49,7 +54,10 @@ class Watch:
             return
 
     def look_at(self, arguments: Any, workers: InputWorkers) -> None:
-        """Let the first of several workers warn, once, if an array of the element is among ``arguments``."""
+        """Warn once if an array of the element is among ``arguments``.
+
+        Only the first of several workers does.
+        """
         self.pending = False
         whole = {id(array) for array in (ref() for ref in self._arrays) if array is not None}
         if self._has_warned or whole.isdisjoint(map(id, nest.flatten(arguments))):
