@@ -5,7 +5,7 @@ Their errors name the alternatives.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver
 
@@ -15,7 +15,7 @@ class _NotOffered(ClusterResolver):
 
     _asks = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"mpidist does not offer {cls.__name__}, which asks {cls._asks} who takes part: here MPI knows. "
             "Expected: the ranks are started by an MPI launcher, and the resolver is MPIClusterResolver(), the "

@@ -138,7 +138,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    def _of_config(self, key: str, given: str | None) -> Any:
+    def _of_config(self, key: str, given: str | None) -> object:
         return self._read()[1].get(key) if given is None else given
 
     def _read(self) -> tuple[ClusterSpec, dict[str, Any]]:
@@ -196,8 +196,8 @@ class _DuplicateKeyError(Exception):
     """
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise _DuplicateKeyError(key)

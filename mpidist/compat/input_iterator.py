@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from mpidist.input.dataset import Dataset
+from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpidist.input.graph import INFINITE
 from mpidist.input.input_options import InputReplicationMode
 from mpidist.input.input_workers import InputContext
@@ -24,11 +25,11 @@ class InputIterator:
         dataset: A dataset as strategies distribute it.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
-        self._iterator: Any = None
+        self._iterator: DistributedIterator | None = None
 
-    def initialize(self) -> list[Any]:
+    def initialize(self) -> list[object]:
         """Begin a new pass, and return an empty list: there are no operations to run.
 
         The first pass begins by itself if this is not called before the first element is taken.
@@ -38,7 +39,7 @@ class InputIterator:
         return []
 
     @property
-    def initializer(self) -> list[Any]:
+    def initializer(self) -> list[object]:
         """The result of :meth:`initialize`; asking for it begins a new pass."""
         return self.initialize()
 
@@ -56,8 +57,7 @@ class InputIterator:
 
     def get_next_as_optional(self) -> Optional:
         """Return the next element, or an Optional without value."""
-        found: Optional = self._begun().get_next_as_optional()
-        return found
+        return self._begun().get_next_as_optional()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -78,14 +78,14 @@ class InputIterator:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._dataset if self._iterator is None else self._iterator}>"
 
-    def _begun(self) -> Any:
+    def _begun(self) -> DistributedIterator:
         if self._iterator is None:
-            self.initialize()
+            self._iterator = iter(self._dataset)
         return self._iterator
 
 
 def dataset_fn_of(
-    input_fn: Callable[[InputContext], Any], replication_mode: InputReplicationMode
+    input_fn: Callable[[InputContext], object], replication_mode: InputReplicationMode
 ) -> Callable[[InputContext], Dataset]:
     """Return a function that makes a Dataset of the result of ``input_fn``.
 

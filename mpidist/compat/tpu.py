@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpidist.strategies.strategy import Strategy
 
@@ -10,7 +10,7 @@ from mpidist.strategies.strategy import Strategy
 class TPUStrategy(Strategy):
     """Not offered: raises NotImplementedError, which names the alternative. There is no support for TPUs."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         """Raise NotImplementedError."""
         raise NotImplementedError(
             "mpidist does not offer TPUStrategy: its replicas compute with NumPy on CPUs or CuPy on GPUs; type "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.compat.v1_strategies import StrategyV1
@@ -12,6 +11,7 @@ from mpidist.core import context, settings
 from mpidist.core.errors import MismatchError
 from mpidist.input import (
     Dataset,
+    DistributedDataset,
     InputContext,
     InputOptions,
     InputWorkers,
@@ -84,16 +84,18 @@ class WorkerExtended(ParameterServerExtended):
             self.input_workers(), first_given=lambda seeds: self._link.agree(key, seeds, "distributing a dataset")
         )
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> DistributedDataset:
         """Distribute this worker's share of a dataset; see ``StrategyExtended``."""
         if isinstance(dataset, Dataset):
             dataset = share_of(dataset, len(self._link.workers), self._worker_id)
         return distribute_dataset(dataset, self._sharing_input(), self.strategy, options)
 
-    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+    def distribute_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
+    ) -> DistributedDataset:
         """Distribute a function's datasets for this worker; see ``StrategyExtended``."""
 
-        def for_this_worker(context: InputContext) -> Any:
+        def for_this_worker(context: InputContext) -> Dataset:
             own = InputContext(len(self._link.workers), self._worker_id, context.num_replicas_in_sync)
             return dataset_fn(own)
 

@@ -49,7 +49,7 @@ class StrategyV1(Strategy):
 
     def make_input_fn_iterator(
         self,
-        input_fn: Callable[[InputContext], Any],
+        input_fn: Callable[[InputContext], object],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
         """Return an iterator over the results of ``input_fn`` on each rank (collective).
@@ -67,7 +67,7 @@ class StrategyV1(Strategy):
         dataset_fn = dataset_fn_of(input_fn, replication_mode)
         return InputIterator(self._extended.distribute_from_function(dataset_fn, None))
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: InputIterator | None = None) -> Any:
+    def experimental_run(self, fn: Callable[..., object], input_iterator: InputIterator | None = None) -> Any:
         """Run ``fn``, as ``run`` does, with the next element of an iterator.
 
         Collective where the iterator's ``get_next`` is: call it on every rank.

@@ -15,25 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
 from mpidist.input.elements import owned, stack
 from mpidist.input.row_indices import RowIndex, as_array
 from mpidist.input.tables import Table
 
 # Its number of rows, and a function that loads it as a table or record batch of pyarrow.
 _Piece = tuple[int, Callable[[], Any]]
-Columns = dict[str, np.ndarray[Any, Any]]
+Columns = dict[str, Array]
 
 _KINDS = ("Table", "RecordBatch", "FileSystemDataset", "InMemoryDataset", "UnionDataset", "ParquetFile")
 # Bytes of pieces, record batches or row groups, that are kept unpacked; at least one piece.
 _KEPT_BYTES = 128 << 20
 
 
-def is_arrow(source: Any) -> bool:
+def is_arrow(source: object) -> bool:
     """Return whether ``source`` is a table or dataset of pyarrow."""
     return type(source).__module__.split(".")[0] == "pyarrow" and type(source).__name__ in _KINDS
 
 
-def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[Any]]:
+def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[object]]:
     """Return the table of an object that ``is_arrow``.
 
     Of an object without row numbers, return a function that yields its rows.
@@ -84,7 +85,7 @@ def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:
     ]
 
 
-def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, object]]:
     """Yield the rows of a dataset from its beginning."""
     for batch in dataset.to_batches(columns=columns):
         arrays = {name: _to_numpy(name, batch.column(name)) for name in columns}
@@ -134,35 +135,35 @@ class ArrowTable(Table):
         back[order] = np.arange(len(order))
         return {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0]}
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index``."""
         return self.some(range(index, index + 1))[0]
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
         columns = self._rows(index)
         return [_row(columns, i) for i in range(len(index))]
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each column. Texts, lists and structs are those of any other source."""
         columns = self._rows(index)
         return {name: _stacked(column) for name, column in columns.items()}
 
 
-def _row(columns: Columns, number: int) -> dict[str, Any]:
+def _row(columns: Columns, number: int) -> dict[str, object]:
     row = {name: column[number] for name, column in columns.items()}
     # Lists are views of pyarrow's memory.
     return {name: owned(value) if columns[name].dtype == object else value for name, value in row.items()}
 
 
-def _stacked(column: np.ndarray[Any, Any]) -> Any:
+def _stacked(column: Array) -> object:
     # An array of fixed-size bytes would lose zeros at their ends.
     if column.dtype != object or any(isinstance(value, bytes) for value in column):
         return column
     return stack(column.tolist())
 
 
-def _to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
+def _to_numpy(name: str, column: Any) -> Array:
     """Return a column of pyarrow as an array, without a copy where possible."""
     import pyarrow as pa
 
@@ -173,7 +174,7 @@ def _to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if hasattr(column, "to_numpy_ndarray"):
-        tensors: np.ndarray[Any, Any] = column.to_numpy_ndarray()
+        tensors: Array = column.to_numpy_ndarray()
         return tensors
     kind = column.type
     fixed = pa.types.is_fixed_size_list(kind)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec
@@ -51,7 +53,7 @@ class Batched(GraphNode):
         drop = ", drop_remainder=True" if self.drop_remainder else ""
         return f"batch({size}{drop})" if self.padding is None else f"padded_batch({size}, {self.padding}{drop})"
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the row numbers of each batch, or the batches."""
         if self.form is Form.BATCHES:
             yield from row_indices.batch(self.source.items(run), self.size, self.drop_remainder)
@@ -62,7 +64,7 @@ class Batched(GraphNode):
             if len(group) == self.size or not self.drop_remainder:
                 yield stacked(group)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the input with the batch axis in front."""
         spec = self.source.spec()
         if spec is not None and self.padding is not None:
@@ -103,13 +105,13 @@ class Padding:
            [ 3, -1]])
     """
 
-    shapes: Any
-    values: Any
+    shapes: object
+    values: object
 
     def __str__(self) -> str:
         return f"padded_shapes={self.shapes!r}, padding_values={self.values!r}"
 
-    def stack(self, elements: Sequence[Any]) -> Any:
+    def stack(self, elements: Sequence[object]) -> object:
         """Return one element whose leaves are those of ``elements``, padded and stacked.
 
         Raises:
@@ -124,18 +126,18 @@ class Padding:
             *(shapes, values, *converted),
         )
 
-    def spec(self, spec: Any) -> Any:
+    def spec(self, spec: object) -> object:
         """Return the spec of a batch of elements of ``spec``. Sizes that are not given are unknown."""
         leaves = map_spec(Hidden, spec)
         shapes, _ = self._for_leaves(leaves)
 
-        def pad(leaf: Hidden, shape: Hidden) -> ArraySpec:
+        def pad(leaf: Hidden[ArraySpec], shape: Hidden[list[int] | None]) -> ArraySpec:
             sizes = shape.value or [-1] * len(leaf.value.shape)
             return ArraySpec(tuple(None if size == -1 else size for size in sizes), leaf.value.dtype)
 
         return nest.map_structure(pad, leaves, shapes)
 
-    def _for_leaves(self, element: Any) -> tuple[Any, Any]:
+    def _for_leaves(self, element: object) -> tuple[object, object]:
         """Return nests of shapes and of values, both in the structure of ``element``.
 
         None stands in the places for which nothing was given.
@@ -148,14 +150,14 @@ class Padding:
         return shapes, nest.map_structure(lambda _: Hidden(self.values), element)
 
 
-def _below(structure: Any, given: Any, name: str) -> Any:
+def _below(structure: Any, given: object, name: str) -> object:
     """Return a nest like ``structure`` whose leaves are the parts of ``given``."""
     if not nest.is_nest(structure):
         return Hidden(given)
     if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
         return {key: _below(child, given[key], name) for key, child in structure.items()}
     if isinstance(structure, tuple) and isinstance(given, (tuple, list)) and len(given) == len(structure):
-        children = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
+        children: list[Any] = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
         return type(structure)(*children) if hasattr(structure, "_fields") else tuple(children)
     raise ValueError(
         f"{name} has {given!r} for elements of {nest.describe(structure)}; expected one for each array, in the same "
@@ -163,7 +165,7 @@ def _below(structure: Any, given: Any, name: str) -> Any:
     )
 
 
-def _checked_shape(shape: Any) -> list[int] | None:
+def _checked_shape(shape: object) -> list[int] | None:
     if shape is None:
         return None
     sizes = [-1 if size is None else size for size in shape] if isinstance(shape, (tuple, list)) else None
@@ -172,7 +174,7 @@ def _checked_shape(shape: Any) -> list[int] | None:
     return [int(size) for size in sizes]
 
 
-def _padded(arrays: list[np.ndarray[Any, Any]], shape: list[int] | None, value: Any) -> np.ndarray[Any, Any]:
+def _padded(arrays: list[Array], shape: list[int] | None, value: object) -> Array:
     dims = {array.ndim for array in arrays}
     if len(dims) > 1 or (shape is not None and dims != {len(shape)}):
         raise ValueError(
@@ -194,7 +196,7 @@ def _padded(arrays: list[np.ndarray[Any, Any]], shape: list[int] | None, value: 
     return padded if longest else np.stack(arrays)
 
 
-def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+def _fill(value: object, dtype: DType) -> object:
     if value is None:
         return np.zeros((), dtype)[()]
     given = np.asarray(value)
@@ -217,19 +219,19 @@ class Unbatched(GraphNode):
         # Nothing is known of the axis that is the first one now.
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the rows of each element."""
         for element in map(as_element, self.source.elements(run)):
             for row in range(_rows_of(element)):
                 yield nest.map_structure(itemgetter(row), element)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the input without its first axis."""
         spec = self.source.spec()
         return None if spec is None else map_spec(_without_rows, spec)
 
 
-def _rows_of(element: Any) -> int:
+def _rows_of(element: object) -> int:
     sizes = {np.shape(leaf)[:1] for leaf in nest.flatten(element)}
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(str(np.shape(leaf)) for leaf in nest.flatten(element))
@@ -264,7 +266,7 @@ class Windows(GraphNode):
     shift: int
     stride: int
     drop_remainder: bool
-    dataset_of: Callable[[GraphNode], Any]
+    dataset_of: Callable[[GraphNode], object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,10 +279,10 @@ class Windows(GraphNode):
         self.batched = False
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the windows. Only the elements that the next windows need are held."""
         elements = self.source.elements(run)
-        held: deque[Any] = deque()
+        held: deque[object] = deque()
         while True:
             held.extend(map(as_element, islice(elements, self.span - len(held))))
             if not held or (self.drop_remainder and len(held) < self.span):
@@ -291,10 +293,10 @@ class Windows(GraphNode):
             for _ in islice(elements, max(0, self.shift - self.span)):
                 pass
 
-    def _window(self, *leaves: Any) -> Any:
+    def _window(self, *leaves: object) -> object:
         return self.dataset_of(TableRows(SequenceTable(list(leaves))))
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the windows."""
         spec = self.source.spec()
         return None if spec is None else map_leaves(DatasetSpec, spec, leaf=ArraySpec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.dtypes import DType, as_dtype
 from mpidist.core.files import open_regular, replacing
 from mpidist.input.elements import as_element, as_numpy, map_leaves, owned
 from mpidist.input.graph import Form, Pass, PassThrough, Seed, array_samples
@@ -36,14 +36,14 @@ class Cached(PassThrough):
     """
 
     # The seeds of all steps before, and the elements that come of them.
-    kept: tuple[list[tuple[int, ...]], list[Any]] | None = field(init=False, default=None)
+    kept: tuple[list[tuple[int, ...]], list[object]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = "cache()"
         self.table = None if self.table is None else self.table.cached()
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of the first pass."""
         if self.form is not Form.ELEMENTS:
             return self.source.items(run.first())
@@ -52,8 +52,8 @@ class Cached(PassThrough):
             return map(owned, self.kept[1])
         return self._keeping(run, seeds)
 
-    def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[Any]:
-        kept: list[Any] = []
+    def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[object]:
+        kept: list[object] = []
         for element in self.source.elements(run.first()):
             kept.append(owned(element))
             if len(kept) == self.cardinality:  # whoever knows that does not ask for one more
@@ -61,7 +61,7 @@ class Cached(PassThrough):
             yield element
         self.kept = (seeds, kept)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers, which keep the elements that they read themselves.
         return {**self.__dict__, "kept": None}
 
@@ -89,7 +89,7 @@ class CachedFile(PassThrough):
         samples = ",".join(map(str, array_samples(self.source)))
         return f"{self.filename}.{sha256(f'{self.source} {samples}'.encode()).hexdigest()[:16]}"
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of the file.
 
         While the file is being written, yield those of the input.
@@ -101,7 +101,7 @@ class CachedFile(PassThrough):
         seeds = {seed: (number,) for number, seed in enumerate(drawn)}
         return self._keeping(path, replace(run.first(), seeds=seeds))
 
-    def _keeping(self, path: str, run: Pass) -> Iterator[Any]:
+    def _keeping(self, path: str, run: Pass) -> Iterator[object]:
         with ExitStack() as whole:
             # Several ranks may do this at once, with the same result.
             writer = ElementWriter(whole.enter_context(replacing(path)))
@@ -119,7 +119,7 @@ class CachedFile(PassThrough):
         return iter(())
 
 
-def storable(element: Any) -> Any:
+def storable(element: object) -> object:
     """Return ``element`` in the form in which a file keeps it.
 
     Numbers and arrays are NumPy's; texts and bytes stay as they are.
@@ -136,7 +136,7 @@ def storable(element: Any) -> Any:
     return map_leaves(_storable_leaf, element)
 
 
-def _check_structure(value: Any) -> None:
+def _check_structure(value: object) -> None:
     if type(value) is tuple:
         for child in value:
             _check_structure(child)
@@ -152,7 +152,7 @@ def _check_structure(value: Any) -> None:
         )
 
 
-def _storable_leaf(leaf: Any) -> Any:
+def _storable_leaf(leaf: object) -> object:
     if isinstance(leaf, (str, bytes)):
         return str(leaf) if isinstance(leaf, str) else bytes(leaf)
     array = np.asarray(as_numpy(leaf))
@@ -161,11 +161,11 @@ def _storable_leaf(leaf: Any) -> Any:
     return array[()]
 
 
-def _name(dtype: np.dtype[Any]) -> str:
+def _name(dtype: DType) -> str:
     return str(dtype.name if dtype.kind == "V" else dtype.str)
 
 
-def _named(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+def _named(dtype: DType) -> DType | None:
     """Return the dtype that a file reads from the name of ``dtype``, or None.
 
     None for Python objects and structures.
@@ -193,9 +193,9 @@ class ElementWriter:
         self.count = 0
         self.is_finished = False
 
-    def add(self, element: Any) -> None:
+    def add(self, element: object) -> None:
         """Write an element."""
-        leaves: list[Any] = []
+        leaves: list[object] = []
         payloads: list[bytes] = []
         structure = _described(element, leaves, payloads)
         head = {"structure": structure, "leaves": leaves}
@@ -219,7 +219,7 @@ class ElementWriter:
         self._held = bytearray()
 
 
-def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
+def _described(value: object, leaves: list[object], payloads: list[bytes]) -> object:
     """Return the structure of ``value`` with its leaves numbered.
 
     The leaves and their bytes are appended to the two lists.
@@ -239,7 +239,7 @@ def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
     return len(leaves) - 1
 
 
-def read_elements(path: str) -> Iterator[Any]:
+def read_elements(path: str) -> Iterator[object]:
     """Yield the elements of a file as new arrays.
 
     Raises:
@@ -265,7 +265,7 @@ def read_elements(path: str) -> Iterator[Any]:
             ) from error
 
 
-def _read(file: BinaryIO, head: Any) -> Any:
+def _read(file: BinaryIO, head: dict[str, Any]) -> object:
     leaves = []
     for kind, shape, size in head["leaves"]:
         payload = file.read(size)
@@ -278,7 +278,7 @@ def _read(file: BinaryIO, head: Any) -> Any:
     return _rebuilt(head["structure"], leaves)
 
 
-def _rebuilt(structure: Any, leaves: list[Any]) -> Any:
+def _rebuilt(structure: Any, leaves: Sequence[object]) -> object:
     if isinstance(structure, int):
         return leaves[structure]
     kind, children = structure

@@ -9,12 +9,11 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mpidist.input import row_indices
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed
+from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
 
 _DRAWN_AHEAD = 1024
 
@@ -48,7 +47,7 @@ class Sliced(Chosen):
         elif chosen.stop is not None and (chosen.stop == 0 or self.cardinality == INFINITE):
             self.cardinality = chosen.stop
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the chosen items."""
         if self.chosen.stop == 0:
             return iter(())
@@ -99,7 +98,7 @@ class ShardHint(Chosen):
         if self.cardinality > 0:  # it depends on the number of workers
             self.cardinality = UNKNOWN
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Raise ValueError: the numbers of the shard are not known."""
         raise ValueError(
             "shard(SHARD_HINT, SHARD_HINT) waits for the number of ranks, which only experimental_distribute_dataset() "
@@ -123,7 +122,7 @@ class Repeated(Chosen):
             each = self.cardinality
             self.cardinality = INFINITE if self.times is None else each if each < 0 else each * self.times
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of each repetition.
 
         Raises:
@@ -167,7 +166,7 @@ class Shuffled(Chosen):
             f"{'' if self.block_size is None else blocks})"
         )
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all items in another order, or draw from a buffer of them."""
         generator, source = self.seed.generator(run), self.source
         if self.form is not Form.ROWS:
@@ -185,7 +184,7 @@ class Shuffled(Chosen):
                 order = row_indices.order_in_windows(len(rows), self.block_size, window, generator)
             yield from map(rows.at, order)
 
-    def _drawn(self, items: Iterator[Any], generator: np.random.Generator) -> Iterator[Any]:
+    def _drawn(self, items: Iterator[T], generator: np.random.Generator) -> Iterator[T]:
         """Yield the items in random order, drawn from a buffer that is filled up again."""
         buffer = list(itertools.islice(items, self.buffer_size))
         for item in items:

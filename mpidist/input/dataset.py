@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from mpidist.input.threads import AUTOTUNE, checked_calls
 
 # How many elements are kept ready where that is left to mpidist: one is used, one is ready, and one is being read.
 _READY = 2
+
+P = TypeVar("P")
 
 
 class Dataset(Generic[E_co]):
@@ -55,13 +57,13 @@ class Dataset(Generic[E_co]):
     def _passes(self) -> Passes:
         return Passes(self._node, self._options)
 
-    def _then(self, node: GraphNode) -> Dataset[Any]:
+    def _then(self, node: GraphNode) -> Dataset:
         return type(self)(node, self._options)
 
     # Sources
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset[Any]:
+    def from_tensor_slices(tensors: object) -> Dataset:
         """Return the dataset of the rows of arrays.
 
         Args:
@@ -78,7 +80,7 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(array_table(tensors)))
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset[Any]:
+    def from_tensors(tensors: object) -> Dataset:
         """Return the dataset of one element, ``tensors`` as they are.
 
         Args:
@@ -90,7 +92,7 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(element_table(tensors)))
 
     @staticmethod
-    def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset[Any]:
+    def from_source(source: object, columns: Sequence[str] | None = None) -> Dataset:
         """Return the dataset of any object that holds data.
 
         Args:
@@ -117,12 +119,12 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def from_generator(
-        generator: Callable[..., Iterable[Any]],
-        output_types: Any = None,
-        output_shapes: Any = None,
-        args: Sequence[Any] | None = None,
-        output_signature: Any = None,
-    ) -> Dataset[Any]:
+        generator: Callable[..., Iterable[object]],
+        output_types: object = None,
+        output_shapes: object = None,
+        args: Sequence[object] | None = None,
+        output_signature: object = None,
+    ) -> Dataset:
         """Return the dataset of the elements that a generator function yields.
 
         Args:
@@ -149,7 +151,7 @@ class Dataset(Generic[E_co]):
         return Dataset(sources.generator_node(generator, signature, () if args is None else tuple(args)))
 
     @staticmethod
-    def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset[Any]:
+    def from_files(paths: Iterable[P], reader: Callable[[P], Iterable[S]]) -> Dataset[S]:
         """Return the dataset of the elements that a function reads from files, in their order.
 
         Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
@@ -176,7 +178,9 @@ class Dataset(Generic[E_co]):
         return Dataset(sources.files_node(paths, reader))
 
     @staticmethod
-    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset[str]:
+    def list_files(
+        file_pattern: sources.Pattern | Iterable[sources.Pattern], shuffle: bool | None = None, seed: int | None = None
+    ) -> Dataset[str]:
         """Return the dataset of the paths of files.
 
         ``map`` or ``interleave`` with a reader come after it.
@@ -219,7 +223,7 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(RangeTable(range(*args))))
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset[Any]:
+    def zip(*datasets: object) -> Dataset:
         """Return the dataset of tuples or dicts of the elements of several datasets.
 
         It ends with the shortest one.
@@ -235,16 +239,16 @@ class Dataset(Generic[E_co]):
         [(0, 5), (1, 6), (2, 7)]
         """
         structure = datasets[0] if len(datasets) == 1 else datasets
-        leaves: list[Any] = []
+        leaves: list[object] = []
 
-        def number(leaf: Any) -> int:
+        def number(leaf: object) -> int:
             leaves.append(leaf)
             return len(leaves) - 1
 
         places = map_leaves(number, structure)
         nodes, options = _together("zip", leaves, "a tuple or dict of datasets, or several datasets")
 
-        def build(parts: list[Any]) -> Any:
+        def build(parts: list[object]) -> object:
             return map_leaves(parts.__getitem__, places)
 
         tables = [node.row_table() for node in nodes if isinstance(node, TableRows)]
@@ -323,7 +327,7 @@ class Dataset(Generic[E_co]):
         if cycle < 1 or operator.index(block_length) < 1:
             raise ValueError(f"cycle_length is {cycle_length} and block_length {block_length}; expected 1 or more")
 
-        def node_of(*element: Any) -> GraphNode:
+        def node_of(*element: object) -> GraphNode:
             made = map_func(*element)
             if not isinstance(made, Dataset):
                 raise TypeError(
@@ -358,7 +362,7 @@ class Dataset(Generic[E_co]):
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
         return self._then(Enumerated((self._node,), operator.index(start)))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset[E_co]:
+    def filter(self, predicate: Callable[..., object]) -> Dataset[E_co]:
         """Return the dataset of the elements for which ``predicate`` is true.
 
         How many there are is not known beforehand, and a rank must read all elements to tell.
@@ -378,7 +382,7 @@ class Dataset(Generic[E_co]):
         drop_remainder: bool = False,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
-    ) -> Dataset[Any]:
+    ) -> Dataset:
         """Return the dataset of consecutive elements stacked along a new first axis.
 
         Args:
@@ -401,10 +405,10 @@ class Dataset(Generic[E_co]):
     def padded_batch(
         self,
         batch_size: int,
-        padded_shapes: Any = None,
-        padding_values: Any = None,
+        padded_shapes: object = None,
+        padding_values: object = None,
         drop_remainder: bool = False,
-    ) -> Dataset[Any]:
+    ) -> Dataset:
         """Return the dataset of consecutive elements, padded to one shape and stacked.
 
         Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
@@ -429,7 +433,7 @@ class Dataset(Generic[E_co]):
         size = _batch_size("padded_batch", batch_size)
         return self._then(Batched((self._node,), size, bool(drop_remainder), Padding(padded_shapes, padding_values)))
 
-    def unbatch(self) -> Dataset[Any]:
+    def unbatch(self) -> Dataset:
         """Return the dataset of the rows of each element; the opposite of ``batch``.
 
         Raises:
@@ -440,9 +444,7 @@ class Dataset(Generic[E_co]):
         """
         return self._then(Unbatched((self._node,)))
 
-    def window(
-        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
-    ) -> Dataset[Any]:
+    def window(self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False) -> Dataset:
         """Return the dataset of windows, each a dataset of ``size`` elements.
 
         Of a structure of arrays a window is the same structure of datasets. ``flat_map`` makes arrays of windows, which
@@ -466,7 +468,7 @@ class Dataset(Generic[E_co]):
             raise ValueError(f"window() got size={size}, shift={shift}, stride={stride}; expected 1 or more for each")
         return self._then(Windows((self._node,), size, step, stride, bool(drop_remainder), type(self)))
 
-    def cache(self, filename: Any = "") -> Dataset[E_co]:
+    def cache(self, filename: sources.FilePath = "") -> Dataset[E_co]:
         """Return the same dataset, whose elements are computed once and kept.
 
         The steps before it run once. The order is that of the first pass for ever; shuffle after it. Rows that are read
@@ -763,7 +765,7 @@ class Dataset(Generic[E_co]):
         """
         return (nest.map_structure(as_numpy, element) for element in iter(self))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise dataset_as_array()
 
     def __bool__(self) -> bool:
@@ -773,21 +775,23 @@ class Dataset(Generic[E_co]):
         return f"<{type(self).__name__} {self._node}>"
 
 
-def graph_and_options(dataset: Dataset[Any]) -> tuple[GraphNode, DatasetOptions]:
+def graph_and_options(dataset: Dataset) -> tuple[GraphNode, DatasetOptions]:
     """Return the graph and the options of a dataset."""
     return dataset._node, dataset._options
 
 
 def _together(
-    method: str, datasets: Sequence[Any], expected: str = "a list of one or more"
+    method: str, datasets: Sequence[object], expected: str = "a list of one or more"
 ) -> tuple[tuple[GraphNode, ...], DatasetOptions]:
     """Return the nodes and the options of datasets that ``method`` combines."""
+    parts: list[tuple[GraphNode, DatasetOptions]] = []
     for dataset in datasets:
         if not isinstance(dataset, Dataset):
             raise TypeError(f"{method}() got {dataset!r} of type {type(dataset).__name__}; expected Dataset objects")
-    if not datasets:
+        parts.append(graph_and_options(dataset))
+    if not parts:
         raise ValueError(f"{method}() got no datasets; expected {expected}")
-    nodes, options = zip(*map(graph_and_options, datasets), strict=True)
+    nodes, options = zip(*parts, strict=True)
     return nodes, common_options(options, method)
 
 
@@ -804,7 +808,7 @@ def _batch_size(method: str, batch_size: int) -> int:
     return size
 
 
-def _require_callable(name: str, value: Any) -> None:
+def _require_callable(name: str, value: object) -> None:
     """Raise TypeError unless ``value``, the argument ``name``, is a function."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a function")

@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, tee
-from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import common_spec, spec_of
@@ -30,7 +30,7 @@ class MappedTable(Table):
     """
 
     def __init__(
-        self, table: Table, fn: Callable[..., Any], calls: int = 1, threads: ThreadPoolExecutor | None = None
+        self, table: Table, fn: Callable[..., object], calls: int = 1, threads: ThreadPoolExecutor | None = None
     ) -> None:
         super().__init__(table.length, f"{table.text}.map")
         self.table = table
@@ -38,19 +38,19 @@ class MappedTable(Table):
         self.calls = calls
         self.threads = threads
 
-    def _call(self, row: Any) -> Any:
+    def _call(self, row: object) -> object:
         return owned(call(self.fn, row))
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return the function's result for row ``index``."""
         return self._call(self.table.row(index))
 
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+    def each(self, numbers: Iterable[int]) -> Iterator[object]:
         """Yield the function's result for each row, in threads a few calls ahead."""
         rows = self.table.each(numbers)
         return map(self._call, rows) if self.threads is None else map_stream(self._call, rows, self.threads, self.calls)
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return the function's result for each row."""
         rows = self.table.some(index)
         if self.threads is None:
@@ -71,27 +71,27 @@ class ZippedTable(Table):
         build: Makes an element of theirs.
     """
 
-    def __init__(self, tables: Sequence[Table], build: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, tables: Sequence[Table], build: Callable[[list[object]], object]) -> None:
         text = ", ".join(table.text for table in tables)
         super().__init__(min(table.length for table in tables), f"zip({text})")
         self.tables = tables
         self.build = build
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index`` of each table."""
         return self.build([table.row(index) for table in self.tables])
 
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+    def each(self, numbers: Iterable[int]) -> Iterator[object]:
         """Yield the rows of all tables together."""
         copies = tee(numbers, len(self.tables))
         parts = zip(*(table.each(copy) for table, copy in zip(self.tables, copies, strict=True)), strict=True)
         return (self.build(list(row)) for row in parts)
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return the rows of all tables together."""
         return [self.build(list(row)) for row in zip(*(table.some(index) for table in self.tables), strict=True)]
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each table."""
         return self.build([table.read(index) for table in self.tables])
 
@@ -103,7 +103,7 @@ class ZippedTable(Table):
         """Return the tables, of which each row is read once."""
         return ZippedTable([table.cached() for table in self.tables], self.build)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the specs of the tables."""
         specs = [table.spec() for table in self.tables]
         return None if any(spec is None for spec in specs) else self.build(specs)
@@ -122,20 +122,20 @@ class JoinedTable(Table):
         self.step = step
         self.starts = [0, *accumulate(table.length for table in tables)][:-1]
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index``."""
         owner = bisect_right(self.starts, index) - 1
         return self.tables[owner].row(index - self.starts[owner])
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return the rows, those of each table asked for together."""
-        found: list[Any] = [None] * len(index)
+        found: list[object] = [None] * len(index)
         for table, places, own in self._divided(index):
             for place, row in zip(places.tolist(), table.some(own), strict=True):
                 found[place] = row
         return found
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows as one batch, those of each table read together."""
         parts = self._divided(index)
         if len(parts) == 1:
@@ -146,14 +146,14 @@ class JoinedTable(Table):
         order = np.argsort(np.concatenate([places for _, places, _ in parts]))
         return nest.map_structure(lambda leaf: leaf[order], join(batches))
 
-    def _divided(self, index: RowIndex) -> list[tuple[Table, np.ndarray[Any, Any], RowIndex]]:
+    def _divided(self, index: RowIndex) -> list[tuple[Table, Array, RowIndex]]:
         """Return the tables that have some of the rows, each with places and row numbers.
 
         The places are those in ``index``, the row numbers those of the table.
         """
         numbers = row_indices.as_array(index)
         owners = np.searchsorted(self.starts, numbers, "right") - 1
-        divided: list[tuple[Table, np.ndarray[Any, Any], RowIndex]] = []
+        divided: list[tuple[Table, Array, RowIndex]] = []
         for owner in np.unique(owners).tolist():
             places, start = np.flatnonzero(owners == owner), self.starts[owner]
             own = numbers[places] - start
@@ -171,7 +171,7 @@ class JoinedTable(Table):
         """Return the tables, of which each row is read once."""
         return JoinedTable([table.cached() for table in self.tables], self.step)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the common spec of the rows of all tables."""
         return common_spec([table.spec() for table in self.tables if table.length], self.step)
 

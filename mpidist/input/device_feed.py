@@ -14,7 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class _Buffer:
 class _Staged(NamedTuple):
     """A batch of one replica with its arrays in page-locked memory."""
 
-    batch: Any
+    batch: object
     indices: list[int]
     arrays: list[Array]
     buffer: _Buffer
@@ -82,7 +82,7 @@ class _Transfer:
         self._free: deque[_Buffer] = deque()
         self._made: list[_Buffer] = []
 
-    def stage(self, batch: Any) -> Any:
+    def stage(self, batch: object) -> object:
         """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
@@ -93,7 +93,7 @@ class _Transfer:
             self._made.append(buffer)
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
-    def send(self, staged: _Staged) -> tuple[Any, Event]:
+    def send(self, staged: _Staged) -> tuple[object, Event]:
         """Start copying a batch, and return it with the event of its arrival.
 
         Runs in the caller's thread.
@@ -126,7 +126,7 @@ class _Transfer:
                 buffer.copied.synchronize()
 
 
-class DeviceFeed(Iterator[list[Any]]):
+class DeviceFeed(Iterator[list[object]]):
     """The steps of a pass with each batch on the device of its replica.
 
     Some steps are copied ahead of use.
@@ -140,7 +140,7 @@ class DeviceFeed(Iterator[list[Any]]):
 
     def __init__(
         self,
-        open_steps: Callable[[], Iterator[list[Any]]],
+        open_steps: Callable[[], Iterator[list[object]]],
         places: Sequence[Place],
         size: int,
         readers: Readers,
@@ -149,12 +149,12 @@ class DeviceFeed(Iterator[list[Any]]):
         self._transfers: list[_Transfer | None] = transfers
         self._size = size
         self._source = readers.open(lambda: (_staged(step, transfers) for step in open_steps()), size)
-        self._on_the_way: deque[list[tuple[Any, Event | None]]] = deque()
+        self._on_the_way: deque[list[tuple[object, Event | None]]] = deque()
         self._end: Exception | None = None
         # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
         self._finalizer = weakref.finalize(self, _drain, [transfer for transfer in transfers if transfer is not None])
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> list[object]:
         if not self._on_the_way:
             self._raise_end()
             self._on_the_way.append(self._sent(next(self._source)))
@@ -183,7 +183,7 @@ class DeviceFeed(Iterator[list[Any]]):
         finally:
             del end  # its traceback holds this frame
 
-    def _sent(self, step: list[Any]) -> list[tuple[Any, Event | None]]:
+    def _sent(self, step: list[object]) -> list[tuple[object, Event | None]]:
         return [
             transfer.send(part) if transfer is not None and isinstance(part, _Staged) else (part, None)
             for transfer, part in zip(self._transfers, step, strict=True)
@@ -195,7 +195,7 @@ class DeviceFeed(Iterator[list[Any]]):
         self._on_the_way.clear()
 
 
-def _staged(step: list[Any], transfers: Sequence[_Transfer | None]) -> list[Any]:
+def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[object]:
     return [
         batch if transfer is None or batch is MISSING else transfer.stage(batch)
         for transfer, batch in zip(transfers, step, strict=True)
@@ -212,7 +212,7 @@ def _can_travel(dtype: DType) -> bool:
     return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
 
 
-def on_place(place: Place, batch: Any) -> Any:
+def on_place(place: Place, batch: object) -> object:
     """Return ``batch`` with its arrays brought to ``place``."""
     return nest.map_structure(
         lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype) else leaf, batch

@@ -166,7 +166,7 @@ def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Datase
     return shared.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else shared
 
 
-def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWorkers) -> Any:
+def distribute_values(value_fn: Callable[[ValueContext], object], workers: InputWorkers) -> Any:
     """Return the results of a function for the local replicas, as PerReplica values.
 
     Nothing is communicated (experimental_distribute_values_from_function).

@@ -154,7 +154,7 @@ class DistributedIterator(Generic[E_co]):
         self._readers = Readers()
         run = remainder.run(self._readers)
 
-        def steps() -> Iterator[list[Any]]:
+        def steps() -> Iterator[list[object]]:
             # Sources are opened where an error reaches all ranks: in the first step.
             yield from batches.open(run, remainder.start)
 
@@ -222,7 +222,7 @@ class DistributedIterator(Generic[E_co]):
         """
         return self._remainder.after(self._taken).to_json()
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, object]) -> None:
         """Continue from a ``state()``; collective: call it on every rank.
 
         The dataset must be made of the same steps over the same data, on any number of ranks and replicas. The pass
@@ -306,7 +306,7 @@ class DistributedIterator(Generic[E_co]):
     def _next_step(self) -> Optional[E_co]:
         workers = self._distribution.workers
         several = workers.num_workers > 1
-        step: list[Any] | None = None
+        step: list[object] | None = None
         if not (several and self._taken == self._steps_left):
             with workers.shared_errors("reading the next batch"):
                 step = next(self._steps, None)
@@ -322,12 +322,12 @@ class DistributedIterator(Generic[E_co]):
         with workers.shared_errors("making up the batches of a step"):
             return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
 
-    def _remember_spec(self, step: list[Any] | None) -> None:
+    def _remember_spec(self, step: list[object] | None) -> None:
         if step is not None and self._distribution.spec is None:
             element = next(part for part in step if part is not MISSING)
             self._distribution.spec = with_rows(spec_of(element), None)
 
-    def _vote(self, step: list[Any] | None) -> bool:
+    def _vote(self, step: list[object] | None) -> bool:
         """Return whether any rank has data.
 
         Learns the spec of its batches from it where need be.
@@ -340,7 +340,7 @@ class DistributedIterator(Generic[E_co]):
             distribution.gather_spec()
         return bool(someone_has_data)
 
-    def _complete(self, step: list[Any]) -> Any:
+    def _complete(self, step: list[object]) -> Any:
         workers = self._distribution.workers
         if any(part is MISSING for part in step):
             empty = empty_batch(self._distribution.spec)

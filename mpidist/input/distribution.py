@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
@@ -62,7 +61,7 @@ class Distribution:
         self.strategy = strategy
         self.steps = batches.steps
         self.beginning = first_position(batches, pipelines_of(batches))
-        self.spec: Any = None
+        self.spec: object = None
         self.passes = 0
         self.places = fetch_places(workers, options)
         self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
@@ -137,7 +136,7 @@ class Distribution:
         if self.spec is None:
             self.spec = next((spec for spec in told if spec is not None), None)
 
-    def element_spec(self) -> Any:
+    def element_spec(self) -> object:
         """Return the nest of PerReplicaSpec of an element.
 
         It is one of ArraySpec where elements come bare.

@@ -32,14 +32,14 @@ class EvenBatches(PassThrough):
         if self.form is Form.ROWS:  # an element is a batch: its rows are counted once it is read
             self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the batches.
 
         Raises:
             ValueError: One that is not the last cannot be shared equally, or one that is no smaller than a whole batch.
         """
         by_number = self.form is Form.BATCHES
-        batches = self.source.items(run) if by_number else self.source.elements(run)
+        batches: Iterator[Any] = self.source.items(run) if by_number else self.source.elements(run)
         made = last_batching(self.source)
         whole = 0 if made is None or made.size % self.replicas else made.size
         for batch in batches:
@@ -50,7 +50,7 @@ class EvenBatches(PassThrough):
             yield batch
 
 
-def with_even_batches(dataset: Dataset[Any], replicas: int) -> Dataset[Any]:
+def with_even_batches(dataset: Dataset, replicas: int) -> Dataset:
     """Return ``dataset`` with batches that replicas can share equally.
 
     Batches whose size is not known beforehand are checked as they come.

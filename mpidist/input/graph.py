@@ -162,7 +162,7 @@ class GraphNode(ABC):
     def items(self, run: Pass) -> Iterator[Any]:
         """Yield the elements of a pass in the form of the node."""
 
-    def elements(self, run: Pass) -> Iterator[Any]:
+    def elements(self, run: Pass) -> Iterator[object]:
         """Yield the elements of a pass."""
         if self.form is Form.ELEMENTS:
             return self.items(run)
@@ -176,7 +176,7 @@ class GraphNode(ABC):
         assert self.table is not None
         return self.table
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the nest of ArraySpec of an element, or None without an element.
 
         May read an element.
@@ -245,7 +245,7 @@ class TableRows(GraphNode):
         super().__init__(())
         self.form, self.table, self.cardinality, self.text = Form.ROWS, table, table.length, table.text
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all row numbers."""
         return iter((range(self.cardinality),))
 

@@ -77,7 +77,7 @@ class InputWorkers(WorkerLayout):
     communicator: Communicator | None
     wrap: bool
     devices: tuple[str, ...] = ()
-    first_given: Callable[[Any], Any] | None = None
+    first_given: Callable[[object], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

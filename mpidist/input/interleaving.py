@@ -10,13 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from mpidist.input.elements import call
 from mpidist.input.graph import UNKNOWN, GraphNode, Pass, Seed
 from mpidist.input.threads import ending, taken_ahead
 
-Opener = Callable[[], Iterator[Any]]
+Opener = Callable[[], Iterator[object]]
 
 
 @dataclass(eq=False, repr=False)
@@ -49,7 +48,7 @@ class Interleaved(GraphNode):
         self.batched = False
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of the datasets in turn."""
         if self.calls == 1 or run.readers is None:
             return self._in_turn(run)
@@ -60,9 +59,9 @@ class Interleaved(GraphNode):
         )
         return interleave_in_threads(openers, self.cycle_length, self.block_length, threads, self.calls)
 
-    def _in_turn(self, run: Pass) -> Iterator[Any]:
+    def _in_turn(self, run: Pass) -> Iterator[object]:
         inputs = enumerate(self.source.elements(run))
-        cycle: list[Iterator[Any] | None] = [None] * self.cycle_length
+        cycle: list[Iterator[object] | None] = [None] * self.cycle_length
         more, empty_places = True, 0
         place = 0
         while more or empty_places < self.cycle_length:
@@ -82,7 +81,7 @@ class Interleaved(GraphNode):
                     cycle[place] = None
             place = (place + 1) % self.cycle_length
 
-    def _open(self, element: Any, run: Pass) -> Iterator[Any]:
+    def _open(self, element: object, run: Pass) -> Iterator[object]:
         node: GraphNode = call(self.node_fn, element)
         own = (*self.seed.entropy(run), *run.key[-1:])
         seeds = {seed: (*own, number) for number, seed in enumerate(node.seeds()) if not seed.given}
@@ -94,7 +93,7 @@ class Interleaved(GraphNode):
             self._first = next((call(self.node_fn, element) for element in self.source.elements(Pass())), None)
         return self._first
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the first dataset that has an element."""
         for element in self.source.elements(Pass()):
             spec = call(self.node_fn, element).spec()
@@ -113,17 +112,17 @@ class _Reading:
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
         self._opener: Opener | None = opener
-        self._elements: Iterator[Any] = iter(())
+        self._elements: Iterator[object] = iter(())
         self._size = size
         self._threads = threads
         self.go_on()
 
     def go_on(self) -> None:
         """Let a thread read the next block."""
-        self._values: list[Any] = []
+        self._values: list[object] = []
         self._block: Future[None] = self._threads.submit(self._read)
 
-    def take(self) -> tuple[list[Any], Exception | None]:
+    def take(self) -> tuple[list[object], Exception | None]:
         """Return the block, and the error that came after it.
 
         The error is not held here, as its traceback holds this object.
@@ -143,7 +142,7 @@ class _Reading:
 
 def interleave_in_threads(
     openers: Iterable[Opener], cycle_length: int, block_length: int, threads: ThreadPoolExecutor, ahead: int
-) -> Iterator[Any]:
+) -> Iterator[object]:
     """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn.
 
     See ``Interleaved``. Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead``

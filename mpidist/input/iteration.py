@@ -181,7 +181,7 @@ class DatasetIterator(Generic[E_co]):
         """
         return self._position().to_json()
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, object]) -> None:
         """Continue from a ``state()``, as ``restore`` of a distributed iterator does.
 
         Args:
@@ -220,7 +220,7 @@ class DatasetIterator(Generic[E_co]):
         return self._remainder.after(self._taken)
 
 
-def spec_of_elements(node: GraphNode) -> Any:
+def spec_of_elements(node: GraphNode) -> object:
     """Return the nest of ArraySpec of an element of a dataset.
 
     Raises:
@@ -246,7 +246,7 @@ def pass_failed(method: str, failure: str) -> RuntimeError:
     )
 
 
-def reduce_elements(dataset: Any, state: S, reduce_func: Callable[[S, Any], S]) -> S:
+def reduce_elements(dataset: Any, state: S, reduce_func: Callable[..., S]) -> S:
     """Return the final ``state = reduce_func(state, element)`` over a pass of ``dataset``.
 
     Args:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import cycle, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Generic
 
 from mpidist.input import dealing, row_indices
 from mpidist.input.batching import last_batching
-from mpidist.input.element_spec import map_spec, with_rows
+from mpidist.input.element_spec import ArraySpec, map_spec, with_rows
 from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass
+from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, T
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
@@ -59,14 +60,14 @@ class LocalBatches(ABC):
         self.steps = steps
 
     @abstractmethod
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the steps of a pass after the first ``start``.
 
         Data of skipped steps is read only where that cannot be avoided.
         """
 
     @abstractmethod
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the element spec for each local replica, or None without an element.
 
         May read an element.
@@ -90,9 +91,9 @@ class DealtBatches(LocalBatches):
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
-        self._empty: Any = None
+        self._empty: object = None
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
         node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
@@ -108,21 +109,21 @@ class DealtBatches(LocalBatches):
         workers = self.workers
         return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
-    def _cut_parts(self, batch: Any) -> list[Any]:
+    def _cut_parts(self, batch: object) -> list[object]:
         return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
 
-    def _read_parts(self, table: Table, index: RowIndex) -> list[Any]:
+    def _read_parts(self, table: Table, index: RowIndex) -> list[object]:
         return [
             table.read(index[start:stop]) if start < stop else self._empty_part(table, index)
             for start, stop in self._local_rows(len(index))
         ]
 
-    def _empty_part(self, table: Table, index: RowIndex) -> Any:
+    def _empty_part(self, table: Table, index: RowIndex) -> object:
         if self._empty is None:
             self._empty = cut(table.read(index[:1]), 0, 0)
         return self._empty
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the specs.
 
         Sizes of the batch axis are known where every global batch has the same.
@@ -134,11 +135,11 @@ class DealtBatches(LocalBatches):
         if self.workers.num_workers > 1 or self.node.dynamic:
             return [with_rows(spec, None)] * count
 
-        def part(leaf: Any, replica: int) -> Any:
-            start, stop = self._local_rows(leaf.shape[0])[replica]
+        def part(replica: int, leaf: ArraySpec) -> object:
+            start, stop = self._local_rows(leaf.shape[0] or 0)[replica]
             return with_rows(leaf, stop - start)
 
-        return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
+        return [map_spec(partial(part, replica), spec) for replica in range(count)]
 
 
 def check_batched(node: GraphNode) -> None:
@@ -150,30 +151,29 @@ def check_batched(node: GraphNode) -> None:
         map_spec(_require_rows, spec)
 
 
-def _require_rows(leaf: Any) -> None:
+def _require_rows(leaf: ArraySpec) -> None:
     if not leaf.shape:
         require_array(leaf.dtype)
         raise unbatched(f"single values of {leaf.dtype}")
 
 
-class _Pieces(NamedTuple):
+@dataclass(frozen=True)
+class _Pieces(Generic[T]):
     """The operations on batches for cutting: open, length, part and join."""
 
-    batches: Callable[[GraphNode, Pass], Iterator[Any]]
-    length: Callable[[Any], int]
-    part: Callable[[Any, int, int], Any]
-    join: Callable[[Sequence[Any]], Any]
+    batches: Callable[[GraphNode, Pass], Iterator[T]]
+    length: Callable[[T], int]
+    part: Callable[[T, int, int], T]
+    join: Callable[[Sequence[T]], T]
 
 
-_ROW_NUMBERS = _Pieces(
+_ROW_NUMBERS = _Pieces[RowIndex](
     lambda node, run: node.items(run), len, lambda index, start, stop: index[start:stop], row_indices.concatenate
 )
-_ARRAYS = _Pieces(lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
+_ARRAYS = _Pieces[object](lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
 
 
-def _recut(
-    batches: Iterator[Any], sizes: Sequence[int], pieces: _Pieces, rows_before: int, first: int
-) -> Iterator[Any]:
+def _recut(batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_before: int, first: int) -> Iterator[T]:
     """Yield the rows of all batches in parts of the given sizes, which repeat.
 
     The last part may be smaller. A part of size 0 is one without rows; none comes after the last row.
@@ -185,7 +185,8 @@ def _recut(
         rows_before: So many rows are left out.
         first: The place in ``sizes`` of the first part after them.
     """
-    batch, start, length = None, 0, 0
+    batch: T | None = None
+    start = length = 0
     while rows_before > length - start:
         rows_before -= length - start
         batch = next(batches, None)
@@ -194,7 +195,7 @@ def _recut(
         start, length = 0, pieces.length(batch)
     start += rows_before
     for size in islice(cycle(sizes), first, None):
-        parts: list[Any] = []
+        parts: list[T] = []
         missing = size
         while missing or not parts:
             while start == length:
@@ -241,9 +242,9 @@ class RecutBatches(LocalBatches):
         super().__init__(workers, (given,), rows)
         self.node = node
         self.division = division
-        self._empty: Any = None
+        self._empty: object = None
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive parts of a pass."""
         node, first = self.node, start * self.workers.num_local_replicas
         if node.form is not Form.BATCHES:
@@ -254,7 +255,7 @@ class RecutBatches(LocalBatches):
             node.read_ahead,
         )
 
-    def _parts(self, run: Pass, pieces: _Pieces, first: int) -> Iterator[Any]:
+    def _parts(self, run: Pass, pieces: _Pieces[T], first: int) -> Iterator[T]:
         """Yield the parts of a pass from number ``first`` on."""
         node = self.node
         if self.sizes is None:
@@ -274,19 +275,19 @@ class RecutBatches(LocalBatches):
             node, rows = skip_elements(node, rows // made.size), rows % made.size
         return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
 
-    def _read(self, table: Table, index: RowIndex) -> Any:
+    def _read(self, table: Table, index: RowIndex) -> object:
         """Return the rows of a part, which may have none. Only the rows in use are read."""
         batch = table.read(index) if len(index) else self._empty
         if self._empty is None:
             self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
         return self._empty if batch is None else batch
 
-    def _groups(self, parts: Iterator[Any]) -> Iterator[list[Any]]:
+    def _groups(self, parts: Iterator[object]) -> Iterator[list[object]]:
         replicas = self.workers.num_local_replicas
         while group := list(islice(parts, replicas)):
             yield group + [MISSING] * (replicas - len(group))
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the specs.
 
         Sizes of the batch axis are known where all parts of a replica have the same.
@@ -317,7 +318,7 @@ class ConsecutiveBatches(LocalBatches):
         super().__init__(workers, (node,), steps)
         self.node = node
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive batches of a pass."""
         replicas = self.workers.num_local_replicas
         elements = skip_elements(self.node, start * replicas).elements(run)
@@ -327,7 +328,7 @@ class ConsecutiveBatches(LocalBatches):
             elif not self.whole_steps_only:
                 yield group + [MISSING] * (replicas - len(group))
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the specs of the dataset.
 
         The batch axis is unknown where empty batches may come.
@@ -347,19 +348,19 @@ class ReplicaPipelines(LocalBatches):
         shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
         super().__init__(workers, nodes, shortest if self.whole_steps_only else longest(counts))
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the next batch of each pipeline of a pass."""
         streams = [map(as_element, skip_elements(node, start).elements(run)) for node in self.nodes]
         if self.whole_steps_only:
             return (list(step) for step in zip(*streams, strict=False))
         return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the specs of each pipeline."""
         return _own_specs(self, self.nodes, self.whole_steps_only)
 
 
-def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[Any] | None:
+def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[object] | None:
     specs = [node.spec() for node in nodes]
     if any(spec is None for spec in specs):
         return None

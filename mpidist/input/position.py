@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from mpidist.input.batching import Batched, last_batching
 from mpidist.input.graph import GraphNode, Seed, described
@@ -64,7 +63,7 @@ class Position:
         taken = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count or word == "step"]
         return f"pass {self.pass_number + 1}, {' and '.join(taken)} taken"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the position in types that JSON has."""
         lists = {
             "replica_counts": list(self.replica_counts),
@@ -74,7 +73,7 @@ class Position:
         return {"format": FORMAT, "version": VERSION, **asdict(self), **lists}
 
     @staticmethod
-    def from_json(content: Any) -> Position:
+    def from_json(content: object) -> Position:
         """Return the position that :meth:`to_json` has written.
 
         Raises:
@@ -113,7 +112,7 @@ def _is_positive(value: object) -> bool:
     return _is_count(value) and value != 0
 
 
-def _is_list(value: object, is_right: Any) -> bool:
+def _is_list(value: object, is_right: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_right, value))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
-from typing import Any
 
 from mpidist.core.seed import undisturbed
 from mpidist.input import dealing
@@ -43,7 +42,7 @@ class ContinuedBatches(LocalBatches):
         self.position = position
         self.seeds = [seeds_for(batches, position) for batches in previous]
 
-    def previous_steps(self, run: Pass, start: int) -> Iterator[list[Any]]:
+    def previous_steps(self, run: Pass, start: int) -> Iterator[list[object]]:
         """Yield the elements of all replicas of the original workers in each step.
 
         Missing ones are left out.
@@ -54,7 +53,7 @@ class ContinuedBatches(LocalBatches):
         for step in zip_longest(*steps, fillvalue=()):
             yield [part for parts in step for part in parts if part is not MISSING]
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return None: the specs are those of the dataset."""
         return None
 
@@ -70,7 +69,7 @@ class RejoinedBatches(ContinuedBatches):
         self.assignment = assignment
         self.is_beyond_end = 0 <= steps < taken
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of the rows of each step."""
         layout = self.workers
         for parts in self.previous_steps(run, start):
@@ -92,7 +91,7 @@ class RedealtElements(ContinuedBatches):
         )
         self.elements_per_step = workers.num_replicas_in_sync
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the elements of the local replicas."""
         count, ids = self.workers.num_replicas_in_sync, self.workers.local_replica_ids
         taken = self.position.elements + start * count

@@ -15,11 +15,12 @@ via integer arithmetic without primes, 1996).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Numbers = NDArray[np.int64]
 RowIndex: TypeAlias = "range | Numbers"
 
 # Above it the array of an order would take more memory than the rows of a few batches: 32 MiB.
@@ -163,9 +164,9 @@ class Bijection:
             outside = outside[walked >= self._count]
         return numbers.astype(np.int64)
 
-    def _once(self, numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        changed: np.ndarray[Any, np.dtype[np.uint64]] = numbers & self._low_mask
-        other: np.ndarray[Any, np.dtype[np.uint64]] = numbers >> self._low_bits
+    def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        changed: NDArray[np.uint64] = numbers & self._low_mask
+        other: NDArray[np.uint64] = numbers >> self._low_bits
         mixed = np.empty_like(numbers)
         for number, (factor, term) in enumerate(self._keys):
             np.multiply(other, factor, out=mixed)

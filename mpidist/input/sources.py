@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -20,6 +20,9 @@ from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
 from mpidist.input.elements import map_leaves, owned
 from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
 from mpidist.input.tables import SequenceTable, Table, array_table, is_stored_array
+
+Pattern: TypeAlias = "str | os.PathLike[str]"
+FilePath: TypeAlias = "Pattern | bytes"
 
 
 class Stream(GraphNode):
@@ -34,9 +37,9 @@ class Stream(GraphNode):
 
     def __init__(
         self,
-        make_iterable: Callable[[], Iterable[Any]],
+        make_iterable: Callable[[], Iterable[object]],
         text: str,
-        signature: Any,
+        signature: object,
         cardinality: int = UNKNOWN,
     ) -> None:
         super().__init__(())
@@ -44,16 +47,16 @@ class Stream(GraphNode):
         self.make_iterable = make_iterable
         self.signature = signature
         self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
-        self._opened_last: Callable[[], Any] = _nothing
+        self._opened_last: Callable[[], object] = _nothing
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of a new iterator."""
         elements = self._open()
         if self.signature is None:
             return map(owned, elements)
         return (conform(element, self.signature) for element in elements)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the signature, or the spec of the first element of a new iterator."""
         if self.signature is not None:
             return self.signature
@@ -61,7 +64,7 @@ class Stream(GraphNode):
             return spec_of(element)
         return None
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[object]:
         elements = iter(self.make_iterable())
         again = elements is self._opened_last()
         try:
@@ -72,7 +75,7 @@ class Stream(GraphNode):
         # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
         return self._rest(elements) if again else elements
 
-    def _rest(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _rest(self, elements: Iterator[object]) -> Iterator[object]:
         nothing = True
         for element in elements:
             nothing = False
@@ -84,7 +87,7 @@ class Stream(GraphNode):
                 "where read is the generator function, not called, or from_generator(lambda: read(path))"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers; iterators cannot.
         return {**self.__dict__, "_opened_last": _nothing}
 
@@ -93,7 +96,7 @@ def _nothing() -> None:
     """Stand for the iterator before the first one."""
 
 
-def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:
+def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
     """Return a short text that differs where the files or their order do.
 
     Args:
@@ -117,7 +120,7 @@ class Files(GraphNode):
         reader: Returns the elements of the file at a path.
     """
 
-    def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Iterable[Any]]) -> None:
+    def __init__(self, paths: Sequence[FilePath], reader: Callable[..., Iterable[object]]) -> None:
         name = getattr(reader, "__name__", type(reader).__name__)
         super().__init__(())
         self.text = f"from_files({files_text(paths)}, {name})"
@@ -134,12 +137,12 @@ class Files(GraphNode):
         """Yield the paths."""
         return map(os.fsdecode, self.paths)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of each file."""
         for path in self.paths:
             yield from map(owned, self._read(path))
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the first element that there is."""
         for path in self.paths:
             for element in self._read(path):
@@ -150,8 +153,8 @@ class Files(GraphNode):
         """Return the node that reads every ``num_parts``-th file, beginning with file ``index``."""
         return Files(self.paths[index::num_parts], self.reader)
 
-    def _read(self, path: Any) -> Iterator[Any]:
-        elements = self.reader(path)
+    def _read(self, path: FilePath) -> Iterator[object]:
+        elements: object = self.reader(path)
         if not isinstance(elements, Iterable):
             raise TypeError(
                 f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements of "
@@ -174,7 +177,7 @@ class FileNames(GraphNode):
         """The call without the folder."""
         return f"list_files({files_text(self.paths, without_folder=True)})"
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all row numbers."""
         return iter((range(len(self.paths)),))
 
@@ -223,7 +226,9 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
     )
 
 
-def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args: tuple[Any, ...]) -> GraphNode:
+def generator_node(
+    generator: Callable[..., Iterable[object]], signature: object, args: tuple[object, ...]
+) -> GraphNode:
     """Return the source node for a function that returns an iterable.
 
     Raises:
@@ -238,7 +243,7 @@ def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args
     return Stream(partial(generator, *args), f"from_generator({name})", signature)
 
 
-def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> GraphNode:
+def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphNode:
     """Return the source node for files and their reader.
 
     The rules are those of ``Dataset.from_files``.
@@ -254,10 +259,11 @@ def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> 
             f"reader is {reader!r} of type {type(reader).__name__}; expected a function that takes a path and returns "
             "the elements of that file"
         )
-    known = list(paths)
-    for path in known:
+    known: list[FilePath] = []
+    for path in paths:
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise TypeError(f"paths has {path!r} of type {type(path).__name__} in it; expected str or os.PathLike")
+        known.append(path)
     if not known:
         raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
     return Files(known, reader)
@@ -271,22 +277,22 @@ def names_node(file_pattern: Any) -> FileNames:
         ValueError: Nothing matches.
     """
     several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike))
-    patterns = list(file_pattern) if several else [file_pattern]
-    for pattern in patterns:
+    found: set[str] = set()
+    for pattern in file_pattern if several else [file_pattern]:
         if not isinstance(pattern, (str, os.PathLike)):
             raise TypeError(
                 f"file_pattern has {pattern!r} of type {type(pattern).__name__} in it; expected a pattern such as "
                 "'data/part-*.npy', or a list of patterns"
             )
-    paths = sorted({path for pattern in patterns for path in glob.glob(os.fspath(pattern), recursive=True)})
-    if not paths:
+        found.update(glob.glob(os.fspath(pattern), recursive=True))
+    if not found:
         raise ValueError(
             f"list_files() found no file that matches {file_pattern!r}, seen from {os.getcwd()}; expected at least one"
         )
-    return FileNames(paths)
+    return FileNames(sorted(found))
 
 
-def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -> Any:
+def signature_of(output_types: object, output_shapes: object, output_signature: object) -> object:
     """Return the nest of ArraySpec of either form, or None without both.
 
     Raises:
@@ -310,7 +316,7 @@ def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -
         ) from error
 
 
-def _spec_of_types(types: Any, shapes: Any) -> Any:
+def _spec_of_types(types: Any, shapes: Any) -> object:
     """Return the ArraySpecs of a nest of dtypes and one of shapes.
 
     Only the dtypes tell where the leaves are.
@@ -322,7 +328,7 @@ def _spec_of_types(types: Any, shapes: Any) -> Any:
     return ArraySpec(tuple(shapes), np.dtype(types))
 
 
-def _signature_leaf(leaf: Any) -> ArraySpec:
+def _signature_leaf(leaf: object) -> ArraySpec:
     if not isinstance(leaf, ArraySpec):
         raise TypeError(f"output_signature holds {leaf!r}; expected ArraySpec(shape, dtype) for each array")
     return ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any, ClassVar
 
@@ -20,19 +21,19 @@ from mpidist.input import row_indices
 from mpidist.input.derived_tables import JoinedTable, MappedTable
 from mpidist.input.element_spec import ArraySpec, common_spec, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed
+from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.threads import map_stream
 
 _DRAWN_AHEAD = 1024
-_END = object()
+_END: Any = object()
 
 
 @dataclass(eq=False, repr=False)
 class Mapped(GraphNode):
     """A function of each element, with ``calls`` calls at once. Rows are mapped when they are read."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     calls: int = 1
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class Mapped(GraphNode):
             self.form, self.read_ahead = Form.ROWS, self.source.read_ahead
             self.table = MappedTable(self.source.row_table(), self.fn, self.calls)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the row numbers of the input, or the function of each element."""
         if self.form is Form.ROWS:
             return self.source.items(run)
@@ -51,10 +52,10 @@ class Mapped(GraphNode):
             return map(self._call, elements)
         return map_stream(self._call, elements, run.readers.workers(self.calls), self.calls)
 
-    def _call(self, element: Any) -> Any:
+    def _call(self, element: object) -> object:
         return owned(call(self.fn, element))
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the function's result for the first element.
 
         The first axis is unknown where it has the size of the first batch and batches may differ in size.
@@ -66,11 +67,11 @@ class Mapped(GraphNode):
             if not self.source.batched or not self.dynamic:
                 return spec
             sizes = {leaf.shape[0] for leaf in flatten_spec(spec_of(element)) if leaf.shape}
-            return map_spec(lambda leaf, sizes=sizes: _forget(leaf, sizes), spec)
+            return map_spec(partial(_forget, sizes), spec)
         return None
 
 
-def _forget(leaf: ArraySpec, sizes: set[int | None]) -> ArraySpec:
+def _forget(sizes: set[int | None], leaf: ArraySpec) -> ArraySpec:
     if leaf.shape and leaf.shape[0] in sizes:
         return ArraySpec((None, *leaf.shape[1:]), leaf.dtype)
     return leaf
@@ -82,14 +83,14 @@ class Filtered(GraphNode):
 
     keeps_batches = True
 
-    predicate: Callable[..., Any]
+    predicate: Callable[..., object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = "filter"
         self.cardinality = UNKNOWN if self.cardinality else 0
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements for which the function is true."""
         return (element for element in self.source.elements(run) if bool(call(self.predicate, element)))
 
@@ -105,11 +106,11 @@ class Enumerated(GraphNode):
         self.text = f"enumerate({self.start})" if self.start else "enumerate()"
         self.batched = False
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield numbers and elements."""
         return zip(map(np.int64, count(self.start)), self.source.elements(run), strict=False)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the specs of both."""
         spec = self.source.spec()
         return None if spec is None else (ArraySpec((), np.dtype(np.int64)), spec)
@@ -129,7 +130,7 @@ class Prefetched(PassThrough):
         self.text = f"prefetch({self.size})"
         self.read_ahead += self.size
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of the input."""
         if self.form is not Form.ELEMENTS:
             return self.source.items(run)
@@ -146,7 +147,7 @@ class Zipped(GraphNode):
 
     keeps_batches = True
 
-    build: Callable[[list[Any]], Any]
+    build: Callable[[list[object]], object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,12 +155,12 @@ class Zipped(GraphNode):
         finite = [node.cardinality for node in self.inputs if node.cardinality != INFINITE]
         self.cardinality = min(finite, default=INFINITE)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of all inputs together."""
         streams = (node.elements(run) for node in self.inputs)
         return (self.build(list(parts)) for parts in zip(*streams, strict=False))
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the specs of the inputs."""
         specs = [node.spec() for node in self.inputs]
         return None if any(spec is None for spec in specs) else self.build(specs)
@@ -186,27 +187,27 @@ class Combined(GraphNode):
             self.read_ahead = max(node.read_ahead for node in self.inputs)
 
     @abstractmethod
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the items of all streams."""
 
     def used(self) -> Sequence[GraphNode]:
         """Return the inputs that elements come from."""
         return self.inputs
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of all inputs in their order."""
         return self.order(self.streams(run), run)
 
-    def streams(self, run: Pass) -> list[Iterator[Any]]:
+    def streams(self, run: Pass) -> Sequence[Iterator[Any]]:
         """Return the items of each input; row numbers are those of the joined table."""
         runs = [run.repetition(number) for number in range(len(self.inputs))]
         if isinstance(self.table, JoinedTable):
             starts = self.table.starts
             return [_shifted(node.items(own), at) for node, own, at in zip(self.inputs, runs, starts, strict=True)]
-        seen: list[Any] = []
+        seen: list[object] = []
         return [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
 
-    def _checked(self, node: GraphNode, run: Pass, seen: list[Any]) -> Iterator[Any]:
+    def _checked(self, node: GraphNode, run: Pass, seen: list[object]) -> Iterator[object]:
         """Yield the elements of an input, after comparing the first with those of others.
 
         The input is opened with the first element.
@@ -219,7 +220,7 @@ class Combined(GraphNode):
             break
         yield from elements
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the common spec of the elements of all inputs."""
         if self.form is Form.ROWS:
             return super().spec()
@@ -256,7 +257,7 @@ class Concatenated(Combined):
         self.text = self.step
         self.cardinality = _sum([node.cardinality for node in self.inputs])
 
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the items of each stream in turn."""
         return chain.from_iterable(streams)
 
@@ -291,7 +292,7 @@ class Sampled(Combined):
         """Return the inputs that may be drawn."""
         return [node for node, weight in zip(self.inputs, self.weights, strict=True) if weight > 0]
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of all inputs in the order drawn, rows one by one."""
         if self.form is not Form.ROWS:
             yield from super().items(run)
@@ -300,7 +301,7 @@ class Sampled(Combined):
         while block := list(islice(drawn, _DRAWN_AHEAD)):
             yield np.array(block, np.int64)
 
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the next item of a stream drawn, until all have ended, or one has."""
         generator = self.seed.generator(run)
         going = [number for number, weight in enumerate(self.weights) if weight > 0]

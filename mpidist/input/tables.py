@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 from mpidist.input.element_spec import ArraySpec, spec_of
 from mpidist.input.elements import as_element, list_to_array, map_leaves, owned, stack, stopped
@@ -31,18 +34,18 @@ class Table(ABC):
         self.text = text
 
     @abstractmethod
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index`` as the source gives it."""
 
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+    def each(self, numbers: Iterable[int]) -> Iterator[object]:
         """Yield the rows of ``numbers``, one at a time."""
         return map(self.row, numbers)
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
         return list(map(self.row, rows([index])))
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
         return stack(self.some(index))
 
@@ -53,7 +56,7 @@ class Table(ABC):
         """
         return self
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of a row, or None for a table without rows."""
         return spec_of(self.row(0)) if self.length else None
 
@@ -76,11 +79,11 @@ class RangeTable(Table):
         super().__init__(len(numbers), str(numbers))
         self.numbers = numbers
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return number ``index``."""
         return np.int64(self.numbers[index])
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the numbers of ``index``."""
         if isinstance(index, range):
             return as_array(self.numbers[index.start : index.stop : index.step])
@@ -90,9 +93,27 @@ class RangeTable(Table):
         """Return the table itself."""
         return self
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of an int64 number."""
         return ArraySpec((), np.dtype(np.int64))
+
+
+class StoredArray(Protocol):
+    """An array in a file, as h5py and zarr have it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes."""
+
+    @property
+    def dtype(self) -> DType:
+        """The NumPy dtype."""
+
+    @property
+    def chunks(self) -> tuple[int, ...] | None:
+        """The sizes of the parts that the file keeps together."""
+
+    def __getitem__(self, index: slice | Array) -> Array: ...
 
 
 class ArrayTable(Table):
@@ -104,17 +125,17 @@ class ArrayTable(Table):
         columns: NumPy arrays (memory-mapped ones too), or arrays in a file as h5py and zarr have them.
     """
 
-    def __init__(self, columns: Any) -> None:
+    def __init__(self, columns: object) -> None:
         leaves = nest.flatten(columns)
         super().__init__(leaves[0].shape[0], "")
         self.columns = columns
         self.text = f"from_tensor_slices({', '.join(f'{leaf.shape} {leaf.dtype}' for leaf in leaves)})"
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index`` of each array."""
         return map_leaves(lambda column: _own(column[index]), self.columns)
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each array."""
         columns = self.columns
         if type(columns) is np.ndarray:  # the shortest way for the simplest case
@@ -138,7 +159,7 @@ class ArrayTable(Table):
                 found = zlib.crc32(np.asarray(column[numbers]).tobytes(), found)
         return found
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the arrays without their first axis."""
         return map_leaves(lambda leaf: ArraySpec(tuple(leaf.shape[1:]), leaf.dtype), self.columns)
 
@@ -150,7 +171,7 @@ class ArrayTable(Table):
 class ElementTable(ArrayTable):
     """A table of one row, which is an element as it is."""
 
-    def __init__(self, columns: Any) -> None:
+    def __init__(self, columns: object) -> None:
         super().__init__(columns)
         self.text = f"from_tensors({', '.join(f'{leaf.shape[1:]} {leaf.dtype}' for leaf in nest.flatten(columns))})"
 
@@ -159,37 +180,33 @@ class ElementTable(ArrayTable):
         return False
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> object:
     """Return a copy of an array, to protect the source from changes in place."""
     return np.array(value) if getattr(value, "ndim", 0) else value
 
 
-def _read_column(column: Any, index: RowIndex) -> np.ndarray[Any, Any]:
-    in_memory = isinstance(column, np.ndarray)
+def _read_column(column: Array | StoredArray, index: RowIndex) -> Array:
     if isinstance(index, range):
-        found: np.ndarray[Any, Any] = column[index.start : index.stop : index.step]
-        return found.copy() if in_memory else np.array(found)
-    if in_memory:
-        taken: np.ndarray[Any, Any] = column[index]
-        return taken
-    return read_rows(column, index)
+        found = column[index.start : index.stop : index.step]
+        return found.copy() if isinstance(column, np.ndarray) else np.array(found)
+    return column[index] if isinstance(column, np.ndarray) else read_rows(column, index)
 
 
 class SequenceTable(Table):
-    """Any object with ``__len__`` and ``__getitem__``, asked for one row at a time."""
+    """object object with ``__len__`` and ``__getitem__``, asked for one row at a time."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Sequence[object]) -> None:
         super().__init__(len(source), f"from_source({type(source).__name__} of {len(source)})")
         self.source = source
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return a copy of ``source[index]``."""
         try:
             return owned(self.source[index])
         except StopIteration as error:
             raise stopped(f"{type(self.source).__name__}[{index}]") from error
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return copies of the rows.
 
         They are asked for in one call where the source has PyTorch's ``__getitems__``.
@@ -206,26 +223,26 @@ class CachedTable(Table):
         kept: The rows that have been read, by their numbers.
     """
 
-    def __init__(self, table: Table, kept: dict[int, Any]) -> None:
+    def __init__(self, table: Table, kept: dict[int, object]) -> None:
         super().__init__(table.length, table.text)
         self.table = table
         self.kept = kept
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return a copy of row ``index``."""
         if index not in self.kept:
             self.kept[index] = self.table.row(index)
         return owned(self.kept[index])
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def some(self, index: RowIndex) -> list[object]:
         """Return copies of the rows."""
         return list(map(owned, self._own(index)))
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows as one batch."""
         return stack(self._own(index))
 
-    def _own(self, index: RowIndex) -> list[Any]:
+    def _own(self, index: RowIndex) -> list[object]:
         """Return the kept rows, after reading the missing ones together."""
         numbers = list(rows([index]))
         missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
@@ -237,7 +254,7 @@ class CachedTable(Table):
         """Return the table with the threads of the pass."""
         return CachedTable(self.table.opened(readers), self.kept)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the spec of the table."""
         return self.table.spec()
 
@@ -245,12 +262,12 @@ class CachedTable(Table):
         """Return whether the rows of the table are cut from arrays."""
         return self.table.is_cut_from_arrays()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers, which keep the rows that they read themselves.
         return {**self.__dict__, "kept": {}}
 
 
-def element_table(tensors: Any) -> ElementTable:
+def element_table(tensors: object) -> ElementTable:
     """Return the table whose one row is ``tensors``.
 
     Raises:
@@ -262,7 +279,7 @@ def element_table(tensors: Any) -> ElementTable:
     return ElementTable(columns)
 
 
-def array_table(tensors: Any) -> ArrayTable:
+def array_table(tensors: object) -> ArrayTable:
     """Return the table of a nest of arrays. Tuples and dicts are structure, a list is one array.
 
     Raises:
@@ -287,13 +304,13 @@ def array_table(tensors: Any) -> ArrayTable:
     return ArrayTable(columns)
 
 
-def _as_column(leaf: Any) -> Any:
+def _as_column(leaf: object) -> object:
     if isinstance(leaf, list):
         return list_to_array(leaf)
     return leaf if is_stored_array(leaf) else np.asarray(leaf)
 
 
-def is_stored_array(value: Any) -> bool:
+def is_stored_array(value: object) -> TypeGuard[StoredArray]:
     """Return whether ``value`` is an array in a file, of h5py or zarr.
 
     Such an array is read by slices and not whole.
@@ -303,7 +320,7 @@ def is_stored_array(value: Any) -> bool:
     )
 
 
-def read_rows(column: Any, index: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+def read_rows(column: StoredArray, index: NDArray[np.int64]) -> Array:
     """Return the rows of ``index``, in its order, from an array in a file.
 
     A chunk, which the library reads and unpacks as a whole, is asked for once.
@@ -313,7 +330,7 @@ def read_rows(column: Any, index: np.ndarray[Any, np.dtype[np.int64]]) -> np.nda
     return _read_ordered(column, ordered)[back]
 
 
-def _read_ordered(column: Any, ordered: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+def _read_ordered(column: StoredArray, ordered: NDArray[np.int64]) -> Array:
     first, last = int(ordered[0]), int(ordered[-1])
     if last - first + 1 == len(ordered):
         return np.asarray(column[first : last + 1])

@@ -43,7 +43,7 @@ class _ReadingThread(threading.Thread):
     It must not know the ReadAhead, which could then never be finalised.
     """
 
-    def __init__(self, open_source: Callable[[], Iterator[Any]], size: int) -> None:
+    def __init__(self, open_source: Callable[[], Iterator[object]], size: int) -> None:
         super().__init__(name="mpidist-read-ahead", daemon=True)
         self.ready: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, element) ... (False, error or None)
         self.permits: SimpleQueue[None] = SimpleQueue()
@@ -76,7 +76,7 @@ class _ReadingThread(threading.Thread):
         _running.discard(self)
 
     def tell_to_end(self) -> None:
-        """Make the thread end after its present element. Any thread may call it at any time."""
+        """Make the thread end after its present element. object thread may call it at any time."""
         self.closed = True
         self.permits.put(None)
 

@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -35,9 +34,9 @@ class Watch:
         self.pending = False
         self._has_warned = False
         self._text = ""
-        self._arrays: list[weakref.ref[Any]] = []
+        self._arrays: list[weakref.ref[object]] = []
 
-    def over(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
+    def over(self, node: GraphNode, elements: Iterator[object]) -> Iterator[object]:
         """Return ``elements``, a pass over ``node``, and remember the first one.
 
         A graph with a shard in it is left alone.
@@ -46,14 +45,14 @@ class Watch:
             return elements
         return chain(self._first(node, elements), elements)
 
-    def _first(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, node: GraphNode, elements: Iterator[object]) -> Iterator[object]:
         for element in elements:
             self._arrays = [weakref.ref(leaf) for leaf in nest.flatten(element) if isinstance(leaf, np.ndarray)]
             self._text, self.pending = str(node), True
             yield element
             return
 
-    def look_at(self, arguments: Any, workers: InputWorkers) -> None:
+    def look_at(self, arguments: object, workers: InputWorkers) -> None:
         """Warn once if an array of the element is among ``arguments``.
 
         Only the first of several workers does.
