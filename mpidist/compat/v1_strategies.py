@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpidist.compat.input_iterator import InputIterator, dataset_fn_of
+from mpidist.compat.input_iterator import InputIterator, dataset_fn_of, with_even_batches
 from mpidist.core import context
 from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputReplicationMode
-from mpidist.input.even_batches import with_even_batches
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy

@@ -18,7 +18,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.input.elements import owned, stack
 from mpidist.input.row_indices import RowIndex, as_array
-from mpidist.input.tables import Table
+from mpidist.input.tables import RowTable
 
 # Its number of rows, and a function that loads it as a table or record batch of pyarrow.
 _Piece = tuple[int, Callable[[], Any]]
@@ -93,7 +93,7 @@ def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, object]]:
             yield _row(arrays, i)
 
 
-class ArrowTable(Table):
+class ArrowTable(RowTable):
     """Rows of consecutive pieces; a row is a dict of its columns.
 
     Args:
@@ -137,9 +137,9 @@ class ArrowTable(Table):
 
     def row(self, index: int) -> object:
         """Return row ``index``."""
-        return self.some(range(index, index + 1))[0]
+        return self.rows(range(index, index + 1))[0]
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
         columns = self._rows(index)
         return [_row(columns, i) for i in range(len(index))]

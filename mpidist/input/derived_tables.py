@@ -15,11 +15,11 @@ from mpidist.input import row_indices
 from mpidist.input.element_spec import common_spec, spec_of
 from mpidist.input.elements import call, join, owned
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.tables import Table
+from mpidist.input.tables import RowTable
 from mpidist.input.threads import Readers, map_batch, map_stream
 
 
-class MappedTable(Table):
+class MappedTable(RowTable):
     """A table whose rows go through a function when they are read.
 
     Args:
@@ -30,7 +30,7 @@ class MappedTable(Table):
     """
 
     def __init__(
-        self, table: Table, fn: Callable[..., object], calls: int = 1, threads: ThreadPoolExecutor | None = None
+        self, table: RowTable, fn: Callable[..., object], calls: int = 1, threads: ThreadPoolExecutor | None = None
     ) -> None:
         super().__init__(table.length, f"{table.text}.map")
         self.table = table
@@ -50,20 +50,20 @@ class MappedTable(Table):
         rows = self.table.each(numbers)
         return map(self._call, rows) if self.threads is None else map_stream(self._call, rows, self.threads, self.calls)
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the function's result for each row."""
-        rows = self.table.some(index)
+        rows = self.table.rows(index)
         if self.threads is None:
             return list(map(self._call, rows))
         return map_batch(self._call, rows, self.threads, self.calls)
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the table with the threads of the pass."""
         threads = readers.workers(self.calls) if self.calls > 1 and readers is not None else None
         return MappedTable(self.table.opened(readers), self.fn, self.calls, threads)
 
 
-class ZippedTable(Table):
+class ZippedTable(RowTable):
     """Several tables side by side, as long as the shortest.
 
     Args:
@@ -71,7 +71,7 @@ class ZippedTable(Table):
         build: Makes an element of theirs.
     """
 
-    def __init__(self, tables: Sequence[Table], build: Callable[[list[object]], object]) -> None:
+    def __init__(self, tables: Sequence[RowTable], build: Callable[[list[object]], object]) -> None:
         text = ", ".join(table.text for table in tables)
         super().__init__(min(table.length for table in tables), f"zip({text})")
         self.tables = tables
@@ -87,19 +87,19 @@ class ZippedTable(Table):
         parts = zip(*(table.each(copy) for table, copy in zip(self.tables, copies, strict=True)), strict=True)
         return (self.build(list(row)) for row in parts)
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows of all tables together."""
-        return [self.build(list(row)) for row in zip(*(table.some(index) for table in self.tables), strict=True)]
+        return [self.build(list(row)) for row in zip(*(table.rows(index) for table in self.tables), strict=True)]
 
     def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each table."""
         return self.build([table.read(index) for table in self.tables])
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the tables with the threads of the pass."""
         return ZippedTable([table.opened(readers) for table in self.tables], self.build)
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the tables, of which each row is read once."""
         return ZippedTable([table.cached() for table in self.tables], self.build)
 
@@ -113,10 +113,10 @@ class ZippedTable(Table):
         return all(table.is_cut_from_arrays() for table in self.tables)
 
 
-class JoinedTable(Table):
+class JoinedTable(RowTable):
     """The rows of several tables, one table after the other."""
 
-    def __init__(self, tables: Sequence[Table], step: str) -> None:
+    def __init__(self, tables: Sequence[RowTable], step: str) -> None:
         super().__init__(sum(table.length for table in tables), ", ".join(table.text for table in tables))
         self.tables = tables
         self.step = step
@@ -127,11 +127,11 @@ class JoinedTable(Table):
         owner = bisect_right(self.starts, index) - 1
         return self.tables[owner].row(index - self.starts[owner])
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows, those of each table asked for together."""
         found: list[object] = [None] * len(index)
         for table, places, own in self._divided(index):
-            for place, row in zip(places.tolist(), table.some(own), strict=True):
+            for place, row in zip(places.tolist(), table.rows(own), strict=True):
                 found[place] = row
         return found
 
@@ -146,14 +146,14 @@ class JoinedTable(Table):
         order = np.argsort(np.concatenate([places for _, places, _ in parts]))
         return nest.map_structure(lambda leaf: leaf[order], join(batches))
 
-    def _divided(self, index: RowIndex) -> list[tuple[Table, Array, RowIndex]]:
+    def _divided(self, index: RowIndex) -> list[tuple[RowTable, Array, RowIndex]]:
         """Return the tables that have some of the rows, each with places and row numbers.
 
         The places are those in ``index``, the row numbers those of the table.
         """
         numbers = row_indices.as_array(index)
         owners = np.searchsorted(self.starts, numbers, "right") - 1
-        divided: list[tuple[Table, Array, RowIndex]] = []
+        divided: list[tuple[RowTable, Array, RowIndex]] = []
         for owner in np.unique(owners).tolist():
             places, start = np.flatnonzero(owners == owner), self.starts[owner]
             own = numbers[places] - start
@@ -163,11 +163,11 @@ class JoinedTable(Table):
             divided.append((self.tables[owner], places, own))
         return divided
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the tables with the threads of the pass."""
         return JoinedTable([table.opened(readers) for table in self.tables], self.step)
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the tables, of which each row is read once."""
         return JoinedTable([table.cached() for table in self.tables], self.step)
 

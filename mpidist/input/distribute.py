@@ -27,7 +27,7 @@ from mpidist.values.placement import place_at
 _log = logging.getLogger("mpidist")
 
 # Pipelines that every rank goes through, which the log has told of.
-_told_of: set[str] = set()
+_warned_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
     "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
@@ -225,9 +225,9 @@ def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
     streams = any(isinstance(step, Interleaved) or not (step.inputs or step.form is Form.ROWS) for step in node.graph())
     text = str(node)
     # Files beside other sources have a warning of their own.
-    if not streams or next(node.files(), None) is not None or text in _told_of:
+    if not streams or next(node.files(), None) is not None or text in _warned_of:
         return
-    _told_of.add(text)
+    _warned_of.add(text)
     _log.warning(
         "mpidist: each of the %d ranks goes through all of %s and keeps its part of every batch, as there are no files "
         "and no rows read by number to deal. If that is meant, say "

@@ -264,7 +264,7 @@ class DistributedIterator(Generic[E_co]):
                 # A rank whose data ran out before this step sees no batch of its own any more.
                 distribution.learn_spec()
         self.close()
-        distribution.go_on_from(remainder.position)
+        distribution.continue_from(remainder.position)
         self._begin(remainder)
 
     def close(self) -> None:

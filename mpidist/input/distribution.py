@@ -17,8 +17,8 @@ from mpidist.input.position import (
     Pipeline,
     Position,
     first_position,
-    going_on,
     last_batch_size,
+    next_beginning,
     pipelines_of,
     seeded_as,
 )
@@ -158,10 +158,10 @@ class Distribution:
         """Return pass ``number`` from its beginning."""
         return Remainder(self.batches, 0, replace(self.beginning, pass_number=number))
 
-    def go_on_from(self, position: Position) -> None:
+    def continue_from(self, position: Position) -> None:
         """Make ``position``'s pass the one that the next passes follow."""
         self.passes = position.pass_number + 1
-        self.beginning = going_on(self.beginning, position)
+        self.beginning = next_beginning(self.beginning, position)
 
     def __str__(self) -> str:
         first, *more = self.batches.nodes

@@ -20,7 +20,7 @@ import numpy as np
 from mpidist.core.seed import next_seed
 from mpidist.input import row_indices
 from mpidist.input.element_spec import flatten_spec
-from mpidist.input.tables import ArrayTable, Table
+from mpidist.input.tables import ArrayTable, RowTable
 from mpidist.input.threads import Readers
 
 INFINITE = -1
@@ -134,7 +134,7 @@ class GraphNode(ABC):
     text: str = field(init=False, default="")
     cardinality: int = field(init=False, default=UNKNOWN)
     form: Form = field(init=False, default=Form.ELEMENTS)
-    table: Table | None = field(init=False, default=None)
+    table: RowTable | None = field(init=False, default=None)
     read_ahead: int = field(init=False, default=0)
     batched: bool = field(init=False, default=False)
     dynamic: bool = field(init=False, default=False)
@@ -171,7 +171,7 @@ class GraphNode(ABC):
             return run.read_ahead(lambda: table.each(row_indices.rows(self.items(run))), self.read_ahead)
         return run.read_ahead(lambda: map(table.read, self.items(run)), self.read_ahead)
 
-    def row_table(self) -> Table:
+    def row_table(self) -> RowTable:
         """Return the table of a node whose items are row numbers."""
         assert self.table is not None
         return self.table
@@ -241,7 +241,7 @@ def described(text: str, inputs: Sequence[str]) -> str:
 class TableRows(GraphNode):
     """All rows of a table in their own order."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: RowTable) -> None:
         super().__init__(())
         self.form, self.table, self.cardinality, self.text = Form.ROWS, table, table.length, table.text
 

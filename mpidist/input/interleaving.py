@@ -115,9 +115,9 @@ class _Reading:
         self._elements: Iterator[object] = iter(())
         self._size = size
         self._threads = threads
-        self.go_on()
+        self.read_next()
 
-    def go_on(self) -> None:
+    def read_next(self) -> None:
         """Let a thread read the next block."""
         self._values: list[object] = []
         self._block: Future[None] = self._threads.submit(self._read)
@@ -166,7 +166,7 @@ def interleave_in_threads(
                 values, error = reading.take()
                 cycle[place] = None
                 if error is None and len(values) == block_length:
-                    reading.go_on()
+                    reading.read_next()
                     cycle[place] = reading
                 yield from values
                 if error is not None:

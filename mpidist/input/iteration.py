@@ -15,7 +15,7 @@ from mpidist.input.input_options import DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.local_batches import DealtBatches
 from mpidist.input.policies import dealt_batches
-from mpidist.input.position import Position, first_position, going_on, pipelines_of, seeds_for
+from mpidist.input.position import Position, first_position, next_beginning, pipelines_of, seeds_for
 from mpidist.input.resuming import Dealing, Remainder
 from mpidist.input.threads import Readers
 
@@ -97,10 +97,10 @@ class Passes:
         dealing = Dealing(lambda layout: dealt_batches(node, options, layout)[0], options.assignment)
         return dealing.remainder(position, self.batches, self.batches.steps)
 
-    def go_on_from(self, position: Position) -> None:
+    def continue_from(self, position: Position) -> None:
         """Make ``position``'s pass the one that the next passes follow."""
         self.begun = position.pass_number + 1
-        self.beginning = going_on(first_position(self.batches, pipelines_of(self.batches)), position)
+        self.beginning = next_beginning(first_position(self.batches, pipelines_of(self.batches)), position)
         self.seeds = seeds_for(self.batches, self.beginning)
 
 
@@ -201,7 +201,7 @@ class DatasetIterator(Generic[E_co]):
         position = Position.from_json(state)
         passes, remainder = self._passes, self._passes.remainder(position)
         self.close()
-        passes.go_on_from(remainder.position)
+        passes.continue_from(remainder.position)
         self._taken, self._remainder, self._readers, self._failure = 0, remainder, Readers(), None
         elements = (element for (element,) in remainder.batches.open(remainder.run(self._readers), remainder.start))
         self._elements = whole_elements.watch.over(passes.node, elements)

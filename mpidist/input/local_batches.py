@@ -20,7 +20,7 @@ from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, T
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.tables import Table
+from mpidist.input.tables import RowTable
 
 
 class _Missing:
@@ -112,13 +112,13 @@ class DealtBatches(LocalBatches):
     def _cut_parts(self, batch: object) -> list[object]:
         return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
 
-    def _read_parts(self, table: Table, index: RowIndex) -> list[object]:
+    def _read_parts(self, table: RowTable, index: RowIndex) -> list[object]:
         return [
             table.read(index[start:stop]) if start < stop else self._empty_part(table, index)
             for start, stop in self._local_rows(len(index))
         ]
 
-    def _empty_part(self, table: Table, index: RowIndex) -> object:
+    def _empty_part(self, table: RowTable, index: RowIndex) -> object:
         if self._empty is None:
             self._empty = cut(table.read(index[:1]), 0, 0)
         return self._empty
@@ -275,7 +275,7 @@ class RecutBatches(LocalBatches):
             node, rows = skip_elements(node, rows // made.size), rows % made.size
         return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
 
-    def _read(self, table: Table, index: RowIndex) -> object:
+    def _read(self, table: RowTable, index: RowIndex) -> object:
         """Return the rows of a part, which may have none. Only the rows in use are read."""
         batch = table.read(index) if len(index) else self._empty
         if self._empty is None:

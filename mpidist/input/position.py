@@ -204,7 +204,7 @@ def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders:
     return Position(0, batches.workers.replica_counts, batches.division, texts, seeds, size, own_orders)
 
 
-def going_on(beginning: Position, position: Position) -> Position:
+def next_beginning(beginning: Position, position: Position) -> Position:
     """Return the beginning of the passes that follow the one of ``position``.
 
     The layout is that of ``beginning``.

@@ -19,13 +19,13 @@ from mpidist.input.arrow_tables import arrow_rows, is_arrow
 from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
 from mpidist.input.elements import map_leaves, owned
 from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
-from mpidist.input.tables import SequenceTable, Table, array_table, is_stored_array
+from mpidist.input.tables import RowTable, SequenceTable, array_table, is_stored_array
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
 FilePath: TypeAlias = "Pattern | bytes"
 
 
-class Stream(GraphNode):
+class StreamSource(GraphNode):
     """The elements of an iterator that a function returns; their number is not known.
 
     Args:
@@ -195,7 +195,7 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
     kind = type(source).__name__
     if is_arrow(source):
         rows = arrow_rows(source, columns)
-        return TableRows(rows) if isinstance(rows, Table) else Stream(rows, f"from_source({kind})", None)
+        return TableRows(rows) if isinstance(rows, RowTable) else StreamSource(rows, f"from_source({kind})", None)
     if columns is not None:
         raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
     if isinstance(source, Mapping):
@@ -219,7 +219,7 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
             "came from, or Dataset.from_generator(function) with a function that returns a new iterator"
         )
     if hasattr(source, "__iter__"):
-        return Stream(lambda: source, f"from_source({kind})", None)
+        return StreamSource(lambda: source, f"from_source({kind})", None)
     raise TypeError(
         f"from_source() got {source!r} of type {kind}; expected an array, an object with __len__ and "
         "__getitem__, or an object with __iter__"
@@ -240,7 +240,7 @@ def generator_node(
             "write from_generator(my_generator), without calling it"
         )
     name = getattr(generator, "__name__", type(generator).__name__)
-    return Stream(partial(generator, *args), f"from_generator({name})", signature)
+    return StreamSource(partial(generator, *args), f"from_generator({name})", signature)
 
 
 def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphNode:

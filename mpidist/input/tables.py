@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
+from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, spec_of
 from mpidist.input.elements import as_element, list_to_array, map_leaves, owned, stack, stopped
-from mpidist.input.row_indices import RowIndex, as_array, rows
+from mpidist.input.row_indices import RowIndex, as_array
 from mpidist.input.threads import Readers
 
 _SAMPLES = 8
@@ -26,7 +27,7 @@ _SAMPLES = 8
 _ROWS_WORTH_A_SLICE = 4
 
 
-class Table(ABC):
+class RowTable(ABC):
     """Rows that can be read by number, in any order and any number of times."""
 
     def __init__(self, length: int, text: str) -> None:
@@ -41,15 +42,15 @@ class Table(ABC):
         """Yield the rows of ``numbers``, one at a time."""
         return map(self.row, numbers)
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
-        return list(map(self.row, rows([index])))
+        return list(map(self.row, row_indices.rows([index])))
 
     def read(self, index: RowIndex) -> object:
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
-        return stack(self.some(index))
+        return stack(self.rows(index))
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the same table for one pass, whose threads may call functions.
 
         None: there are no threads.
@@ -60,7 +61,7 @@ class Table(ABC):
         """Return the spec of a row, or None for a table without rows."""
         return spec_of(self.row(0)) if self.length else None
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the same rows, of which each is read once."""
         return CachedTable(self, {})
 
@@ -72,7 +73,7 @@ class Table(ABC):
         return False
 
 
-class RangeTable(Table):
+class RangeTable(RowTable):
     """The int64 numbers of a ``range``; nothing is stored."""
 
     def __init__(self, numbers: range) -> None:
@@ -89,7 +90,7 @@ class RangeTable(Table):
             return as_array(self.numbers[index.start : index.stop : index.step])
         return self.numbers.start + self.numbers.step * index
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the table itself."""
         return self
 
@@ -116,7 +117,7 @@ class StoredArray(Protocol):
     def __getitem__(self, index: slice | Array) -> Array: ...
 
 
-class ArrayTable(Table):
+class ArrayTable(RowTable):
     """A nest of arrays with a common first axis.
 
     A batch is one slice or one fancy index of each.
@@ -133,7 +134,7 @@ class ArrayTable(Table):
 
     def row(self, index: int) -> object:
         """Return row ``index`` of each array."""
-        return map_leaves(lambda column: _own(column[index]), self.columns)
+        return map_leaves(lambda column: _copied(column[index]), self.columns)
 
     def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each array."""
@@ -144,7 +145,7 @@ class ArrayTable(Table):
             return columns[index]
         return map_leaves(lambda column: _read_column(column, index), self.columns)
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the table itself if all of it lies in memory."""
         in_memory = all(type(column) is np.ndarray for column in nest.flatten(self.columns))
         return self if in_memory else super().cached()
@@ -180,7 +181,7 @@ class ElementTable(ArrayTable):
         return False
 
 
-def _own(value: object) -> object:
+def _copied(value: object) -> object:
     """Return a copy of an array, to protect the source from changes in place."""
     return np.array(value) if getattr(value, "ndim", 0) else value
 
@@ -192,7 +193,7 @@ def _read_column(column: Array | StoredArray, index: RowIndex) -> Array:
     return column[index] if isinstance(column, np.ndarray) else read_rows(column, index)
 
 
-class SequenceTable(Table):
+class SequenceTable(RowTable):
     """object object with ``__len__`` and ``__getitem__``, asked for one row at a time."""
 
     def __init__(self, source: Sequence[object]) -> None:
@@ -206,16 +207,18 @@ class SequenceTable(Table):
         except StopIteration as error:
             raise stopped(f"{type(self.source).__name__}[{index}]") from error
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return copies of the rows.
 
         They are asked for in one call where the source has PyTorch's ``__getitems__``.
         """
         get_items = getattr(self.source, "__getitems__", None)
-        return super().some(index) if get_items is None else list(map(owned, get_items(list(rows([index])))))
+        return (
+            super().rows(index) if get_items is None else list(map(owned, get_items(list(row_indices.rows([index])))))
+        )
 
 
-class CachedTable(Table):
+class CachedTable(RowTable):
     """A table whose rows are kept in memory once they have been read.
 
     Args:
@@ -223,7 +226,7 @@ class CachedTable(Table):
         kept: The rows that have been read, by their numbers.
     """
 
-    def __init__(self, table: Table, kept: dict[int, object]) -> None:
+    def __init__(self, table: RowTable, kept: dict[int, object]) -> None:
         super().__init__(table.length, table.text)
         self.table = table
         self.kept = kept
@@ -234,23 +237,23 @@ class CachedTable(Table):
             self.kept[index] = self.table.row(index)
         return owned(self.kept[index])
 
-    def some(self, index: RowIndex) -> list[object]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return copies of the rows."""
-        return list(map(owned, self._own(index)))
+        return list(map(owned, self._kept_rows(index)))
 
     def read(self, index: RowIndex) -> object:
         """Return the rows as one batch."""
-        return stack(self._own(index))
+        return stack(self._kept_rows(index))
 
-    def _own(self, index: RowIndex) -> list[object]:
+    def _kept_rows(self, index: RowIndex) -> list[object]:
         """Return the kept rows, after reading the missing ones together."""
-        numbers = list(rows([index]))
+        numbers = list(row_indices.rows([index]))
         missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
         if missing:
-            self.kept.update(zip(missing, self.table.some(np.array(missing, np.int64)), strict=True))
+            self.kept.update(zip(missing, self.table.rows(np.array(missing, np.int64)), strict=True))
         return [self.kept[number] for number in numbers]
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the table with the threads of the pass."""
         return CachedTable(self.table.opened(readers), self.kept)
 

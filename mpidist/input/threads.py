@@ -75,14 +75,14 @@ class _ReadingThread(threading.Thread):
         del end  # its traceback holds this frame
         _running.discard(self)
 
-    def tell_to_end(self) -> None:
+    def request_end(self) -> None:
         """Make the thread end after its present element. object thread may call it at any time."""
         self.closed = True
         self.permits.put(None)
 
     def end(self, seconds: float | None = None) -> None:
         """End the thread, and wait for that, for at most ``seconds``."""
-        self.tell_to_end()
+        self.request_end()
         if self.ident is not None and self is not threading.current_thread():
             self.join(seconds)
 
@@ -154,7 +154,7 @@ class ReadAhead(Iterator[T], Generic[T]):
         self._thread.end()
 
     def __del__(self) -> None:
-        self._thread.tell_to_end()
+        self._thread.request_end()
 
 
 class Readers:
@@ -204,7 +204,7 @@ class Readers:
             threads, self._threads = self._threads, []
             pools = list(self._pools)
         for thread in threads:
-            thread.tell_to_end()
+            thread.request_end()
         # Whoever waits for a call that has not begun is told that it never will.
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)

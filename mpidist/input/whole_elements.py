@@ -21,7 +21,7 @@ from mpidist.input.input_workers import InputWorkers
 _log = logging.getLogger("mpidist")
 
 
-class Watch:
+class FirstElementWatch:
     """The first element of the latest pass over a plain dataset.
 
     It is held until ``run`` has been called with it.
@@ -72,4 +72,4 @@ class Watch:
             )
 
 
-watch = Watch()
+watch = FirstElementWatch()
