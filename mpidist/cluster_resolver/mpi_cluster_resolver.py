@@ -80,23 +80,8 @@ class MPIClusterResolver(ClusterResolver):
         """The communicator given; without one the world of mpidist (collective the first time)."""
         return world_topology().world if self._comm is None else self._comm
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this rank; local. An assigned value takes its place."""
-        return self._task_type if self._task_type is not None else self._tasks[self.rank][0]
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this rank in its job; local. An assigned value takes its place."""
-        return self._task_id if self._task_id is not None else self._tasks[self.rank][1]
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _own_task(self) -> tuple[str | None, int | None]:
+        return self._tasks[self.rank]
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return ``(task_type, task_id)`` of this rank; local."""

@@ -105,41 +105,16 @@ class TFConfigClusterResolver(ClusterResolver):
     @property
     def environment(self) -> str:
         """The place of the program."""
-        return str(self._of_config("environment", self._environment) or "")
+        return str((self._read()[1].get("environment") if self._environment is None else self._environment) or "")
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process."""
-        return self._task_type if self._task_type is not None else self._read()[1].get("task", {}).get("type")
+    def _own_task(self) -> tuple[str | None, int | None]:
+        task = self._read()[1].get("task", {})
+        index = task.get("index")
+        return task.get("type"), None if index is None else int(index)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job."""
-        if self._task_id is not None:
-            return self._task_id
-        index = self._read()[1].get("task", {}).get("index")
-        return None if index is None else int(index)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The scheme of addresses."""
-        layer = self._of_config("rpc_layer", self._rpc_layer)
+    def _own_rpc_layer(self) -> str | None:
+        layer = self._read()[1].get("rpc_layer")
         return None if layer is None else str(layer)
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    def _of_config(self, key: str, given: str | None) -> object:
-        return self._read()[1].get(key) if given is None else given
 
     def _read(self) -> tuple[ClusterSpec, dict[str, Any]]:
         """Return the cluster and the content of the variable, checked."""

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpidist.input import row_indices
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
-
-_DRAWN_AHEAD = 1024
+from mpidist.input.graph import DRAWN_AHEAD, INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
 
 
 class Chosen(PassThrough):
@@ -174,7 +172,7 @@ class Shuffled(Chosen):
         elif source.cardinality == INFINITE:
             numbers = self._drawn(row_indices.rows(source.items(run)), generator)
             while True:
-                yield np.fromiter(itertools.islice(numbers, _DRAWN_AHEAD), np.int64, _DRAWN_AHEAD)
+                yield np.fromiter(itertools.islice(numbers, DRAWN_AHEAD), np.int64, DRAWN_AHEAD)
         else:
             rows = row_indices.Joined(list(source.items(run)))
             if self.block_size is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from itertools import accumulate, tee
 
 import numpy as np
@@ -63,7 +64,34 @@ class MappedTable(RowTable):
         return MappedTable(self.table.opened(readers), self.fn, self.calls, threads)
 
 
-class ZippedTable(RowTable):
+class TableGroup(RowTable):
+    """Several tables as one.
+
+    Attributes:
+        tables: The tables.
+    """
+
+    tables: Sequence[RowTable]
+
+    def _of(self, tables: Sequence[RowTable]) -> RowTable:
+        group = copy(self)
+        group.tables = tables
+        return group
+
+    def opened(self, readers: Readers | None) -> RowTable:
+        """Return the tables with the threads of the pass."""
+        return self._of([table.opened(readers) for table in self.tables])
+
+    def cached(self) -> RowTable:
+        """Return the tables, of which each row is read once."""
+        return self._of([table.cached() for table in self.tables])
+
+    def is_cut_from_arrays(self) -> bool:
+        """Return whether the rows of all tables are cut from arrays."""
+        return all(table.is_cut_from_arrays() for table in self.tables)
+
+
+class ZippedTable(TableGroup):
     """Several tables side by side, as long as the shortest.
 
     Args:
@@ -84,7 +112,7 @@ class ZippedTable(RowTable):
     def each(self, numbers: Iterable[int]) -> Iterator[object]:
         """Yield the rows of all tables together."""
         copies = tee(numbers, len(self.tables))
-        parts = zip(*(table.each(copy) for table, copy in zip(self.tables, copies, strict=True)), strict=True)
+        parts = zip(*(table.each(own) for table, own in zip(self.tables, copies, strict=True)), strict=True)
         return (self.build(list(row)) for row in parts)
 
     def rows(self, index: RowIndex) -> list[object]:
@@ -95,25 +123,13 @@ class ZippedTable(RowTable):
         """Return the rows of ``index`` of each table."""
         return self.build([table.read(index) for table in self.tables])
 
-    def opened(self, readers: Readers | None) -> RowTable:
-        """Return the tables with the threads of the pass."""
-        return ZippedTable([table.opened(readers) for table in self.tables], self.build)
-
-    def cached(self) -> RowTable:
-        """Return the tables, of which each row is read once."""
-        return ZippedTable([table.cached() for table in self.tables], self.build)
-
     def spec(self) -> object:
         """Return the specs of the tables."""
         specs = [table.spec() for table in self.tables]
         return None if any(spec is None for spec in specs) else self.build(specs)
 
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether the rows of all tables are cut from arrays."""
-        return all(table.is_cut_from_arrays() for table in self.tables)
 
-
-class JoinedTable(RowTable):
+class JoinedTable(TableGroup):
     """The rows of several tables, one table after the other."""
 
     def __init__(self, tables: Sequence[RowTable], step: str) -> None:
@@ -163,18 +179,6 @@ class JoinedTable(RowTable):
             divided.append((self.tables[owner], places, own))
         return divided
 
-    def opened(self, readers: Readers | None) -> RowTable:
-        """Return the tables with the threads of the pass."""
-        return JoinedTable([table.opened(readers) for table in self.tables], self.step)
-
-    def cached(self) -> RowTable:
-        """Return the tables, of which each row is read once."""
-        return JoinedTable([table.cached() for table in self.tables], self.step)
-
     def spec(self) -> object:
         """Return the common spec of the rows of all tables."""
         return common_spec([table.spec() for table in self.tables if table.length], self.step)
-
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether the rows of all tables are cut from arrays."""
-        return all(table.is_cut_from_arrays() for table in self.tables)

@@ -9,10 +9,10 @@ from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.device_feed import fetch_places
 from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
-from mpidist.input.graph import UNKNOWN, array_samples
+from mpidist.input.graph import UNKNOWN, array_samples, combined
 from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers
-from mpidist.input.local_batches import LocalBatches, longest
+from mpidist.input.local_batches import LocalBatches
 from mpidist.input.position import (
     Pipeline,
     Position,
@@ -112,7 +112,7 @@ class Distribution:
         # take a part of one order.
         every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
         self.beginning = replace(first_position(batches, every, own_orders and same), batch_size=told[0][3])
-        self.steps = longest(steps)
+        self.steps = combined(max, steps)
         if self.steps not in (0, UNKNOWN) and 0 in steps:
             self.learn_spec()
 

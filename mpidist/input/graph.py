@@ -25,6 +25,8 @@ from mpidist.input.threads import Readers
 
 INFINITE = -1
 UNKNOWN = -2
+# Row numbers that are drawn one by one come in blocks of so many.
+DRAWN_AHEAD = 1024
 
 T = TypeVar("T")
 
@@ -225,6 +227,20 @@ class GraphNode(ABC):
 
     def __str__(self) -> str:
         return described(self.text, [str(node) for node in self.inputs])
+
+
+def combined(combine: Callable[[Sequence[int]], int], counts: Sequence[int]) -> int:
+    """Return ``combine`` of several cardinalities.
+
+    Endless wins over unknown, and unknown over any number.
+
+    >>> combined(max, [3, -2, 5]), combined(sum, [3, 5])
+    (-2, 8)
+    """
+    for special in (INFINITE, UNKNOWN):
+        if special in counts:
+            return special
+    return combine(counts)
 
 
 def described(text: str, inputs: Sequence[str]) -> str:

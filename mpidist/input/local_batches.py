@@ -16,7 +16,7 @@ from mpidist.input import dealing, row_indices
 from mpidist.input.batching import last_batching
 from mpidist.input.element_spec import ArraySpec, map_spec, with_rows
 from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, T
+from mpidist.input.graph import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
@@ -346,7 +346,7 @@ class ReplicaPipelines(LocalBatches):
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
         shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
-        super().__init__(workers, nodes, shortest if self.whole_steps_only else longest(counts))
+        super().__init__(workers, nodes, shortest if self.whole_steps_only else combined(max, counts))
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the next batch of each pipeline of a pass."""
@@ -367,17 +367,3 @@ def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_on
     if whole_steps_only or batches.steps == INFINITE:
         return specs
     return [with_rows(spec, None) for spec in specs]
-
-
-def longest(counts: Sequence[int]) -> int:
-    """Return the largest cardinality.
-
-    Endless wins over unknown, and unknown over any number.
-
-    >>> longest([3, -2, 5]), longest([3, 5])
-    (-2, 5)
-    """
-    for special in (INFINITE, UNKNOWN):
-        if special in counts:
-            return special
-    return max(counts)

@@ -9,9 +9,9 @@ from itertools import chain, islice, zip_longest
 from mpidist.core.seed import undisturbed
 from mpidist.input import dealing
 from mpidist.input.elements import cut, join, row_count
-from mpidist.input.graph import INFINITE, UNKNOWN, Pass
+from mpidist.input.graph import INFINITE, UNKNOWN, Pass, combined
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches, longest
+from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches
 from mpidist.input.position import Position, drawn_seeds, last_batch_size, outline, pipeline_numbers, seeds_for
 from mpidist.input.rewriting import skip_rows
 from mpidist.input.threads import Readers
@@ -64,7 +64,7 @@ class RejoinedBatches(ContinuedBatches):
     def __init__(
         self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
     ) -> None:
-        steps, taken = longest([batches.steps for batches in previous]), position.steps
+        steps, taken = combined(max, [batches.steps for batches in previous]), position.steps
         super().__init__(workers, previous, position, steps - taken if steps >= 0 else steps)
         self.assignment = assignment
         self.is_beyond_end = 0 <= steps < taken

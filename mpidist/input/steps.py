@@ -21,11 +21,21 @@ from mpidist.input import row_indices
 from mpidist.input.derived_tables import JoinedTable, MappedTable
 from mpidist.input.element_spec import ArraySpec, common_spec, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
+from mpidist.input.graph import (
+    DRAWN_AHEAD,
+    INFINITE,
+    UNKNOWN,
+    Form,
+    GraphNode,
+    Pass,
+    PassThrough,
+    Seed,
+    T,
+    combined,
+)
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.threads import map_stream
 
-_DRAWN_AHEAD = 1024
 _END: Any = object()
 
 
@@ -229,7 +239,7 @@ class Combined(GraphNode):
 
     def row_count(self) -> int:
         """Return the number of rows of all inputs together, where all elements come."""
-        return self.cardinality if self.cardinality < 0 else _sum([node.row_count() for node in self.used()])
+        return self.cardinality if self.cardinality < 0 else combined(sum, [node.row_count() for node in self.used()])
 
 
 def _shifted(blocks: Iterator[RowIndex], by: int) -> Iterator[RowIndex]:
@@ -240,13 +250,6 @@ def _shifted(blocks: Iterator[RowIndex], by: int) -> Iterator[RowIndex]:
             yield block + by
 
 
-def _sum(counts: Sequence[int]) -> int:
-    for special in (INFINITE, UNKNOWN):
-        if special in counts:
-            return special
-    return sum(counts)
-
-
 class Concatenated(Combined):
     """One input after the other."""
 
@@ -255,7 +258,7 @@ class Concatenated(Combined):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = self.step
-        self.cardinality = _sum([node.cardinality for node in self.inputs])
+        self.cardinality = combined(sum, [node.cardinality for node in self.inputs])
 
     def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the items of each stream in turn."""
@@ -282,7 +285,7 @@ class Sampled(Combined):
         super().__post_init__()
         drawn = [node.cardinality for node in self.used()]
         endless = all(count == INFINITE for count in drawn)
-        self.cardinality = UNKNOWN if self.stop and not endless else _sum(drawn)
+        self.cardinality = UNKNOWN if self.stop and not endless else combined(sum, drawn)
         again = f", rerandomize_each_iteration={self.seed.is_renewed}" if self.seed.given else ""
         stop = ", stop_on_empty_dataset=True" if self.stop else ""
         seed = self.seed.number if self.seed.given else None
@@ -298,7 +301,7 @@ class Sampled(Combined):
             yield from super().items(run)
             return
         drawn = self.order([row_indices.rows(blocks) for blocks in self.streams(run)], run)
-        while block := list(islice(drawn, _DRAWN_AHEAD)):
+        while block := list(islice(drawn, DRAWN_AHEAD)):
             yield np.array(block, np.int64)
 
     def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:

@@ -102,17 +102,9 @@ class RangeTable(RowTable):
 class StoredArray(Protocol):
     """An array in a file, as h5py and zarr have it."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of its axes."""
-
-    @property
-    def dtype(self) -> DType:
-        """The NumPy dtype."""
-
-    @property
-    def chunks(self) -> tuple[int, ...] | None:
-        """The sizes of the parts that the file keeps together."""
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: tuple[int, ...] | None
 
     def __getitem__(self, index: slice | Array) -> Array: ...
 
