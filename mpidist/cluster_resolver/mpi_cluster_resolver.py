@@ -163,7 +163,7 @@ class MPIClusterResolver(ClusterResolver):
     def _ranks(self) -> MPI.Intracomm:
         """Return a communicator of the ranks of this resolver; local.
 
-        It is to be asked, and not to be used.
+        It is for questions, and not for messages.
         """
         ranks: MPI.Intracomm = import_mpi().COMM_WORLD if self._comm is None else self._comm
         if self._comm is None and has_world():
@@ -191,7 +191,8 @@ class MPIClusterResolver(ClusterResolver):
 
     def _named_task(self, task_type: str | None, task_id: int | None) -> tuple[str, int]:
         job, index = self._tasks[self.rank]
-        return task_type or self._task_type or job, _first(task_id, self._task_id, index)
+        given = self._task_id if task_id is None else task_id
+        return task_type or self._task_type or job, index if given is None else given
 
     def _ask(self) -> _Survey:
         if self._survey is None:
@@ -218,7 +219,3 @@ class MPIClusterResolver(ClusterResolver):
                     shares[rank] = share
             self._shares = shares
         return self._shares
-
-
-def _first(*numbers: int | None) -> int:
-    return next(number for number in numbers if number is not None)

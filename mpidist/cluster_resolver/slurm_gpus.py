@@ -26,10 +26,10 @@ def gpus_of_task(
 
     Args:
         environ: The environment to read.
-        layout: Where the tasks are.
+        layout: The hosts of the tasks.
         gpus_per_node: GPUs of each node, instead of Slurm's number; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
             number of them.
-        gpus_per_task: How many the task is to have; all that are its own by default.
+        gpus_per_task: The number of GPUs for the task; all that are its own by default.
 
     Raises:
         ValueError: There are fewer than asked for, or a variable is malformed.

@@ -21,10 +21,10 @@ class SlurmLayout:
     """The tasks of a job and their hosts.
 
     Attributes:
-        rank: Of this process.
+        rank: The rank of this process.
         size: The number of tasks.
         tasks_of_hosts: ``{host: number of tasks}``, in Slurm's order of hosts.
-        places: For each rank its host, and its position among the tasks of that host.
+        places: The host of each rank, and its position among the tasks of that host.
     """
 
     rank: int

@@ -39,8 +39,7 @@ class InputIterator:
 
         The first pass begins by itself if this is not called before the first element is taken.
         """
-        self.close()
-        self._iterator = iter(self._dataset)
+        self._begin()
         return []
 
     @property
@@ -83,10 +82,13 @@ class InputIterator:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._dataset if self._iterator is None else self._iterator}>"
 
-    def _begun(self) -> DistributedIterator:
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
+    def _begin(self) -> DistributedIterator:
+        self.close()
+        self._iterator = iter(self._dataset)
         return self._iterator
+
+    def _begun(self) -> DistributedIterator:
+        return self._begin() if self._iterator is None else self._iterator
 
 
 def dataset_fn_of(

@@ -128,11 +128,11 @@ class ParameterServerStrategyV1(StrategyV1):
     variables are on the host.
 
     Args:
-        cluster_resolver: Who is who; the roles of the MPI job by default
+        cluster_resolver: The roles of the ranks; those of the MPI job by default
             (``MPIDIST_JOBS="ps:1,worker:3"``).
         devices: Device strings of this worker's replicas; its share of the GPUs, or the CPU, by default. Extension.
-        max_staleness: How many steps, counted by ``apply_gradients``, a worker may be ahead of the slowest before it
-            waits; None for any number. The same on all workers. Extension.
+        max_staleness: The number of steps, counted by ``apply_gradients``, that a worker may be ahead of the slowest
+            before it waits; None for any number. The same on all workers. Extension.
 
     Raises:
         ValueError: A cluster without servers, or a rank that is no worker.

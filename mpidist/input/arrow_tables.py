@@ -1,7 +1,6 @@
 """Tables of Apache Arrow and Parquet files, whose rows are read by number.
 
-Only the parts of a file that hold the rows are read. pyarrow is imported here, and only once somebody has given an
-object of it.
+Only the parts of a file that hold the rows are read. pyarrow is imported here, and only for an object of it.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class ArrowTable(RowTable):
     """Rows of consecutive pieces; a row is a dict of its columns.
 
     Args:
-        pieces: For each its number of rows, and a function that loads it as a table or record batch of pyarrow.
+        pieces: The number of rows of each, and a function that loads it as a table or record batch of pyarrow.
         kind: The name of the source's type.
     """
 

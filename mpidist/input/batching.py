@@ -27,7 +27,7 @@ class Batched(GraphNode):
     """Groups of consecutive elements, stacked; of rows only the numbers are grouped.
 
     Args:
-        size: Of a group.
+        size: The size of a group.
         drop_remainder: Leave out a last group that is smaller.
         padding: Brings the elements of a group to one shape, for which all of them must be read; None: they have one.
     """
@@ -96,9 +96,9 @@ class Padding:
     """The padding of elements: their common shape, and the values behind their own.
 
     Args:
-        shapes: For each array its shape, a tuple or list; None or -1 in it for the longest one of the batch. None: that
+        shapes: The shape of each array, a tuple or list; None or -1 in it for the longest one of the batch. None: that
             on all axes.
-        values: For each array its padding, or one number or text for all. None: 0, or an empty text.
+        values: The padding of each array, or one number or text for all. None: 0, or an empty text.
 
     >>> Padding(None, -1).stack([[1, 2], [3]])
     array([[ 1,  2],
@@ -256,8 +256,8 @@ class Windows(GraphNode):
 
     Args:
         size: Elements in a window.
-        shift: How many elements further the next window begins.
-        stride: How many elements further the next element in a window is.
+        shift: The distance in elements from a window's beginning to the next.
+        stride: The distance in elements between neighbours in a window.
         drop_remainder: Leave out windows that the end cuts off.
         dataset_of: Makes a dataset of a node.
     """

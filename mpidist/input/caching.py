@@ -179,10 +179,10 @@ class ElementWriter:
     """Writer of elements that :func:`storable` returned.
 
     Args:
-        descriptor: Of a new file.
+        descriptor: The descriptor of a new file.
 
     Attributes:
-        count: How many have been written.
+        count: The number of elements written.
         is_finished: Whether the end has been written.
     """
 

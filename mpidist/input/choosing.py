@@ -146,10 +146,10 @@ class Shuffled(Chosen):
     """The elements in random order, the same for the same seed and pass.
 
     Args:
-        buffer_size: How many elements of a stream are held to choose from; None holds them all. With ``block_size``,
-            how many rows are mixed at a time.
-        seed: Where the order comes from.
-        block_size: How many consecutive rows stay together until they are mixed; None mixes all rows at once.
+        buffer_size: The number of elements of a stream that are held to choose from; None holds them all. With
+            ``block_size``, the number of rows that are mixed at a time.
+        seed: The seed of the order.
+        block_size: The number of consecutive rows that stay together until they are mixed; None mixes all rows at once.
     """
 
     buffer_size: int | None

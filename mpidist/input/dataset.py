@@ -68,8 +68,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             tensors: A nest of arrays of shape (rows, ...), with the same number of rows each: NumPy arrays,
-                ``np.memmap``, arrays of h5py or zarr (read by slices, never whole), whatever ``np.asarray``
-                takes. Tuples and dicts are structure; a list, also one of arrays, is one array.
+                ``np.memmap``, arrays of h5py or zarr (read by slices, never whole), anything that
+                ``np.asarray`` takes. Tuples and dicts are structure; a list, also one of arrays, is one array.
 
         Raises:
             ValueError: A value without axes, or different numbers of rows.
@@ -103,7 +103,7 @@ class Dataset(Generic[E_co]):
                 ``__getitems__`` where it has that, only for the rows that are needed); an object with ``__iter__``,
                 such as a PyTorch ``IterableDataset`` (gone through anew in each pass); or a Dataset, which is
                 returned.
-            columns: Of a source of pyarrow, the columns that are read; None for all.
+            columns: The columns that are read of a source of pyarrow; None for all.
 
         Raises:
             TypeError: None of these, or an iterator, which could be read only once; ``columns`` of something else
@@ -159,7 +159,7 @@ class Dataset(Generic[E_co]):
         each batch.
 
         Args:
-            paths: Of the files, on all ranks the same ones in the same order (sort the result of ``glob``).
+            paths: The paths of the files, on all ranks the same ones in the same order (sort the result of ``glob``).
             reader: Called with a path, as it was given, when its turn comes in each pass; returns the elements as
                 an iterable, such as a generator.
 
@@ -192,7 +192,7 @@ class Dataset(Generic[E_co]):
             file_pattern: A pattern as ``glob`` takes it, or several; looked up now.
             shuffle: Whether each pass has the files in another order; None means True, as in TensorFlow. Without, they
                 are sorted by name.
-            seed: Of that order.
+            seed: The seed of that order.
 
         Raises:
             TypeError: A pattern is none.
@@ -273,7 +273,7 @@ class Dataset(Generic[E_co]):
                 on its arguments alone. After ``batch`` it gets whole batches, and when the dataset is
                 distributed every rank computes the whole global batch and then keeps its part: put it before
                 where you can.
-            num_parallel_calls: How many calls may run at once, each in a thread; -1 for as many as there are
+            num_parallel_calls: The number of calls at once, each in a thread; -1 for as many as there are
                 cores. It gains time where the function waits or leaves Python (reading, decoding, NumPy on large
                 arrays). Before ``batch`` the rows of a batch are shared among the threads. None: calls run one
                 after the other in the thread that reads. Threads end with the pass as those of ``prefetch``.
@@ -307,11 +307,11 @@ class Dataset(Generic[E_co]):
 
         Args:
             map_func: Gets an element, a tuple as several arguments; returns a Dataset.
-            cycle_length: How many datasets are open at a time; None or -1 for 4, the same on every machine.
-            block_length: How many elements come from one dataset in a round.
-            num_parallel_calls: How many threads call ``map_func`` and read the datasets, -1 for as many as there are
-                cores: the next block of each one that is open, and the first of as many that come next as there are
-                threads. The order stays. None: they are read in turn in the thread that reads.
+            cycle_length: The number of datasets that are open at a time; None or -1 for 4, the same on every machine.
+            block_length: The number of elements that come from one dataset in a round.
+            num_parallel_calls: The number of threads that call ``map_func`` and read the datasets, -1 for as many as
+                there are cores: the next block of each one that is open, and the first of as many that come next as
+                there are threads. The order stays. None: they are read in turn in the thread that reads.
             deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
 
         Raises:
@@ -334,7 +334,7 @@ class Dataset(Generic[E_co]):
                     f"map_func of interleave() returned {made!r} of type {type(made).__name__}; expected a Dataset, "
                     "for example lambda path: Dataset.from_files([path], reader)"
                 )
-            return made._node
+            return graph_and_options(made)[0]
 
         calls = checked_calls(num_parallel_calls)
         return self._then(Interleaved((self._node,), node_of, cycle, block_length, Seed.of(None, True), calls))
@@ -345,7 +345,7 @@ class Dataset(Generic[E_co]):
         Each is made by ``map_func`` of an element.
 
         Args:
-            map_func: As that of :meth:`interleave`, of which this is the case ``cycle_length=1``.
+            map_func: See :meth:`interleave`, of which this is the case ``cycle_length=1``.
 
         >>> [int(x) for x in Dataset.range(1, 4).flat_map(Dataset.range)]
         [0, 0, 1, 0, 1, 2]
@@ -414,7 +414,7 @@ class Dataset(Generic[E_co]):
         Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
 
         Args:
-            batch_size: As that of :meth:`batch`.
+            batch_size: See :meth:`batch`.
             padded_shapes: The shape of each array, in the structure of an element: a list or tuple of sizes, with None
                 or -1 for the size of the longest element of the batch. None: that on all axes.
             padding_values: The value behind each array's own, in the same structure, or one value for all arrays.
@@ -452,8 +452,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             size: Elements in a window.
-            shift: How many elements further the next window begins; None for ``size``.
-            stride: How many elements further the next element in a window is.
+            shift: The distance in elements from a window's beginning to the next; None for ``size``.
+            stride: The distance in elements between neighbours in a window.
             drop_remainder: Leave out windows at the end that have fewer elements.
 
         Raises:
@@ -476,7 +476,7 @@ class Dataset(Generic[E_co]):
         them has come to its end; those of a pass that ends earlier are dropped.
 
         Args:
-            filename: Of a file to keep them in, for other programs too; empty for memory. Its name gets an ending
+            filename: The file that keeps them, for other programs too; empty for memory. Its name gets an ending
                 that differs where the steps before or their data do, as far as the text of a dataset tells: functions
                 do not count, so remove ``filename.*`` when one has changed. Every rank reads all of the file. Ranks
                 may share it. Shuffles before it that were given no seed have a fixed one. Structure is tuples and
@@ -528,7 +528,7 @@ class Dataset(Generic[E_co]):
 
         Args:
             datasets: With elements of the same structure and dtypes.
-            weights: How likely each of them is drawn; None for all alike. They need not sum to 1.
+            weights: The likelihood of each of them; None for all alike. They need not sum to 1.
             seed: A whole number that fixes the draws; None draws one (see ``mpidist.set_seed``).
             stop_on_empty_dataset: End when a dataset is drawn that has nothing left; else go on with the others.
             rerandomize_each_iteration: Whether each pass has draws of its own; None: where there is no seed.
@@ -560,7 +560,7 @@ class Dataset(Generic[E_co]):
         ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
 
         Args:
-            buffer_size: How many elements are kept ready at most; batches, of a dataset of batches. -1
+            buffer_size: The largest number of elements kept ready; batches, of a dataset of batches. -1
                 (``mpidist.input.AUTOTUNE``) for 2.
 
         Raises:
@@ -613,7 +613,7 @@ class Dataset(Generic[E_co]):
         return self._then(Shuffled((self._node,), buffer_size, Seed.of(seed, reshuffles), block_size))
 
     def repeat(self, count: int | None = None) -> Dataset[E_co]:
-        """Return the dataset gone through ``count`` times, without end for None or -1.
+        """Return the dataset repeated ``count`` times, without end for None or -1.
 
         >>> [int(x) for x in Dataset.range(2).repeat(2)]
         [0, 1, 0, 1]
@@ -669,8 +669,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             options: TensorFlow's form: ``Options`` with the policy that ``auto_shard_policy`` says without them.
-            auto_shard_policy: How it is divided over ranks; see ``AutoShardPolicy``.
-            assignment: Which part of a global batch that all ranks share (DATA) goes where. ``"tf"``: part j to rank
+            auto_shard_policy: The division over ranks; see ``AutoShardPolicy``.
+            assignment: The ranks of the parts of a global batch that all share (DATA). ``"tf"``: part j to rank
                 j mod W, TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks'
                 parts are contiguous, and the only way where ranks have different numbers of replicas.
 
@@ -727,7 +727,7 @@ class Dataset(Generic[E_co]):
     def element_spec(self) -> Any:
         """The nest of ``ArraySpec`` of an element.
 
-        An element is read where nothing else tells.
+        An element is read where only an element can tell.
 
         Raises:
             ValueError: There is no element to tell from.

@@ -32,7 +32,7 @@ def replica_parts(replica_counts: Sequence[int], worker_id: int, assignment: str
 
     Args:
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
         assignment: ``"tf"`` or ``"block"``.
 
     >>> replica_parts((2, 2), 1, "tf"), replica_parts((2, 2), 1, "block")
@@ -83,7 +83,7 @@ def local_rows(
     Args:
         batch_size: Rows in this batch, which may be a last, smaller one.
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
         assignment: ``"tf"`` or ``"block"``.
 
     Source: TensorFlow's autosharding by DATA after its rebatching (rule A).
@@ -105,7 +105,7 @@ def sub_batch_sizes(batch_size: int, replica_counts: Sequence[int], worker_id: i
     Args:
         batch_size: Rows that all replicas take together in a step.
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
 
     Source: TensorFlow's ``batch_sizes_for_worker``.
 

@@ -26,7 +26,7 @@ class MappedTable(RowTable):
     Args:
         table: The table.
         fn: The function.
-        calls: How many calls may run at once, in threads of the pass; 1: they run in the thread that reads.
+        calls: The number of calls at once, in threads of the pass; 1: they run in the thread that reads.
         threads: Those of the pass; rows are read by the thread that asks, and only the function runs in others.
     """
 

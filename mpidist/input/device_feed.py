@@ -133,8 +133,8 @@ class DeviceFeed(Iterator[list[object]]):
 
     Args:
         open_steps: Returns the steps, lists with a batch per local replica; called in a thread that reads them.
-        places: Where the batches of each replica go; those of the host stay as they are.
-        size: How many steps are held ready on the devices.
+        places: The targets of each replica's batches; those of the host stay as they are.
+        size: The number of steps that are held ready on the devices.
         readers: The threads of the pass.
     """
 

@@ -26,7 +26,7 @@ from mpidist.values.placement import place_at
 
 _log = logging.getLogger("mpidist")
 
-# Pipelines that every rank goes through, which the log has told of.
+# Pipelines that every rank reads whole, and that have been warned of.
 _warned_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
@@ -47,8 +47,8 @@ def distribute_dataset(
 
     Args:
         dataset: Batched with the global batch size.
-        workers: Who shares it.
-        strategy: For whom.
+        workers: The workers that share it.
+        strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
 
     Raises:
@@ -107,8 +107,8 @@ def distribute_from_function(
     Args:
         dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
             batched with the batch size of one replica.
-        workers: Who shares the input.
-        strategy: For whom.
+        workers: The workers that share the input.
+        strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
         per_replica_allowed: Whether the strategy takes PER_REPLICA.
 
@@ -174,7 +174,7 @@ def distribute_values(value_fn: Callable[[ValueContext], object], workers: Input
     Args:
         value_fn: Called outside of any strategy's scope with a ValueContext, with the replica's device current;
             returns anything.
-        workers: Who the replicas are.
+        workers: The workers with the replicas.
 
     Raises:
         TypeError: ``value_fn`` is not callable.

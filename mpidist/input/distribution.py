@@ -32,18 +32,18 @@ class Distribution:
 
     Args:
         batches: The batches that this worker reads.
-        workers: Who shares the input.
-        dealing: How the dataset is divided.
-        strategy: For whom.
+        workers: The workers that share the input.
+        dealing: The division of the dataset.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
 
     Attributes:
         steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; as the two below,
             this worker's own until the workers agree, and equal on all of them from then on.
-        beginning: Where the next pass begins, but for its number.
+        beginning: The beginning of the next pass, but for its number.
         spec: That of a local batch, None until one has been seen.
-        passes: How many have been begun.
-        places: Where the batches of the local replicas are copied; None where they stay.
+        passes: The number of passes begun.
+        places: The targets of the batches of the local replicas; None where they stay.
         buffer_size: Batches that are held ready on each device.
     """
 

@@ -1,7 +1,7 @@
 """The graph of a dataset: its nodes, one for each step, and their base class.
 
 A node hands on its elements in one of three forms: rows of a table, and batches of such rows, as row numbers, so that
-whoever needs a part of a batch reads that part only; and other elements, such as those of streams, as they are. Steps
+a user of a part of a batch reads that part only; and other elements, such as those of streams, as they are. Steps
 keep to row numbers as long as they can.
 """
 
@@ -77,7 +77,7 @@ class Pass:
     """One pass over a dataset: with the graph, the origin of its random choices.
 
     Args:
-        key: Which pass it is, then which repetition inside it, one number for each ``repeat``.
+        key: The number of the pass, then of the repetition inside it, one for each ``repeat``.
         seeds: The entropy of seeds that were not given; ranks agree on it.
         readers: Holds the threads of the pass. None, for a look at an element: nothing is read ahead.
     """
@@ -124,7 +124,7 @@ class GraphNode(ABC):
         cardinality: Number of elements in a pass, -1 without end, -2 unknown.
         form: In which form ``items`` come.
         table: The table whose rows are numbered; None where the items are elements.
-        read_ahead: How many elements are read ahead when rows are read by number.
+        read_ahead: The number of elements that are read ahead when rows are read by number.
         batched: Whether the elements went through ``batch``.
         dynamic: Whether the first axis of the elements may differ from element to element.
         keeps_batches: Whether the elements are those of the inputs, although maybe others are left out or between them.

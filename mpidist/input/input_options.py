@@ -108,7 +108,7 @@ class Options:
     """Options for ``Dataset.with_options`` (tf.data.Options). Those of TensorFlow's that mpidist has a use for.
 
     Attributes:
-        experimental_distribute: How a distributed dataset is divided over ranks.
+        experimental_distribute: The division of a distributed dataset over ranks.
 
     >>> options = Options()
     >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA

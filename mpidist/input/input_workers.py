@@ -17,7 +17,7 @@ class WorkerLayout:
 
     Args:
         num_workers: Number of workers, W.
-        worker_id: Which of them is meant, 0 ... W - 1.
+        worker_id: The number of one of them, 0 ... W - 1.
         replica_counts: Local replicas of every worker.
 
     Raises:
@@ -64,7 +64,7 @@ class InputWorkers(WorkerLayout):
         communicator: Joins the workers in the order of their ids; None where there is only one.
         wrap: Whether elements come as PerReplica values also for a lone local replica.
         devices: Device strings of this worker's replicas; the CPU by default.
-        first_given: Where several programs share the data without meeting: returns the argument of the program that
+        first_given: For several programs that share the data without meeting: returns the argument of the program that
             was the first to make this n-th call.
 
     Raises:
@@ -100,7 +100,7 @@ class InputContext:
 
     Args:
         num_input_pipelines: Number of pipelines, one for each rank, or for each replica with PER_REPLICA.
-        input_pipeline_id: Which of them this is.
+        input_pipeline_id: The number of this one.
         num_replicas_in_sync: Number of replicas whose values are combined.
 
     >>> InputContext(2, 1, 4)

@@ -28,10 +28,10 @@ class Interleaved(GraphNode):
 
     Args:
         node_fn: Makes the node of a dataset from an element of the input.
-        cycle_length: How many datasets are open at a time.
-        block_length: How many elements come from one before it is the turn of the next.
+        cycle_length: The number of datasets that are open at a time.
+        block_length: The number of elements from one before it is the turn of the next.
         seed: Stands in for seeds in the datasets that were not given, so that ranks can agree.
-        calls: How many threads read them; 1: they are read by the thread that asks.
+        calls: The number of threads that read them; 1: they are read by the thread that asks.
     """
 
     node_fn: Callable[..., GraphNode]
@@ -149,11 +149,11 @@ def interleave_in_threads(
     datasets that come next. Ends ``threads``.
 
     Args:
-        openers: For each dataset a function, called in a thread, that returns its elements.
-        cycle_length: How many datasets are open at a time.
-        block_length: How many elements come from one before it is the turn of the next.
-        threads: Where they are read.
-        ahead: How many more are opened before it is their turn.
+        openers: A function for each dataset, called in a thread, that returns its elements.
+        cycle_length: The number of datasets that are open at a time.
+        block_length: The number of elements from one before it is the turn of the next.
+        threads: The threads that read them.
+        ahead: The number of datasets that are opened before it is their turn.
     """
     coming = taken_ahead((_Reading(opener, block_length, threads) for opener in openers), ahead)
     cycle: list[_Reading | None] = [None] * cycle_length

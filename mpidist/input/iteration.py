@@ -22,7 +22,7 @@ from mpidist.input.threads import Readers
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # The type of an element; whoever writes no type says nothing about it.
+    # The type of an element; Any where none is written.
     E_co = TypeVar("E_co", covariant=True, default=Any)
 else:
     from typing import TypeVar
@@ -70,7 +70,7 @@ class Passes:
 
     Attributes:
         batches: The elements, as a lone worker reads them.
-        begun: How many have been begun.
+        begun: The number of passes begun.
         seeds: The entropy of seeds that were not given; empty until a state has been restored.
         beginning: The beginning that states name; None until then.
     """

@@ -40,13 +40,13 @@ class LocalBatches(ABC):
     MISSING stands for an element of a replica without data.
 
     Attributes:
-        workers: Who shares the input, and whose part of it this is.
+        workers: The workers that share the input, and the one whose part this is.
         nodes: The pipelines as they were given, before anything of them was dealt to a worker.
         steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
         division: The part of each worker, as a text: the same words for the same rule.
         is_cut: Whether the parts of a step are rows of one global batch, and not whole elements.
         may_run_out: Whether a worker may have nothing left in a step for which others have data.
-        elements_per_step: How many elements of ``Position`` all workers take in a step; None where they take a step.
+        elements_per_step: The elements of ``Position`` that all workers take in a step; None where they take a step.
     """
 
     division: str
@@ -103,14 +103,14 @@ class DealtBatches(LocalBatches):
             return run.read_ahead(
                 lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
             )
-        return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
+        return (
+            [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
+            for batch in map(as_element, node.elements(run))
+        )
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
         workers = self.workers
         return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
-
-    def _cut_parts(self, batch: object) -> list[object]:
-        return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
 
     def _read_parts(self, table: RowTable, index: RowIndex) -> list[object]:
         return [
@@ -180,7 +180,7 @@ def _recut(batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_
 
     Args:
         batches: The batches.
-        sizes: Of the parts.
+        sizes: The sizes of the parts.
         pieces: The operations on batches.
         rows_before: So many rows are left out.
         first: The place in ``sizes`` of the first part after them.
@@ -222,7 +222,7 @@ class RecutBatches(LocalBatches):
     (rule A), and the local ones take these in turn.
 
     Args:
-        workers: Who shares the input.
+        workers: The workers that share the input.
         given: The pipeline as it was given.
         node: The part of it that this worker reads.
         division: See ``LocalBatches``.

@@ -22,15 +22,15 @@ class Position:
     """The progress of a pass, and all that the order of its elements depends on.
 
     The numbers count from the beginning of the pass: first ``rows``, then ``steps``, then ``elements``. They, the
-    seeds and ``replica_counts`` are those of the ranks that began the pass, whoever goes on with it.
+    seeds and ``replica_counts`` are those of the ranks that began the pass, also when others go on with it.
 
     Attributes:
-        pass_number: Which pass over the dataset it is, from 0.
+        pass_number: The number of the pass over the dataset, from 0.
         replica_counts: Local replicas of every worker.
-        division: By which rule the workers divided the dataset, see ``LocalBatches``.
+        division: The rule by which the workers divided the dataset, see ``LocalBatches``.
         pipelines: Outlines of the pipelines of all workers in turn; a single one where all are alike.
-        seeds: For each of them, those of its shuffles that were given none.
-        batch_size: Of the last ``batch`` of the first pipeline; None where there is none.
+        seeds: The seeds that each of them drew for shuffles without a given one.
+        batch_size: The size of the last ``batch`` of the first pipeline; None where there is none.
         own_orders: Whether each worker has an order of its own.
         rows: Rows that were taken by global batches of another size.
         steps: Steps that were taken by all replicas in ``replica_counts``.
@@ -192,7 +192,7 @@ def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders:
     All shuffle as the first pipeline does, and as a single process would.
 
     Args:
-        batches: Of the first worker, or of one like it.
+        batches: The batches of the first worker, or of one like it.
         every: The pipelines of all workers.
         own_orders: Whether each worker has an order of its own.
     """

@@ -23,9 +23,9 @@ class ContinuedBatches(LocalBatches):
     Every worker reads the rest for all of them, and uses its part.
 
     Args:
-        workers: Who shares the rest.
+        workers: The workers that share the rest.
         previous: The batches of each of the workers that began the pass.
-        position: Where they stand.
+        position: The position of these workers.
         steps: Number of steps that are left, -1 without end, -2 unknown.
 
     Attributes:
@@ -110,8 +110,8 @@ class Remainder:
 
     Args:
         batches: The batches that this worker reads.
-        start: How many of its steps have been taken.
-        position: Where the pass stands, before any step that is taken from here on.
+        start: The number of its steps taken.
+        position: The position of the pass before any step that is taken from here on.
     """
 
     batches: LocalBatches
@@ -160,7 +160,7 @@ class Dealing:
         workers know are dealt by the numbers of their rows; else each worker reads the rest for all.
 
         Args:
-            position: Of a pass over the same graph.
+            position: The position of a pass over the same graph.
             current: The batches that this worker reads of a whole pass.
             total: Steps of a whole pass.
 

@@ -100,7 +100,7 @@ def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
     """Return a short text that differs where the files or their order do.
 
     Args:
-        paths: Of the files.
+        paths: The paths of the files.
         without_folder: Leave out the folder that they have in common.
     """
     names = [os.fsdecode(path) for path in paths]
@@ -116,7 +116,7 @@ class Files(GraphNode):
     """The elements that a function reads from files, file after file.
 
     Args:
-        paths: Of the files, at least one.
+        paths: The paths of the files, at least one.
         reader: Returns the elements of the file at a path.
     """
 

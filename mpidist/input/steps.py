@@ -270,8 +270,8 @@ class Sampled(Combined):
     """A random choice among inputs, made anew for each element.
 
     Args:
-        weights: How likely each input is drawn; 0 for never.
-        seed: By which it is drawn.
+        weights: The likelihood of each input; 0 for never.
+        seed: The seed of the draws.
         stop: End with the first input that is drawn and has nothing left; else go on with the others.
     """
 

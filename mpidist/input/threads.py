@@ -114,7 +114,7 @@ class ReadAhead(Iterator[T], Generic[T]):
 
     Args:
         open_source: Called in the thread; returns the iterator.
-        size: How many elements may be ready, at least 1.
+        size: The largest number of elements kept ready, at least 1.
 
     >>> list(ReadAhead(lambda: iter("abc"), 2))
     ['a', 'b', 'c']
@@ -205,7 +205,7 @@ class Readers:
             pools = list(self._pools)
         for thread in threads:
             thread.request_end()
-        # Whoever waits for a call that has not begun is told that it never will.
+        # A thread that waits for a call that has not begun gets an error.
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         if not wait:
