@@ -8,13 +8,28 @@ from __future__ import annotations
 
 import operator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpidist.arrays.differentiable import arithmetic_of
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
+
+Floating = TypeVar("Floating", bound="np.floating[Any]")
+
+
+@overload
+def compute_average_loss(
+    per_example_loss: NDArray[Floating], sample_weight: Any = None, global_batch_size: int | None = None
+) -> Floating: ...
+
+
+@overload
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any: ...
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:

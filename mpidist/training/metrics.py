@@ -13,6 +13,8 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
+Result = np.floating[Any] | np.integer[Any]
+
 
 class Metric:
     """What the metrics share: totals in ON_READ variables with aggregation SUM.
@@ -51,7 +53,7 @@ class Metric:
         """Whether each replica has totals of its own; strategies that keep one copy of a variable keep no others."""
         return all(total.synchronization == VariableSynchronization.ON_READ for total in self._totals.values())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         """Update the metric, and return what it has come to where it is called; takes what ``update_state`` takes.
 
         Inside ``strategy.run`` that is the metric over what this replica alone has been given, which takes no messages
@@ -68,7 +70,7 @@ class Metric:
         """Add to the totals of this replica; see the subclasses."""
         raise NotImplementedError(f"{type(self).__name__} does not implement update_state()")
 
-    def result(self) -> Any:
+    def result(self) -> Result:
         """Return the metric over all that every replica has been given since the last reset.
 
         Collective: call it on every rank, or inside ``strategy.run`` on every replica.
@@ -97,10 +99,10 @@ class Metric:
     def _values(self) -> list[Any]:
         return [total.value() for total in self._totals.values()]
 
-    def _made_of(self, sums: list[Any]) -> Any:
+    def _made_of(self, sums: list[Any]) -> Result:
         return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
-    def _result_of(self, *sums: Any) -> Any:
+    def _result_of(self, *sums: Any) -> Result:
         raise NotImplementedError(f"{type(self).__name__} does not implement _result_of()")
 
     def _add(self, **amounts: Any) -> None:

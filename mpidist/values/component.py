@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpidist.values.variable import Variable
 
 Assignment = Callable[[Array, Array], None]
+Own = TypeVar("Own", bound="Assignable")
 
 
 def assign(array: Array, value: Array) -> None:
@@ -43,15 +44,17 @@ class Assignable(ReadsAsArray):
 
     name: str
 
-    def assign_by(self, how: Assignment, value: Any) -> Any:
+    def assign_by(self: Own, how: Assignment, value: Any) -> Own:
         """Change the value by one of the assignments."""
         raise NotImplementedError
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Any:
+    def scatter_by(self: Own, how: scatter.ScatterOp, slices: Any) -> Own:
         """Change rows by one of the scatter operations."""
         raise NotImplementedError
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign(
+        self: Own, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
         """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
 
         In cross-replica context give the same value on every rank, or a PerReplica, of which copy r gets the value r.
@@ -77,20 +80,20 @@ class Assignable(ReadsAsArray):
         return self.assign_by(assign, value)
 
     def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
+        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
         """Add ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_add, delta)
 
     def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
+        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
         """Subtract ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_sub, delta)
 
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_add(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Add rows at positions; repeated positions accumulate.
 
         In replica context the rows of all replicas are gathered first (collective) by the variable's
@@ -105,27 +108,27 @@ class Assignable(ReadsAsArray):
         """
         return self.scatter_by(scatter.ADD, sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_sub(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Subtract rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.SUB, sparse_delta)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_mul(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Multiply rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.MUL, sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_div(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Divide rows at positions, integers towards zero; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.DIV, sparse_delta)
 
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_min(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Take the smaller of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MIN, sparse_delta)
 
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_max(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Take the larger of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MAX, sparse_delta)
 
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_update(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Replace rows at positions; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.UPDATE, sparse_delta)
 

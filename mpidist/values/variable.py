@@ -7,7 +7,7 @@ import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,17 +35,23 @@ if TYPE_CHECKING:
     from mpidist.values.composite import CompositeVariable
 
 
+Instance = TypeVar("Instance")
+
+
 class _CreatedByStrategy(ABCMeta):
     """Makes ``Variable(...)`` ask the current strategy, through the creators that are active."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    # Type checkers take the arguments from ``__init__``, as this returns an instance of the class.
+    def __call__(cls: type[Instance], *args: Any, **kwargs: Any) -> Instance:
         if cls is not Variable:
-            return super().__call__(*args, **kwargs)
+            instance: Instance = type.__call__(cls, *args, **kwargs)
+            return instance
         arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
         for creator in variable_creators():
             create = partial(creator, create)
-        return create(**arguments)
+        created: Instance = create(**arguments)
+        return created
 
 
 def _create_under_current_strategy(**arguments: Any) -> Any:
