@@ -205,7 +205,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         super().__init__(comm)
         self.devices = tuple(canonical_device(device) for device in devices)
         self._num_replicas = group_size
-        self._options = options or CommunicationOptions()
+        self._options = options
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
@@ -222,7 +222,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         self, options: CommunicationOptions | None, on_device: bool = False
     ) -> CommunicationOptions | None:
         """Return ``options`` laid over those of the object."""
-        return self._options if options is None else self._options.merge(options)
+        return options if self._options is None else self._options.merge(options)
 
 
 class ReductionToOneDevice(CrossDeviceOps):

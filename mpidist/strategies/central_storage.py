@@ -17,16 +17,17 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import VariableSynchronization
-from mpidist.strategies.devices import check_device, check_devices
-from mpidist.strategies.extended import StrategyExtended
+from mpidist.core.protocols import ReplicaContextLike
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.mirrored import ranks_of_node
-from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.replica_devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
-from mpidist.values import ReplicaValues, Variable, first_use, scatter
+from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.values import ReplicaValues, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.placement import HOST, on_host, place_at, placed
-from mpidist.values.variable import variable_of
+from mpidist.values.synchronization import variable_of
+from mpidist.values.variable import look
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,7 +78,7 @@ class CentralExtended(ReplicatedExtended):
 
     def update_in_replica(
         self,
-        replica: ReplicaContext,
+        replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -172,7 +173,7 @@ class VariableWriter(SingleWriter):
     @contextmanager
     def turn(self, text: str) -> Iterator[bool]:
         """See ``SingleWriter``."""
-        first_use.look()
+        look()
         with super().turn(text) as writes:
             yield writes
 

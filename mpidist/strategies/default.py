@@ -14,12 +14,11 @@ from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
-from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.leaves import copy_into
-from mpidist.strategies.replica_context import ReplicaContext
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import ReplicaContext, Strategy
+from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.value_checks import copy_into
 from mpidist.values import Variable
-from mpidist.values.variable import make_variable
+from mpidist.values.synchronization import make_variable
 
 _DEVICE = "cpu:0"
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives import Communicator
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.strategies.devices import check_device, check_devices
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
 from mpidist.topology import world_topology
 from mpidist.values import select_replica
 

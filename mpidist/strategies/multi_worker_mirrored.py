@@ -14,9 +14,9 @@ from mpidist.collectives.reduce.choice import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions
-from mpidist.strategies.devices import check_devices
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
         if comm is not None:
             _check_tasks(resolver, comm)
-        extended = ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver)
+        extended = ReplicatedExtended(self, local_devices, comm, cluster_resolver=resolver)
         super().__init__(extended)
         cpus = [device for device in extended.worker_devices if parse_device(device).kind == "cpu"]
         if options.implementation is CommunicationImplementation.NCCL and cpus:

@@ -18,16 +18,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist.core.callsite import user_call_site
-from mpidist.core.context import as_in_a_new_thread, entered, pop, push
+from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
+from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
-
-if TYPE_CHECKING:
-    from mpidist.strategies.replica_context import ReplicaContext
-    from mpidist.strategies.strategy import Strategy
 
 # How long Ctrl-C may go unnoticed while a replica computes.
 _SIGNAL_SECONDS = 0.5
@@ -77,14 +74,16 @@ class ReplicaRun:
 
     def __init__(
         self,
-        context: ReplicaContext,
+        frame: Frame,
         thread: ReplicaThread,
         stream: ReplicaStream,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.context = context
+        assert frame.replica_context is not None
+        self.context = frame.replica_context
+        self._frame = frame
         self._thread = thread
         self._stream = stream
         self._fn, self._args, self._kwargs = fn, args, kwargs
@@ -110,14 +109,13 @@ class ReplicaRun:
         self._has_paused.put(None)
 
     def _run_replica(self) -> None:
-        frame = self.context.frame
         with as_in_a_new_thread():
-            push(frame)
+            push(self._frame)
             try:
                 with self._stream.entered():
                     self.result = self._fn(*self._args, **self._kwargs)
                     self._stream.hand_over()
-                pop(frame)
+                pop(self._frame)
             except BaseException as error:  # handed to the caller of run()
                 self.error = error
 
@@ -225,17 +223,17 @@ class ReplicaThreads:
     others. They end when the strategy is closed or collected.
 
     Args:
-        contexts: Of the local replicas.
+        frames: Of the local replicas, for the stack of contexts.
         places: Where each computes.
     """
 
-    def __init__(self, contexts: Sequence[ReplicaContext], places: Sequence[Place]) -> None:
-        self._contexts = contexts
+    def __init__(self, frames: Sequence[Frame], places: Sequence[Place]) -> None:
+        self._frames = frames
         self._places = places
         self._idle: list[list[ReplicaThread]] = []
         weakref.finalize(self, _end, self._idle).atexit = False
 
-    def run(self, strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    def run(self, extended: StrategyExtended, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
 
         Each runs with its device current, and starts on the stream that is current there in the calling thread.
@@ -244,10 +242,10 @@ class ReplicaThreads:
             RuntimeError: The replicas made different numbers of merge calls.
         """
         streams = [ReplicaStream(place) for place in self._places]
-        threads = self._taken()
+        threads = self._taken(extended.local_replica_ids)
         runs = [
-            ReplicaRun(context, thread, stream, fn, *own)
-            for context, thread, stream, own in zip(self._contexts, threads, streams, arguments, strict=True)
+            ReplicaRun(frame, thread, stream, fn, *own)
+            for frame, thread, stream, own in zip(self._frames, threads, streams, arguments, strict=True)
         ]
         try:
             while True:
@@ -258,7 +256,7 @@ class ReplicaThreads:
                 if all(run.is_done for run in runs):
                     return [run.result for run in runs]
                 _check_all_merge(runs)
-                _merge(strategy, runs)
+                _merge(extended, runs)
         finally:
             self._give_back(threads, runs)
 
@@ -269,13 +267,13 @@ class ReplicaThreads:
         for thread in idle:
             thread.join()
 
-    def _taken(self) -> list[ReplicaThread]:
+    def _taken(self, replica_ids: Sequence[int]) -> list[ReplicaThread]:
         while self._idle:
             threads = self._idle.pop()
             # In a forked child those of its parent are not there.
             if all(thread.is_alive() for thread in threads):
                 return threads
-        return [ReplicaThread(context.replica_id_in_sync_group) for context in self._contexts]
+        return [ReplicaThread(replica_id) for replica_id in replica_ids]
 
     def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
         hangs: list[int] = []
@@ -330,16 +328,16 @@ def _call_text(call: tuple[Any, ...]) -> str:
     return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 
-def _merge(strategy: Strategy, runs: Sequence[ReplicaRun]) -> None:
+def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
     requests = [run.merge_request for run in runs]
     works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
     ids = [run.context.replica_id_in_sync_group for run in runs]
     fn = requests[0][0]  # type: ignore[index]
-    with strategy.extended.shared_errors("the values of its replicas"):
+    with extended.shared_errors("the values of its replicas"):
         _check_same_call(runs)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-    with entered(strategy.extended.frame), (strategy.extended.first_gpu or HOST).current():
-        merged = fn(strategy, *args, **kwargs)
+    with entered(extended.frame), (extended.first_gpu or HOST).current():
+        merged = fn(extended.strategy, *args, **kwargs)
     for run in runs:
         run.merged = merged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from mpidist.values import scatter
 from mpidist.values.indexed_slices import IndexedSlices, check_positions
 from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
-
-if TYPE_CHECKING:
-    from mpidist.values.variable import Variable
 
 Assignment = Callable[[Array, Array], None]
 
@@ -213,7 +210,8 @@ class Component(Assignable):
     def __init__(self, name: str, device: str) -> None:
         self.name = name
         self.device = device
-        self.container: Variable
+        # The variable that it is a copy of.
+        self.container: Assignable
 
     def copied(self) -> Component:
         """Return a component of another variable with the same value."""

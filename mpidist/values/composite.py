@@ -61,4 +61,4 @@ def wholes_of(variables: Iterable[AnyVariable]) -> list[AnyVariable]:
 
 def _whole_of(variable: AnyVariable) -> AnyVariable:
     whole = variable.whole if isinstance(variable, Variable) else None
-    return variable if whole is None else whole
+    return whole if isinstance(whole, CompositeVariable) else variable

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
@@ -22,10 +22,11 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.leaves import (
+from mpidist.strategies.value_checks import (
     apart_from,
     check_can_gather,
     check_can_reduce,
@@ -36,12 +37,7 @@ from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, V
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, place_at, place_of
-from mpidist.values.synchronization import changing
-from mpidist.values.variable import update_components
-
-if TYPE_CHECKING:
-    from mpidist.strategies.replica_context import ReplicaContext
-    from mpidist.strategies.strategy import Strategy
+from mpidist.values.variable import changing, update_components
 
 Result = TypeVar("Result")
 
@@ -69,7 +65,7 @@ class StrategyExtended(ABC):
     first_gpu: Place | None = None
     cluster_resolver: ClusterResolver | None = None
 
-    def __init__(self, strategy: Strategy, communicator: Communicator | None = None) -> None:
+    def __init__(self, strategy: StrategyLike, communicator: Communicator | None = None) -> None:
         self.strategy = strategy
         self.communicator = communicator
         self.frame = Frame(strategy)
@@ -500,7 +496,7 @@ class StrategyExtended(ABC):
 
     def update_in_replica(
         self,
-        replica: ReplicaContext,
+        replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -673,7 +669,7 @@ class StrategyExtended(ABC):
         """Raise RuntimeError where this rank takes no part in checkpoints; by default every rank does. Extension."""
         del method
 
-    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+    def copy_for(self, strategy: Any) -> StrategyExtended:
         """Return a copy for ``strategy``, a copy of the strategy. Extension.
 
         Raises:
