@@ -1,4 +1,4 @@
-"""The reduction classes that are offered, and which of them a strategy uses when the user names none."""
+"""The reduction classes that are offered, and the choice among them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
 
 def _delivered(arrays: Sequence[Array], pair: tuple[ReplicaValues, Any]) -> Any:
-    """Return one result on its destinations; where that is an array's own device nothing is copied."""
+    """Return one result on its destinations.
+
+    Nothing is copied where that is an array's own device.
+    """
     value, destinations = pair
     restore = restorer(value.values[0])
     by_device = {place_of(array).device: array for array in arrays}

@@ -1,4 +1,7 @@
-"""The synchronous strategies, and what users call on them; importing the room registers the default strategy."""
+"""The synchronous strategies and their public methods.
+
+Importing the room registers the default strategy.
+"""
 
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.central_storage import CentralStorageStrategy

@@ -53,7 +53,7 @@ def reduce_over_axis(
 
 
 def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
-    """Return what to combine: along an axis, values that are equal on all replicas count on each of them."""
+    """Return the contributions: values that are equal on all replicas count on each."""
     contributions = []
     for part in parts:
         if isinstance(part, Mirrored):
@@ -91,7 +91,7 @@ def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
 
 
 def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) -> Array:
-    """Return the minimum or maximum along ``axes``; one that changes no other where there are no rows."""
+    """Return the minimum or maximum along ``axes``, neutral where there are no rows."""
     if all(array.shape[axis] for axis in axes):
         return to_array(_ALONG[op](array, axis=axes))
     dropped = {axis % array.ndim for axis in axes}
@@ -102,7 +102,7 @@ def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) ->
 
 
 def _neutral(dtype: DType, op: ReduceOp) -> Any:
-    """Return what changes no minimum or maximum."""
+    """Return the neutral element of a minimum or maximum."""
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return limits.max if op is ReduceOp.MIN else limits.min

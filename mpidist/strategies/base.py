@@ -95,10 +95,12 @@ class Strategy:
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Result:
-        """Call ``fn`` once for each replica of this rank, in replica context, with the replica's device current.
+        """Call ``fn`` once for each replica of this rank, in replica context.
+
+        The replica's device is current.
 
         Args:
-            fn: The function. What it does across replicas must be the same on all of them.
+            fn: The function. All replicas must communicate in the same way.
             args: Its arguments, a list or tuple; distributed values in them, at any depth, become this replica's
                 component, everything else is passed as it is.
             kwargs: Its keyword arguments, likewise.
@@ -108,8 +110,8 @@ class Strategy:
         thread, such as ``torch.no_grad()``, are entered inside ``fn``.
 
         Returns:
-            What ``fn`` returned: bare with one local replica, otherwise grouped into PerReplica values. Its type is
-            that of the bare value, which it has again once ``reduce`` or ``experimental_local_results`` took it.
+            The results: bare with one local replica, otherwise grouped into PerReplica values. Their type is that of
+                the bare value, which they have again once ``reduce`` or ``experimental_local_results`` took it.
 
         Raises:
             RuntimeError: Called inside ``run``, or inside another strategy's scope.
@@ -143,7 +145,7 @@ class Strategy:
 
         Args:
             reduce_op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
-            value: What ``run`` returned: a PerReplica, or a nest of them. A plain value belongs to its rank: with
+            value: A result of ``run``: a PerReplica, or a nest of them. A plain value belongs to its rank: with
                 several ranks each rank's value counts once; in one process with several replicas SUM of anything
                 but zeros is refused, since nobody could say how often it should count.
             axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first, a
@@ -151,7 +153,8 @@ class Strategy:
                 by the number of all elements.
 
         Returns:
-            A NumPy array, a NumPy number for what has no axes (the kind of the input where that is another library's);
+            A NumPy array, a NumPy number for values without axes (the kind of the input where that is another
+            library's);
             for arrays on devices one
             on the device of the first replica, which ``float()`` waits for. It shares no memory with ``value``, and is
             the caller's to change, or read-only where ranks of a node share it; tensors of PyTorch have no gradients.
@@ -180,7 +183,9 @@ class Strategy:
         return reduced
 
     def gather(self, value: Value, axis: int) -> Value:
-        """Concatenate the values of all replicas along ``axis``, in replica order; the same on every rank.
+        """Concatenate the values of all replicas along ``axis``, in replica order.
+
+        Every rank gets the result.
 
         Collective: call it on every rank, in the same order.
 
@@ -201,7 +206,9 @@ class Strategy:
         return gathered
 
     def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
-        """Return the components of this rank, one per local replica; a plain value gives a tuple of itself.
+        """Return the components of this rank, one per local replica.
+
+        A plain value gives a tuple of itself.
 
         A nest gives a nest for each local replica, also where all in it are plain values.
 
@@ -231,7 +238,7 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """Distribute what ``dataset_fn(InputContext)`` returns on each rank, batched per replica already.
+        """Distribute the datasets of ``dataset_fn(InputContext)`` on each rank, batched per replica already.
 
         Collective: call it on every rank.
         """
@@ -241,7 +248,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return a PerReplica of what ``value_fn(ValueContext)`` gives for each replica of this rank.
+        """Return a PerReplica of ``value_fn(ValueContext)`` for each replica of this rank.
 
         The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the bare
         value. Nothing is communicated.
@@ -250,7 +257,9 @@ class Strategy:
         return self._extended.distribute_values(value_fn)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
-        """Return a dataset of the slices of ``numpy_input`` along axis 0, of which it keeps a copy (deprecated).
+        """Return a dataset of the slices of ``numpy_input`` along axis 0 (deprecated).
+
+        It keeps a copy of the arrays.
 
         Every rank builds it from its own arrays; nothing is communicated. ``Dataset.from_tensor_slices`` does not copy.
 
@@ -291,7 +300,7 @@ class Strategy:
         context.require_cross_replica(self._extended.strategy, method, instead)
 
     def close(self) -> None:
-        """Free what the strategy holds (collective). Closing again does nothing."""
+        """Free the resources of the strategy (collective). Closing again does nothing."""
         self._extended.close()
 
     def __enter__(self) -> Any:
@@ -346,7 +355,7 @@ class ReplicaContext:
         self.frame = Frame(strategy, self)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in this context, with this replica's part of the distributed values in its arguments. Extension.
+        """Call ``fn`` in this context, with this replica's part of distributed arguments. Extension.
 
         For strategies that run replicas one after the other in the calling thread.
         """
@@ -389,7 +398,7 @@ class ReplicaContext:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this is replica 0: for what one replica should do alone, such as printing. Extension."""
+        """Whether this is replica 0: for work of one replica alone, such as printing. Extension."""
         return self._id == 0
 
     def merge_call(
@@ -399,7 +408,7 @@ class ReplicaContext:
 
         Collective over the replicas of a rank: each must make the same calls. ``merge_fn`` runs once per rank in
         cross-replica context, as ``merge_fn(strategy, *args, **kwargs)`` with the arguments of the replicas
-        grouped into PerReplica values; what it does across ranks must be the same on every rank.
+        grouped into PerReplica values; all ranks must communicate in the same way in it.
 
         Args:
             merge_fn: The function; that of the first replica is called.
@@ -407,7 +416,7 @@ class ReplicaContext:
             kwargs: Its keyword arguments, from this replica.
 
         Returns:
-            This replica's part of what ``merge_fn`` returned.
+            This replica's part of the result of ``merge_fn``.
 
         Raises:
             RuntimeError: Called elsewhere than in this replica, or another replica returned without calling.
@@ -420,7 +429,7 @@ class ReplicaContext:
     def meet(
         self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
+        """Run a merge function as ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
         run = run_of_this_thread()
         if run is not None:
             return run.merge(call, merge_fn, args, kwargs)
@@ -470,7 +479,7 @@ class ReplicaContext:
     def _all_reduce(
         self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
     ) -> Any:
-        """Do what ``all_reduce`` does, with a value of these leaves, after the checks of context and options."""
+        """Reduce a value of these leaves, after the checks of context and options."""
         self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
             return nest.map_structure(copied, value) if out is None else copy_into(out, value)
@@ -490,7 +499,7 @@ class ReplicaContext:
                 check_out(value, out, op, self.num_replicas_in_sync)
 
     def _contributions(self, op: ReduceOp, values: Any, outs: Any) -> tuple[list[tuple[PerReplica, Any]], str]:
-        """Return the values of all local replicas and where their sums are to be, and what describes them."""
+        """Return the values of all local replicas with their destinations, and their description."""
         extended = self._strategy.extended
         leaves = [
             leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), extended.local_replica_ids)
@@ -593,7 +602,7 @@ class ReplicaContext:
 
 
 def _read_here(value: Any) -> tuple[Any, list[Any]]:
-    """Return ``value`` with variables and PerReplica values as they are in this replica; and its leaves."""
+    """Return ``value`` with variables and PerReplica values read in this replica, and its leaves."""
     leaves = nest.flatten(value)
     if any([isinstance(leaf, (Assignable, PerReplica)) for leaf in leaves]):
         leaves = [leaf.value() if isinstance(leaf, Assignable) else here(leaf) for leaf in leaves]

@@ -69,7 +69,7 @@ def ranks_of_node(strategy: str, instead: str) -> MPI.Intracomm:
 
     Args:
         strategy: Name of the strategy, for the message.
-        instead: What to use on several nodes.
+        instead: The strategy for several nodes.
 
     Raises:
         ValueError: The job has several nodes.

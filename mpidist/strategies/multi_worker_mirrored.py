@@ -122,7 +122,7 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
 
 
 def _check_size(resolver: ClusterResolver, size: int) -> None:
-    """Raise unless the tasks of a cluster are as many as the ranks of the world, where all of them train."""
+    """Raise ValueError unless the cluster has a training task for each rank."""
     tasks = resolver.cluster_spec().as_dict()
     counts = {job: len(addresses) for job, addresses in tasks.items()}
     total = sum(counts.values())
@@ -142,7 +142,10 @@ def _check_size(resolver: ClusterResolver, size: int) -> None:
 
 
 def _check_tasks(resolver: ClusterResolver, comm: Communicator) -> None:
-    """Raise on all ranks, and close ``comm``, where two ranks take themselves for the same task (collective)."""
+    """Raise ValueError on all ranks where two have the same task (collective).
+
+    Closes ``comm`` first.
+    """
     tasks = comm.all_gather_object((resolver.task_type, resolver.task_id))
     first: dict[tuple[str | None, int | None], int] = {}
     for rank, task in enumerate(tasks):

@@ -1,10 +1,10 @@
-"""Several replicas in one process: a thread each, of which one runs at a time, switching at merge points.
+"""Several replicas in one process: threads that take turns, switching at merge points.
 
 The thread that called ``run`` coordinates. It lets the replicas run one after the other, each until it reaches a
 merge point or returns; when all are at a merge point it runs the merge function itself, so all communication is
 issued by the caller's thread, and goes on. The order is the same in every run.
 
-The threads live as long as the strategy: libraries keep what is dear per thread, such as the handle of cuBLAS, whose
+The threads live as long as the strategy: libraries keep costly state per thread, such as the handle of cuBLAS, whose
 end waits for the whole device.
 """
 
@@ -37,7 +37,7 @@ class _Abandoned(BaseException):
 
 
 class ReplicaStream:
-    """The stream of the coordinating thread, on which a replica computes unless it chooses another one.
+    """The stream of the coordinating thread, on which a replica computes by default.
 
     Made in the coordinating thread. A replica that has another stream current when it meets the others, or returns,
     has the two wait for one another there, so that values may be handed over. The host never waits.
@@ -57,20 +57,23 @@ class ReplicaStream:
             yield
 
     def hand_over(self) -> None:
-        """Let the coordinating thread's stream wait for what the replica has started."""
+        """Let the coordinating thread's stream wait for the replica's work."""
         inner = self._place.ops.current_stream(self._place.number)
         if inner.handle != self._outer.handle:
             self._outer.wait(inner.record())
 
     def take_back(self) -> None:
-        """Let the replica's stream wait for what the coordinating thread has started."""
+        """Let the replica's stream wait for the coordinating thread's work."""
         inner = self._place.ops.current_stream(self._place.number)
         if inner.handle != self._outer.handle:
             inner.wait(self._outer.record())
 
 
 class ReplicaRun:
-    """One run of one replica; its code runs only between ``resume`` and the next merge point or its end."""
+    """One run of one replica.
+
+    Its code runs only between ``resume`` and the next merge point or its end.
+    """
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class ReplicaRun:
         return self.is_done or not self._has_started
 
     def abandon(self) -> bool:
-        """End a replica at its merge point, or the next one; return whether it ended in time.
+        """End a replica at its merge point, or the next; return whether in time.
 
         Called by the coordinator.
         """
@@ -175,7 +178,7 @@ class ReplicaRun:
 
 
 class ReplicaThread(threading.Thread):
-    """The thread of a local replica: carries out one run after the other until it is told to end."""
+    """The thread of a local replica, which carries out one run after the other."""
 
     def __init__(self, replica_id: int) -> None:
         super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
@@ -187,7 +190,7 @@ class ReplicaThread(threading.Thread):
         self._runs.put(run)
 
     def end(self) -> None:
-        """End after what was taken so far."""
+        """End after the runs taken so far."""
         self._runs.put(None)
 
     def run(self) -> None:
@@ -208,7 +211,7 @@ _of_this_thread = _OfThisThread()
 
 
 def run_of_this_thread() -> ReplicaRun | None:
-    """Return the run that this thread carries out, None where it is no thread of a replica.
+    """Return the run of this thread, or None outside of replica threads.
 
     >>> run_of_this_thread() is None
     True
@@ -217,7 +220,7 @@ def run_of_this_thread() -> ReplicaRun | None:
 
 
 class ReplicaThreads:
-    """The threads of a strategy's local replicas: made by the first run, ended with the strategy.
+    """The threads of a strategy's local replicas, from its first run to its end.
 
     A run takes one thread for each replica, and a run inside of a merge function, or in another thread of the program,
     others. They end when the strategy is closed or collected.
@@ -234,7 +237,7 @@ class ReplicaThreads:
         weakref.finalize(self, _end, self._idle).atexit = False
 
     def run(self, extended: StrategyExtended, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+        """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
 
         Each runs with its device current, and starts on the stream that is current there in the calling thread.
 
@@ -312,7 +315,7 @@ def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
 
 
 def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
-    """Raise ValueError where replicas meet at calls that differ, as a sum and a mean or a sum and a gather."""
+    """Raise ValueError where replicas meet at different calls, as a sum and a mean."""
     if any(run.call != runs[0].call for run in runs):
         sites = "; ".join(
             f"replica {run.context.replica_id_in_sync_group} in {_call_text(run.call)} at {run.call_site}"

@@ -1,4 +1,4 @@
-"""ReplicatedExtended: several replicas, on this rank, on several ranks or both; a copy of each variable per replica.
+"""ReplicatedExtended: replicas on one or several ranks, with a copy of each variable.
 
 MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take part.
 """
@@ -36,7 +36,7 @@ class ReplicatedExtended(StrategyExtended):
         devices: Devices of this rank's replicas; None for its share of the GPUs, or the CPU.
         comm: The ranks that take part; None for this process alone. Closed with the strategy.
         cross_device_ops: How values are reduced; chosen by :func:`select_cross_device_ops` by default.
-        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        cluster_resolver: The value of ``strategy.cluster_resolver``.
         allows_per_replica_input: Whether input may be made per replica.
     """
 
@@ -146,7 +146,9 @@ class ReplicatedExtended(StrategyExtended):
 
 
 class LoneReplicaContext(ReplicaContext):
-    """The only replica of its rank, as on all other ranks, whose sums the collectives form without further steps.
+    """The only replica of its rank, as on all other ranks.
+
+    The collectives form its sums without further steps.
 
     Args:
         strategy: The strategy that runs the replica.

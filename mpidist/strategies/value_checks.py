@@ -1,4 +1,4 @@
-"""Checks of values that strategies reduce or gather, and results that share no memory with them.
+"""Checks of values that strategies reduce or gather, and results apart from them.
 
 Replicas of one process must not have in common the results they write to, nor the gradients of one PyTorch module: they
 run one after the other and share whatever the program made once. A module that was made once has one ``.grad`` per
@@ -76,7 +76,7 @@ def _copy_leaf(target: Array, source: Array) -> None:
 
 
 def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
-    """Raise TypeError unless ``op`` can reduce each of ``leaves``, so that one replica refuses what several would."""
+    """Raise TypeError unless ``op`` can reduce each of ``leaves``, also for one replica."""
     for leaf in leaves:
         reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
 
@@ -105,7 +105,7 @@ def copied(value: Any) -> Any:
 
 
 def check_returned(leaves: Sequence[Any]) -> None:
-    """Raise TypeError where one of ``leaves`` cannot be what a replica function computed."""
+    """Raise TypeError where one of ``leaves`` cannot be a result of a replica function."""
     for leaf in leaves:
         if leaf is None or isinstance(leaf, (str, bytes)):
             raise TypeError(
@@ -119,16 +119,16 @@ def check_returned(leaves: Sequence[Any]) -> None:
 
 
 def as_result(value: Any) -> Any:
-    """Return ``value``, a number or an array of NumPy without axes as a NumPy number: there is one kind of them."""
+    """Return ``value``, with numbers and 0-d NumPy arrays as NumPy numbers."""
     if isinstance(value, NUMBERS) or (type(value) is np.ndarray and value.ndim == 0):
         return np.asarray(value)[()]
     return value
 
 
 def apart_from(result: Any, given: Any) -> Any:
-    """Return ``result``, or a copy of it where it shares memory with ``given``, a leaf that it was made of.
+    """Return ``result``, or a copy where it shares memory with the leaf ``given``.
 
-    Where there is one replica the result may be what was given; a caller who changes it would change that.
+    Where there is one replica the result may be the given array itself; a caller who changes it would change that.
     """
     if isinstance(result, ReplicaValues):
         return type(result)([apart_from(part, given) for part in result.values], result.replica_ids)
@@ -152,7 +152,7 @@ def _arrays_in(value: Any) -> Iterator[Array]:
 
 
 def concatenated(arrays: Sequence[Array], axis: int) -> Array:
-    """Return the arrays of the replicas, which lie in one place, one after the other along ``axis``.
+    """Concatenate the arrays of the replicas, which lie in one place, along ``axis``.
 
     Raises:
         ValueError: They differ in dtype or along another axis.
@@ -184,7 +184,7 @@ def check_results_apart(outs: Any) -> None:
     """Raise ValueError where replicas gave the same memory for their results.
 
     Args:
-        outs: What each replica gave as ``out``, regrouped.
+        outs: The ``out`` of each replica, regrouped.
     """
     for leaf in nest.flatten(outs):
         parts = leaf.values if isinstance(leaf, PerReplica) else ()
@@ -197,7 +197,7 @@ def check_results_apart(outs: Any) -> None:
 
 
 def _share_elements(one: Array, other: Array) -> bool:
-    """Whether arrays whose addresses overlap have elements in common; on a device that is taken for granted."""
+    """Return whether overlapping arrays have elements in common; assumed on devices."""
     on_host = isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
     return not on_host or bool(np.shares_memory(one, other))
 
@@ -206,7 +206,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
     """Raise ValueError where replicas gave the gradient of one and the same parameter of PyTorch.
 
     Args:
-        leaves: What the replicas of this process gave.
+        leaves: The values of the replicas of this process.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -228,7 +228,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
 
 
 def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
-    """Return the address of a tensor that two replicas gave, which these are, and of how many."""
+    """Return the address of a tensor that two replicas gave, these two, and the replicas' number."""
     seen: dict[int, int] = {}
     for number, value in enumerate(values):
         address = _address(torch, value) if is_torch(value) else None
@@ -238,14 +238,20 @@ def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, in
 
 
 def _addresses_of_gradients(torch: Any) -> set[int | None]:
-    """Return where the gradients of all parameters lie; modules are not known here, so all objects are asked."""
+    """Return the addresses of the gradients of all parameters.
+
+    Modules are not known here, so all objects are asked.
+    """
     # Not isinstance: it asks proxies for their class, which may do anything.
     leaves = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_leaf)
     return {_address(torch, leaf.grad) for leaf in leaves if leaf.grad is not None}
 
 
 def _address(torch: Any, tensor: Any) -> int | None:
-    """Return where a tensor lies; None for one without elements, or without memory in one piece, as sparse ones."""
+    """Return the address of a tensor, or None.
+
+    None is for tensors without elements, or without memory in one piece, as sparse ones.
+    """
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The rules by which the copies of a variable are kept together: synchronization x aggregation x context.
+"""The rules that keep the copies of a variable together: synchronization x aggregation x context.
 
 Writing (n replicas, n > 1):
 
@@ -144,10 +144,13 @@ class _OnWrite(Policy):
 
 
 class _Central(_OnWrite):
-    """There is one copy, into which every replica scatters: in TensorFlow too, aggregation is for assignments alone."""
+    """There is one copy, into which every replica scatters.
+
+    In TensorFlow too, aggregation is for assignments alone.
+    """
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
-        """All of them have a meaning."""
+        """Allow all of them."""
 
     def scatter_in_replica(
         self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices

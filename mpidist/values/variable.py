@@ -1,4 +1,4 @@
-"""Variable: what users create, and how its creation reaches the current strategy."""
+"""Variable, and the way of its creation to the current strategy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
 
 
 class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
-    """A value that lives as long as the program, with a copy per replica (tf.Variable under a strategy).
+    """A value that outlives a step, with a copy per replica (tf.Variable).
 
     Inside ``strategy.scope()`` creation is collective: call it on every rank, in the same order; all copies start
     from the first rank's value. Outside any strategy it is an ordinary variable of this process.
@@ -183,7 +183,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     @property
     def initial_value(self) -> Any:
-        """What the variable was created from on this rank.
+        """The value or array that the variable was created from on this rank.
 
         Raises:
             RuntimeError: It was an array that the program has let go of since; variables do not keep it alive.
@@ -217,7 +217,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         return self._component(self._local_id() or 0).local_place()
 
     def _component(self, local_id: int) -> Component:
-        """Return the copy of a local replica; the only one where all of them share it."""
+        """Return the copy of a local replica, or the one that all share."""
         return self._components[local_id if len(self._components) > 1 else 0]
 
     def _local_id(self) -> int | None:
@@ -250,7 +250,10 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         return self._component(local_id or 0).value()
 
     def sparse_read(self, indices: Any) -> Array:
-        """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
+        """Return the rows at ``indices``.
+
+        Of a copy in the memory of another process only these travel.
+        """
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
@@ -393,12 +396,12 @@ class Policy(ABC):
 
 @contextmanager
 def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
-    """A block in which this rank changes the copies of a variable by itself; the ranks compare them afterwards.
+    """Run a block that changes this rank's copies alone; the ranks compare them afterwards.
 
     Args:
         variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
             that one rank copied are its own.
-        how: What is done to it.
+        how: The kind of change.
         rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
     """
     if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
@@ -473,7 +476,7 @@ _lock = threading.RLock()
 
 
 def begin_to_wait(waiting: LooksForVariables) -> None:
-    """Let ``waiting`` look before each first use of a variable from now on, for as long as it lives."""
+    """Let ``waiting`` look before each first use of a variable, while it lives."""
     _waiting[next(_numbers)] = waiting
 
 
@@ -484,14 +487,17 @@ def stop_waiting(waiting: LooksForVariables) -> None:
 
 
 def before_first_use(variable: Variable) -> None:
-    """Let all that wait look, as ``variable`` may be what they wait for."""
+    """Let all that wait look, as they may wait for ``variable``."""
     with _lock:
-        look(variable)
+        give_restored_values(variable)
         variable.is_unused = False
 
 
-def look(used: Variable | None = None) -> None:
-    """Let all that wait look; those that came last first, and what one fills is not looked at by the next."""
+def give_restored_values(used: Variable | None = None) -> None:
+    """Let all that wait look, the latest first.
+
+    A variable that one fills is not looked at by the next.
+    """
     with _lock:
         for _, waiting in sorted(_waiting.items(), reverse=True):
             waiting.look(used)
