@@ -39,7 +39,7 @@ class DefaultExtended(StrategyExtended):
 
     @property
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
-        """Return the CPU."""
+        """The CPU."""
         return ((_DEVICE,),)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:

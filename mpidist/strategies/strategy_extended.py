@@ -1,8 +1,7 @@
 """StrategyExtended: the interface of a strategy for library writers.
 
 Each strategy is a subclass, which writes the eight abstract members at the top; the others check context and arguments
-and are built on
-them. It is one class, without an object behind it that would do the work: here TensorFlow's names are looked for.
+and are built on them. It is one class, without an object behind it that would do the work: here TensorFlow's names are looked for.
 """
 
 from __future__ import annotations
@@ -233,8 +232,9 @@ class StrategyExtended(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduce many pairs as :meth:`reduce_to` does, in few messages (collective); results come in the order of the
-        pairs.
+        """Reduce many pairs as :meth:`reduce_to` does, in few messages (collective).
+
+        Results come in the order of the pairs.
 
         Raises:
             ValueError: Something else than (value, destinations) tuples.

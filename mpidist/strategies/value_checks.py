@@ -228,7 +228,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
 
 
 def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
-    """Return the address of a tensor that two replicas gave, these two, and the replicas' number."""
+    """Return the address of a shared tensor, the two replicas, and the number of values."""
     seen: dict[int, int] = {}
     for number, value in enumerate(values):
         address = _address(torch, value) if is_torch(value) else None
