@@ -1,7 +1,8 @@
 """StrategyExtended: the interface of a strategy for library writers.
 
 Each strategy is a subclass, which writes the eight abstract members at the top; the others check context and arguments
-and are built on them. It is one class, without an object behind it that would do the work: here TensorFlow's names are looked for.
+and are built on them. It is one class, without an object behind it that would do the work: here TensorFlow's
+names are looked for.
 """
 
 from __future__ import annotations
