@@ -10,8 +10,7 @@ from mpidist.checkpoint.collecting import collect
 from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, follow, is_within, keys_above, start_variable
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.values.composite import AnyVariable, parts_of
-from mpidist.values.first_use import begin_to_wait, stop_waiting
-from mpidist.values.variable import Variable
+from mpidist.values.variable import Variable, begin_to_wait, stop_waiting
 
 
 class Waiting:

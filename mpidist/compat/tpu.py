@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import Strategy
 
 
 class TPUStrategy(Strategy):

@@ -21,9 +21,9 @@ from mpidist.input import (
 from mpidist.input.distribute import share_of
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralStorageExtended
-from mpidist.strategies.devices import check_devices
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.replica_devices import check_devices
 from mpidist.topology import world_topology
 from mpidist.values.placement import HOST
 

@@ -10,11 +10,11 @@ from mpidist.compat.input_iterator import InputIterator, dataset_fn_of, with_eve
 from mpidist.core import context
 from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputReplicationMode
+from mpidist.strategies.base import Strategy, Value
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.strategy import Strategy, Value
 
 
 class StrategyV1(Strategy):

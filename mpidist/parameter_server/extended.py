@@ -23,9 +23,9 @@ from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_
 from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.travelling import pack
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
-from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import check_indices

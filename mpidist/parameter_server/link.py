@@ -13,7 +13,7 @@ from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.parameter_server.connection import Connection
-from mpidist.strategies.devices import agreed_devices
+from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import duplicate
 

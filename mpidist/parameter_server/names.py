@@ -13,10 +13,10 @@ from mpidist.parameter_server.messages import Kind
 from mpidist.parameter_server.remote import RemoteComponent, component_of
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
 from mpidist.parameter_server.travelling import CannotTravelError, pack
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import Strategy
 from mpidist.training import Optimizer
 from mpidist.values import Variable
-from mpidist.values.variable import variable_of
+from mpidist.values.synchronization import variable_of
 
 Name = tuple[Any, ...]
 

@@ -17,7 +17,7 @@ from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
 from mpidist.values.scatter import ScatterOp
-from mpidist.values.variable import variable_of
+from mpidist.values.synchronization import variable_of
 
 _ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: assign_add, messages.ASSIGN_SUB.code: assign_sub}
 _SCATTERING: dict[int, ScatterOp] = {

@@ -7,13 +7,14 @@ from typing import Any, NoReturn
 
 from mpidist.arrays.convert import Array
 from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core.protocols import StrategyLike
 from mpidist.input import InputOptions
 from mpidist.parameter_server.dispatcher import Dispatcher
 from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
 from mpidist.parameter_server.partitioners import Partitioner
-from mpidist.strategies.devices import check_devices
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_devices
 
 
 class DatasetForWorkers:
@@ -25,7 +26,7 @@ class DatasetForWorkers:
         args: Its arguments.
     """
 
-    def __init__(self, strategy: Strategy, method: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, strategy: StrategyLike, method: str, args: tuple[Any, ...]) -> None:
         self._strategy, self._method, self._args = strategy, method, args
 
     def __call__(self) -> Any:

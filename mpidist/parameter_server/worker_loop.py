@@ -20,7 +20,7 @@ from mpidist.parameter_server.travelling import pack, pack_error, unpack
 from mpidist.topology.faults import says_rank_is_lost
 
 if TYPE_CHECKING:
-    from mpidist.strategies.strategy import Strategy
+    from mpidist.strategies.base import Strategy
 
 STOP, CALL, DONE, FAILED = b"S", b"C", b"D", b"F"
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)

@@ -138,10 +138,13 @@ def global_count(batch: Any) -> int:
 
 
 class PlainArithmetic:
-    """What NumPy and CuPy compute with; see ``mpidist.arrays.differentiable`` for other libraries."""
+    """The arithmetic of NumPy and CuPy; see ``mpidist.arrays.differentiable`` for other libraries."""
 
     def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
-        """Return ``value``, which messages call ``what``, as an array where it is, or where ``like`` is."""
+        """Return ``value`` as an array where it is, or where ``like`` is.
+
+        Messages call it ``what``.
+        """
         array = array_of(value, what)
         return array if like is None else place_of(like).brings(array)
 

@@ -1,4 +1,4 @@
-"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts with Slurm, CuPy's NCCL binding, MPICH, types."""
+"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts with Slurm, CuPy's binding, MPICH, types."""
 
 from __future__ import annotations
 

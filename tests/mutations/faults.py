@@ -322,7 +322,7 @@ _INPUT = (
 _STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
-        "mpidist/strategies/extended.py",
+        "mpidist/strategies/strategy_extended.py",
         '            self.announce(error, "the function given to run()")\n',
         "",
         ("tests/acceptance/test_going_on_after_errors.py",),
@@ -330,7 +330,7 @@ _STRATEGIES = (
     ),
     Fault(
         "the mean of plain values is divided by the replicas instead of the ranks",
-        "mpidist/strategies/extended.py",
+        "mpidist/strategies/strategy_extended.py",
         "divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync",
         "divisor = self.num_replicas_in_sync",
         ("tests/acceptance/test_examples_reductions.py",),
