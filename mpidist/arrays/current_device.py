@@ -1,8 +1,8 @@
-"""Which GPU is current in a thread, made so where it is not, and none that the process has nothing to do with.
+"""The GPU that is current in each thread, without contexts on GPUs of other processes.
 
 cudaSetDevice makes a context, of hundreds of MiB, and fails on a GPU that is another process's alone. A new thread has
-GPU 0 current without a context there, so a block that goes back to what was current before, as CuPy's does, would make
-one on GPU 0 for every rank. Asking which is current makes none.
+GPU 0 current without a context there, so a block that goes back to the device before, as CuPy's does, would make one
+on GPU 0 for every rank. Asking which is current makes none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpidist.arrays.cuda_driver import CudaDriver
 
 
 class _Thread(threading.local):
-    """What is known of this thread."""
+    """Flags of this thread: started by mpidist, has used a GPU."""
 
     is_own = False
     has_begun = False
@@ -24,9 +24,10 @@ _thread = _Thread()
 
 
 def mark_own_thread() -> None:
-    """Note that mpidist started this thread: it stays on the first GPU that it has to do with, and disturbs no graph.
+    """Mark this thread as started by mpidist.
 
-    To be called at its begin, whether it will ever have to do with one or not: nothing is asked of CUDA yet.
+    It stays on the first GPU that it uses, and disturbs no CUDA graph. To be called at its begin, whether it will ever
+    use one or not: nothing is asked of CUDA yet.
     """
     _thread.is_own = True
 
@@ -45,12 +46,12 @@ class CurrentDevice:
     def on(self, device: int) -> _Block:
         """Return a block in which ``device`` is current; to be entered once.
 
-        What was current before is so again afterwards, if this process has a context there.
+        The device before is current again afterwards, if this process has a context there.
         """
         return _Block(self, device)
 
     def enter(self, device: int) -> int:
-        """Make ``device`` current, and return what to go back to."""
+        """Make ``device`` current, and return the device to go back to."""
         is_first = _thread.is_own and not _thread.has_begun
         if is_first:
             self._driver.relax_capture_mode()
@@ -62,7 +63,7 @@ class CurrentDevice:
         return device if is_first and before == 0 else before
 
     def leave(self, before: int) -> None:
-        """Go back."""
+        """Go back to the device ``before``."""
         if self._runtime.getDevice() != before and self._driver.has_context(before):
             self._runtime.setDevice(before)
 

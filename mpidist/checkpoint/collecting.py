@@ -175,7 +175,7 @@ class _Collector:
         self._leaves.add(kind, found.key, value)
 
     def _is_new(self, found: _Found) -> bool:
-        """Whether the thing is met for the first time; otherwise its key becomes a link."""
+        """Return whether the thing is met for the first time; otherwise its key becomes a link."""
         if id(found.value) not in self._met:
             self._met[id(found.value)] = (found.key, found.value)
             return True
@@ -278,21 +278,21 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
 
 
 def _has_methods(value: Any, *names: str) -> bool:
-    """Whether an object has methods of its own, and is no mock that answers to any name."""
+    """Return whether an object has methods of its own, and is no mock that answers to any name."""
     return all(
         inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
     )
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an array in an attribute cannot be saved or filled, as text or a constant."""
+    """Return whether an array in an attribute cannot be saved or filled, as text or a constant."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether to look at the attributes of an object, whose class is the program's own."""
+    """Return whether to look at the attributes of an object, whose class is the program's own."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED

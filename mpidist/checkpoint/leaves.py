@@ -171,7 +171,7 @@ def _checked_state(key: str, iterator: Any) -> Any:
 
 
 def is_on_read(variable: AnyVariable) -> bool:
-    """Whether reading the variable takes all ranks."""
+    """Return whether reading the variable takes all ranks."""
     return variable.synchronization == VariableSynchronization.ON_READ
 
 
@@ -187,7 +187,7 @@ def keys_above(key: str) -> set[str]:
 
 
 def is_within(key: str, outer: str) -> bool:
-    """Whether ``key`` is that of the object ``outer``, or of something in it."""
+    """Return whether ``key`` is that of the object ``outer``, or of something in it."""
     return key == outer or key.startswith(f"{outer}/")
 
 

@@ -150,7 +150,7 @@ def _owner_of(key: str, leaves: Leaves) -> str | None:
 
 
 def _is_kept(key: str, leaves: Leaves) -> bool:
-    """Whether the value ``key`` is kept for a part yet to come."""
+    """Return whether the value ``key`` is kept for a part yet to come."""
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 

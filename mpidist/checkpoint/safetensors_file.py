@@ -43,7 +43,7 @@ class FileRecord:
 
 
 def stores(dtype: np.dtype[Any]) -> bool:
-    """Whether the format has a name for ``dtype`` that NumPy by itself has, too."""
+    """Return whether the format has a name for ``dtype`` that NumPy by itself has, too."""
     return dtype.name in SAFETENSORS_NAMES
 
 

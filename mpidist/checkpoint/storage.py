@@ -104,7 +104,7 @@ def _look_at(path: Path, found: Found) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest of ours, damaged or not.
+    """Return whether a directory has a manifest of ours, damaged or not.
 
     Other programs have a file of this name, too.
     """

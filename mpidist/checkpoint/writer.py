@@ -231,7 +231,7 @@ class WriterLock:
 
 
 def is_held_here(path: Path) -> bool:
-    """Whether it is this process that writes the checkpoint ``path``."""
+    """Return whether it is this process that writes the checkpoint ``path``."""
     status = _status(_file_of(path))
     return status is not None and _identity(status) in _held
 
@@ -315,7 +315,7 @@ def _leftovers_in(directory: Path) -> list[re.Match[str]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a directory with nothing but files of checkpoints."""
+    """Return whether it is a directory with nothing but files of checkpoints."""
     try:
         with os.scandir(path) as entries:
             return not path.is_symlink() and all(

@@ -103,7 +103,7 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def _all_are_through(mine: bool) -> bool:
-    """Whether all ranks have ended the training and none is lost (MPI_Comm_agree); the same on all."""
+    """Return whether all ranks have ended the training and none is lost (MPI_Comm_agree); the same on all."""
     if not mine:
         # Those that wait for this rank in a collective are to come here, too.
         abandon_all()
@@ -111,7 +111,7 @@ def _all_are_through(mine: bool) -> bool:
 
 
 def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
-    """Whether all ranks say so and none is lost; the same on all."""
+    """Return whether all ranks say so and none is lost; the same on all."""
     with limited(doing):
         return agree(world, mine)
 
