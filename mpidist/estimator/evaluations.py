@@ -1,4 +1,4 @@
-"""Evaluations: finds new checkpoints, has them evaluated on this rank, and keeps the results in a file."""
+"""Find new checkpoints, evaluate them on this rank, and keep the results in a file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.storage import checkpoints_in, read_manifest
 from mpidist.collectives.mpi.waiting import Deadline
 from mpidist.core import settings
@@ -37,7 +37,7 @@ class Evaluations:
     """The evaluations of the checkpoints of one directory, one after the other.
 
     Args:
-        spec: How to evaluate.
+        spec: The evaluation.
         directory: Where the checkpoints are.
 
     Attributes:
@@ -95,7 +95,7 @@ class Evaluations:
             result = self._evaluate(*newest)
 
     def newest_id(self) -> Id | None:
-        """Return which checkpoint is the newest here."""
+        """Return name and sequence of the newest checkpoint here, or None."""
         newest = self._newest()
         return None if newest is None else (newest[0].name, newest[1].sequence)
 
@@ -111,7 +111,7 @@ class Evaluations:
         return self._evaluated == (manifest.sequence, manifest.saved_at)
 
     def _evaluate(self, path: Path, manifest: Manifest) -> EvalResult | None:
-        """Return the result; None where the checkpoint was removed or replaced meanwhile."""
+        """Evaluate a checkpoint, and return the result, or None if it was removed meanwhile."""
         begin = time.monotonic()
         self._next_evaluation = begin + self._spec.throttle_secs
         steps = {} if self._spec.steps is None else {"steps": self._spec.steps}
@@ -133,9 +133,8 @@ class Evaluations:
         return result
 
     def _await(self, told: Id) -> None:
-        """Wait until a checkpoint of another rank is seen here: some file systems take a while."""
-        name, sequence = told
-        path = self._directory / name
+        """Wait until this rank sees a checkpoint of another: file systems may take a while."""
+        path = self._directory / told[0]
 
         def say(waited: float) -> None:
             text = f"mpidist: the evaluator has waited {waited:.0f} s to see {path}, which the chief saved last"
@@ -148,12 +147,12 @@ class Evaluations:
             )
 
         deadline = Deadline(settings.TIMEOUT.read(), settings.WARN_AFTER.read(), say, give_up)
-        while (name, sequence) not in [(path.name, manifest.sequence) for path, manifest in self._all()]:
+        while True:
+            seen = checkpoints_in(self._directory).checkpoints
+            if told in [(other.name, manifest.sequence) for other, manifest in seen]:
+                return
             deadline.check()
             time.sleep(_LOOK_SECONDS / 5)
-
-    def _all(self) -> list[tuple[Path, Manifest]]:
-        return checkpoints_in(self._directory).checkpoints
 
     def _warn_if_late(self) -> None:
         waited = time.monotonic() - self._begin
@@ -180,7 +179,7 @@ def _is_still_there(path: Path, manifest: Manifest) -> bool:
 # Results ----------------------------------------------------------------------------------------------------------
 
 
-def plain_metrics(returned: object) -> dict[str, Any]:
+def plain_metrics(returned: object) -> dict[str, object]:
     """Return the result of ``eval_fn`` as numbers, strings, None, lists and dicts.
 
     Raises:
@@ -209,7 +208,7 @@ def append(directory: Path, result: EvalResult) -> None:
         os.fsync(stream.fileno())
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> object:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
