@@ -375,14 +375,14 @@ _PARAMETER_SERVER = (
 _CHECKPOINT = (
     Fault(
         "a manifest is read without a look at its checksum",
-        "mpidist/checkpoint/manifest.py",
+        "mpidist/checkpoint/formats.py",
         "            if found != expected:",
         "            if not expected:",
         ("tests/checkpoint/test_damage.py",),
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/saving.py",
+        "mpidist/checkpoint/checkpoint.py",
         "needs_copy = self._options.is_async and copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
