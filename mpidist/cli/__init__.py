@@ -1,7 +1,7 @@
 """The subcommands of ``python -m mpidist``, one file each.
 
-Each file has ``HELP``, a line on what the command does, ``add_arguments(parser)``, and ``run(arguments)``, which gives
-the exit status. A command of several ranks prints on rank 0.
+Each file has ``HELP``, a line for the list of commands, ``add_arguments(parser)``, and ``run(arguments)``, which
+returns the exit status. A command of several ranks prints on rank 0.
 """
 
 from mpidist.cli import doctor, flight, launch, trace, tune

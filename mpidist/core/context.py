@@ -1,4 +1,4 @@
-"""The stack, one per thread, that says which strategy is current and in which context code runs.
+"""The stack of contexts, one per thread: the current strategy and replica context.
 
 | where                        | get_strategy | has_strategy | get_replica_context | in_cross_replica_context |
 |------------------------------|--------------|--------------|---------------------|--------------------------|
@@ -63,12 +63,12 @@ def _default_frame() -> Frame:
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
-    """Make ``strategy`` what :func:`get_strategy` returns where nothing is active."""
+    """Make ``strategy`` the result of :func:`get_strategy` where nothing is active."""
     _default[:] = [Frame(strategy, replica_context)]
 
 
 def current_frame() -> Frame:
-    """Return the innermost frame of this thread, that of the default strategy where nothing is active."""
+    """Return the innermost frame of this thread, or the default strategy's."""
     frames = _stack.frames
     return frames[-1] if frames else _default_frame()
 
@@ -103,12 +103,12 @@ def get_strategy() -> StrategyLike:
 
 
 def is_default(strategy: StrategyLike) -> bool:
-    """Whether ``strategy`` is the default one."""
+    """Return whether ``strategy`` is the default one."""
     return bool(_default) and strategy is _default[0].strategy
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default one.
+    """Return whether the current strategy is another than the default one.
 
     >>> has_strategy()
     False
@@ -127,7 +127,7 @@ def get_replica_context() -> ReplicaContextLike | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code runs inside ``scope()``, a merge function or an update function.
+    """Return whether code runs inside ``scope()``, a merge function or an update function.
 
     >>> in_cross_replica_context()
     False
@@ -156,10 +156,10 @@ def get_loss_reduction() -> ReduceOp:
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
-    """Make ``strategy`` current for this thread without a ``with`` block; None goes back to the default.
+    """Make ``strategy`` current for this thread without a ``with`` block.
 
-    Call it on every rank (variables created afterwards are created collectively). What an earlier call set is
-    left first.
+    None goes back to the default. Call it on every rank (variables created afterwards are created collectively). A
+    strategy that an earlier call has set is left first.
 
     Raises:
         RuntimeError: A scope is open.
@@ -264,7 +264,7 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
     Args:
         strategy: Whose method it is.
         method: Name of the method, for the message.
-        instead: What to call in replica context.
+        instead: The call to make in replica context.
     """
     frames = _stack.frames
     if not frames:

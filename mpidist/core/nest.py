@@ -1,7 +1,7 @@
 """Nested structures: lists, tuples, named tuples, dicts and attrs classes, with anything else as leaves.
 
 Dict entries are visited in the order of their sorted keys, so that ranks which built the same dict in another
-order still agree. What is rebuilt has the type and the key order of the structure it is built like.
+order still agree. A rebuilt structure has the type and the key order of its model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BRANCHES = (list, tuple, dict)
 
 
 class _KindOfType(dict[type, bool]):
-    """Whether the values of a type are structures; a memo, as this is asked for every leaf of every step."""
+    """Whether the values of a type are structures. A memo, as this is asked for every leaf of every step."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = is_structure = issubclass(kind, _BRANCHES) or hasattr(kind, "__attrs_attrs__")
@@ -28,7 +28,7 @@ _is_structure = _KindOfType()
 
 
 def is_nest(value: object) -> bool:
-    """Whether ``value`` is a structure rather than a leaf."""
+    """Return whether ``value`` is a structure rather than a leaf."""
     return _is_structure[type(value)]
 
 
@@ -83,7 +83,7 @@ def flatten(nest: Any) -> list[Any]:
 
 
 def flatten_with_path(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` in visiting order; paths look like ``"['a'][0]"``, that of a lone leaf is empty."""
+    """Yield ``(path, leaf)`` in visiting order. Paths look like ``"['a'][0]"``; that of a lone leaf is empty."""
     if not is_nest(nest):
         yield path, nest
         return
@@ -157,7 +157,7 @@ def map_structure(fn: Callable[..., Any], *nests: Any) -> Any:
 
 
 def describe(nest: Any) -> str:
-    """Return the shape of the structure as text, leaves as ``*``: what two ranks compare.
+    """Return the structure as text, leaves as ``*``, for ranks to compare.
 
     >>> describe({"a": [1, 2], "b": 3})
     "{'a': [*, *], 'b': *}"

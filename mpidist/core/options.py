@@ -21,7 +21,7 @@ class CommunicationOptions:
         timeout_seconds: Deadline of one collective; ``None`` takes ``MPIDIST_TIMEOUT`` (30 minutes).
         implementation: A ``CommunicationImplementation`` or its name.
         wire_dtype: ``"float16"`` or ``"bfloat16"`` halves the bytes of float32 sums on the wire. Extension.
-        error_feedback: Add what rounding to ``wire_dtype`` lost to the next call. Extension.
+        error_feedback: Add the rounding error of ``wire_dtype`` to the next call. Extension.
         deterministic: The same bits for the same inputs and the same places of ranks on nodes, from run to run and
             whatever is packed together, between nodes as well. Extension.
         algorithm: Force one algorithm by name instead of the one the table picks. Extension.
@@ -75,7 +75,7 @@ class CommunicationOptions:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options with the fields of ``other`` that differ from the defaults laid over them."""
+        """Return these options overridden by the fields of ``other`` that differ from the defaults."""
         if other is None:
             return self
         changed = {

@@ -1,4 +1,4 @@
-"""What lower rooms may ask of a strategy, a replica context and an extended object, without importing them."""
+"""The interfaces of strategies and contexts as lower rooms see them, without importing them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ReplicaContextLike(Protocol):
-    """What values and inputs need of a ReplicaContext."""
+    """The part of a ReplicaContext that values and inputs use."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -34,7 +34,7 @@ class ReplicaContextLike(Protocol):
     def meet(
         self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``merge_call`` does; ``call`` must be equal on all local replicas."""
+        """Do the work of ``merge_call``; ``call`` must be equal on all local replicas."""
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduce over all replicas."""
@@ -44,7 +44,7 @@ class ReplicaContextLike(Protocol):
 
 
 class ExtendedLike(Protocol):
-    """What values, inputs and training need of a StrategyExtended."""
+    """The part of a StrategyExtended that values, inputs and training use."""
 
     @property
     def local_replica_ids(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class ExtendedLike(Protocol):
 
     @property
     def variable_names(self) -> Any:
-        """What its variables are called (a VariableNames)."""
+        """The names of its variables (a VariableNames)."""
 
     @property
     def is_central(self) -> bool:
@@ -78,7 +78,7 @@ class ExtendedLike(Protocol):
         """Create a variable as the strategy keeps it (collective)."""
 
     def reduce_pairs(self, op: Any, pairs: Any, options: Any = None, note: str = "") -> list[Any]:
-        """Reduce many values; ``note`` says what they belong to, which all ranks must agree on."""
+        """Reduce many values. ``note`` describes their use; all ranks must agree on it."""
 
     def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
         """Return, on every rank, the nest of arrays that rank ``root`` passed (collective)."""
@@ -87,16 +87,16 @@ class ExtendedLike(Protocol):
         """Return a block around rank-local work whose errors every rank learns of."""
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that is about to be raised in place of a collective."""
+        """Announce an error to the other ranks that replaces this rank's collective."""
 
     def step_agreement(self) -> Any:
-        """Return what lets the ranks agree on a step (collective)."""
+        """Return the object by which ranks agree on a step (collective)."""
 
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block in which each rank changes a copy of its own; the ranks compare them afterwards."""
+        """Return a block in which each rank changes its own copy. The ranks compare the copies afterwards."""
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
-        """Have the ranks compare what each has done by itself, where there is no state to be compared."""
+        """Compare the ranks' results of rank-local work where there is no state to compare."""
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduce over all replicas and place the result."""
@@ -109,7 +109,7 @@ class ExtendedLike(Protocol):
 
 
 class StrategyLike(Protocol):
-    """What lower rooms need of a Strategy."""
+    """The part of a Strategy that lower rooms use."""
 
     @property
     def extended(self) -> ExtendedLike:

@@ -13,7 +13,7 @@ from mpidist.core.numbers import decimal_number, whole_number
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: how to read it and what it means."""
+    """One environment variable: its name, default, parser and meaning."""
 
     name: str
     default: Any

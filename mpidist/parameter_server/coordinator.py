@@ -1,4 +1,7 @@
-"""ClusterCoordinator: the program on the chief schedules functions, which workers carry out in their own time."""
+"""ClusterCoordinator: the chief's program schedules functions, which workers carry out.
+
+Workers do so in their own time.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,18 @@ _Values = TypeVar("_Values", bound=PerWorkerValues)
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers of a ParameterServerStrategy (tf.distribute.coordinator.ClusterCoordinator).
+    """Schedules functions on the workers of a ParameterServerStrategy.
 
-    Only on the chief; workers and parameter servers call ``mpidist.Server(resolver).join()``. Constructing it again
-    for the same strategy returns the same object. Functions travel by pickle, those of the program's own file with
-    cloudpickle (``pip install 'mpidist[coordinator]'``): what they refer to is copied as it is when they are scheduled,
-    but variables, optimizers, the strategy, and what ``create_per_worker_dataset`` and ``create_per_worker_resource``
-    return, which mean the same on every worker. So functions hand on state in variables. A function of another file is
-    imported by the workers: give it what the program has made as arguments.
+    tf.distribute.coordinator.ClusterCoordinator, only on the chief; workers and parameter servers call
+    ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
+    travel by pickle, those of the program's own file with cloudpickle (``pip install 'mpidist[coordinator]'``): the
+    objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the
+    strategy, and the results of ``create_per_worker_dataset`` and ``create_per_worker_resource``, which mean the same
+    on every worker. So functions hand on state in variables. A function of another file is imported by the workers:
+    give it the program's objects as arguments.
 
-    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), what that
-    worker was doing is carried out by another one.
+    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), another one
+    carries out its function.
 
     Args:
         strategy: A ``mpidist.ParameterServerStrategy``.
@@ -92,13 +96,13 @@ class ClusterCoordinator:
             kwargs: Its keyword arguments.
 
         Returns:
-            What ``fn`` will return, as one RemoteValue, whatever its structure.
+            The future result of ``fn``, as one RemoteValue, whatever its structure.
 
         Raises:
             TypeError: ``fn`` is no function, or something cannot be pickled.
-            ValueError: A RemoteValue, or the coordinator, among the arguments or what ``fn`` refers to.
+            ValueError: A RemoteValue, or the coordinator, among the arguments or the objects that ``fn`` refers to.
             RuntimeError: The strategy has been closed.
-            Exception: That of a function that was scheduled before; what was queued has been cancelled.
+            Exception: That of a function that was scheduled before; queued functions have been cancelled.
         """
         if not callable(fn):
             raise TypeError(f"schedule() was given {fn!r}; expected a function")
@@ -115,11 +119,11 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
 
-        After ``MPIDIST_WARN_AFTER`` seconds it reports what every worker is doing.
+        After ``MPIDIST_WARN_AFTER`` seconds it reports the state of every worker.
 
         Raises:
-            Exception: The first error of a function; raised once, after which scheduling can go on. What was queued
-                when it failed has been cancelled.
+            Exception: The first error of a function; raised once, after which scheduling can go on. Functions that were
+                queued when it failed have been cancelled.
         """
         self._dispatcher.join()
 
@@ -137,13 +141,14 @@ class ClusterCoordinator:
         return fetch(val)
 
     def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
-        """Return a dataset that each worker has for itself, built there when it is first used.
+        """Return a dataset that each worker has for itself.
 
-        Every worker sees all of the data; shard it by ``experimental_get_current_worker_index()`` if each is to see a
-        part. On a worker that takes the place of a lost one it begins anew.
+        It is built there when it is first used. Every worker sees all of the data; shard it by
+        ``experimental_get_current_worker_index()`` if each is to see a part. On a worker that takes the place of a lost
+        one it begins anew.
 
         Args:
-            dataset_or_dataset_fn: A Dataset; what a ``distribute_`` method of the strategy returned; or a function
+            dataset_or_dataset_fn: A Dataset; the result of a ``distribute_`` method of the strategy; or a function
                 without arguments that returns either, called on each worker.
 
         Returns:
@@ -158,7 +163,10 @@ class ClusterCoordinator:
         return self._kept_while_used(values)
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Return what ``fn()`` returns on each worker, called there when it is first used; a lookup table, say."""
+        """Return the value of ``fn()`` on each worker, such as a lookup table.
+
+        It is called there when the value is first used.
+        """
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
         return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
@@ -167,10 +175,10 @@ class ClusterCoordinator:
         return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
 
     def _to_build(self, kind: str, given: Any) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
-        """Return the number of a new value of each worker, what builds it, and what that uses."""
+        """Return number, packed recipe and used values of a new per-worker value."""
         return next(self._numbers), *self._names.pack((kind, given), f"what builds a per-worker {kind}")
 
     def _kept_while_used(self, values: _Values) -> _Values:
-        """Have the workers drop their own values when the program has none of ``values`` any more."""
+        """Have the workers drop their values once the program has dropped ``values``."""
         weakref.finalize(values, self._dispatcher.drop, values.number).atexit = False
         return values

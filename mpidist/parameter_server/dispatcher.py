@@ -1,4 +1,7 @@
-"""Dispatcher: the queue of scheduled functions, and the thread that hands them to workers and takes their results."""
+"""Dispatcher: the queue of scheduled functions, and the thread that gives them to workers.
+
+The thread takes their results, too.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Closure:
         name: For messages.
         payload: Function and arguments, packed.
         uses: The workers' own values that it needs, which are kept that long.
-        future: Where what it returns goes.
+        future: Gets its result.
     """
 
     name: str
@@ -56,7 +59,7 @@ def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]
 
 
 class _Worker:
-    """One worker, and what it is doing."""
+    """One worker and the function that it carries out."""
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
@@ -70,11 +73,11 @@ class _Worker:
 
 
 class Dispatcher:
-    """Hands functions to workers, each of which carries out one at a time; they start in the order they were scheduled.
+    """Gives functions to workers in the order in which they were scheduled. Each worker carries out one at a time.
 
     Args:
         link: Connects with the workers.
-        find: Returns what the name of a result means.
+        find: Returns the object that a name in a result stands for.
     """
 
     def __init__(self, link: Link, find: Callable[[Any], Any]) -> None:
@@ -94,7 +97,7 @@ class Dispatcher:
     # What the program asks ------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> None:
-        """Have the workers drop their own value of a number; called by the garbage collector, in any thread."""
+        """Have the workers drop their own value of a number. Called by the garbage collector, in any thread."""
         self._dropped.append(number)
 
     def put(self, closure: Closure) -> None:
@@ -106,7 +109,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def is_done(self) -> bool:
-        """Whether nothing is queued or under way; raises the error of a function that failed once that is so."""
+        """Return whether nothing is queued or running. Raises the error of a function that failed once that is so."""
         with self._changed:
             self._check_alive()
             if self._queue or self._running:
@@ -115,7 +118,7 @@ class Dispatcher:
             return True
 
     def join(self) -> None:
-        """Wait until nothing is queued or under way; raises the error of a function that failed."""
+        """Wait until nothing is queued or running; raise the error of a failed function."""
         with self._changed:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
             self._raise_error()
@@ -125,7 +128,7 @@ class Dispatcher:
         self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
 
     def stop(self) -> None:
-        """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
+        """Finish running functions, cancel queued ones, and tell the workers to stop."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -136,7 +139,7 @@ class Dispatcher:
             abort_job(self._link.rank, str(self._failure))
 
     def _can_raise(self) -> bool:
-        """Whether a function has failed and what was under way beside it has ended, so that scheduling can go on."""
+        """Return whether a function has failed and no other one is running any more. Scheduling can then go on."""
         return self._error is not None and not self._running
 
     def _has_room(self) -> bool:
@@ -213,7 +216,7 @@ class Dispatcher:
                 naps.take()
 
     def _hand_out(self) -> bool:
-        """Give queued functions to idle workers, and return whether any was given; the lock is held."""
+        """Give queued functions to idle workers, and return whether there were any. The lock is held."""
         has_begun = False
         for worker in self._workers:
             if worker.closure is None and self._queue:
@@ -227,7 +230,7 @@ class Dispatcher:
         return has_begun
 
     def _move(self) -> bool:
-        """Move on what the workers are doing; return whether one of them has finished."""
+        """Advance the workers' exchanges, and return whether one of them has finished."""
         has_finished = False
         for worker in list(self._workers):
             if worker.moves is None:
@@ -269,7 +272,7 @@ class Dispatcher:
             self._cancel_queue()
 
     def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], dict[int, bytes]]:
-        """Return which of its own values a worker is to drop, and how it builds those that are new to it."""
+        """Return the values that a worker drops, and the recipes of new ones."""
         while self._dropped:
             number = self._dropped.popleft()
             for each in self._workers:

@@ -1,6 +1,7 @@
-"""ParameterServerExtended: one copy of each variable on a server, for replicas in sync and workers that are not.
+"""ParameterServerExtended: one copy of each variable, on a server.
 
-Both parameter server strategies. What they share: where variables are, and that gradients are applied there.
+The base of both parameter server strategies. Replicas of a worker are in sync, workers are not. Variables are on
+servers, and gradients are applied there.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, n
 
 
 def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a program sets in an optimizer, to be compared with what it is later on."""
+    """Return an optimizer's public settings, to be compared with later ones."""
     return {
         name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
         for name, value in optimizer.public_attributes().items()
@@ -57,7 +58,7 @@ def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class _AtServers:
-    """What the servers know of an optimizer: its number at each, and whose slots they have."""
+    """The servers' knowledge of an optimizer: its number at each, variables with slots."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -76,7 +77,7 @@ class ParameterServerExtended(CentralExtended):
         strategy: The strategy it belongs to.
         link: Connects this process with the servers.
         devices: Of this process's replicas; its share of the GPUs, or the CPU, by default.
-        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        cluster_resolver: The resolver of ``strategy.cluster_resolver``.
         gives_initial_values: Whether this process's initial values count; others wait for them.
         max_staleness: How many steps this worker may be ahead of the slowest; None for any number.
         partitioner: Says into how many shards a new variable is cut; None cuts none.
@@ -139,7 +140,7 @@ class ParameterServerExtended(CentralExtended):
         return ShardedVariable(variables, name=name)
 
     def _next_server(self) -> int:
-        """Return the index of the server that the next variable goes to: round-robin, unless it goes beside another."""
+        """Return the server of the next variable: round-robin, unless it is colocated."""
         if self._beside:
             return self._beside[-1]
         self._dealt += 1
@@ -205,9 +206,9 @@ class ParameterServerExtended(CentralExtended):
         known.count = int(answers[counter.connection][place])
 
     def _recount(self, optimizer: Optimizer, known: _AtServers) -> None:
-        """Read the number of updates, at the beginning and where it may have been set, from a checkpoint say.
+        """Read the number of updates: at first, and where it may have been set.
 
-        The servers, which go on from the last update, begin at it as well.
+        A restored checkpoint sets it, for instance. The servers, which go on from the last update, begin at it as well.
         """
         counter = component_of(optimizer.iterations)
         is_first, known.writes = known.writes is None, counter.writes
@@ -217,18 +218,21 @@ class ParameterServerExtended(CentralExtended):
             connection.control("rewind", number, known.count, doing=doing)
 
     def forget_counts(self) -> None:
-        """Take the numbers of updates of all optimizers for unknown: another process may have set them."""
+        """Forget the numbers of updates of all optimizers: another process may have set them."""
         for known in self._optimizers.values():
             known.writes = None if known.writes is None else -1
 
     def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
-        """Return the number by which the servers know an optimizer: the next one, or ``number``, if it has none yet."""
+        """Return the number by which the servers know an optimizer.
+
+        One without a number gets the next, or ``number``.
+        """
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = _AtServers(len(self._optimizers) if number is None else number)
         return self._optimizers[optimizer].ordinal
 
     def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _AtServers:
-        """Tell the servers of an optimizer, or what has changed in it, and of the slots of variables that are new."""
+        """Tell the servers of a new or changed optimizer, and of new variables' slots."""
         self.number_of(optimizer)
         known = self._optimizers[optimizer]
         parameters = _hyperparameters(optimizer)

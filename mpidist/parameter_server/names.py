@@ -1,4 +1,7 @@
-"""What is not copied when a function goes to a worker: the names of variables, optimizers, the strategy, own values."""
+"""Names in the place of objects that are not copied to a worker.
+
+These are variables, optimizers, the strategy, and the workers' own values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Name = tuple[Any, ...]
 
 
 class Names:
-    """The names that one strategy's objects travel by, and what they mean in this process.
+    """The names of one strategy's objects, and the objects of this process by name.
 
     Any thread may pack.
 
@@ -50,11 +53,11 @@ class Names:
         }
         self._naming: dict[type, Callable[[Any], Name | None] | None] = {}
 
-    def pack(self, value: Any, what: str) -> tuple[bytes, frozenset[PerWorkerValues]]:
-        """Return ``value`` as bytes, and the workers' own values that are named in them.
+    def pack(self, value: Any, label: str) -> tuple[bytes, frozenset[PerWorkerValues]]:
+        """Return ``value`` as bytes, and the workers' own values that it names.
 
         Raises:
-            TypeError: It cannot be pickled; ``what`` says what it is.
+            TypeError: It cannot be pickled; ``label`` describes it.
             CannotTravelError: It holds something that must not be.
         """
         used: set[PerWorkerValues] = set()
@@ -65,7 +68,7 @@ class Names:
                 used.add(value)
             return name
 
-        return pack(value, name_of, what), frozenset(used)
+        return pack(value, name_of, label), frozenset(used)
 
     def name_of(self, value: Any) -> Name | None:
         """Return the name of an object that is not to be copied, None of others."""
@@ -78,7 +81,7 @@ class Names:
         return None if naming is None else naming(value)
 
     def find(self, name: Name) -> Any:
-        """Return what a name means in this process."""
+        """Return the object that a name stands for in this process."""
         what, *rest = name
         if what == "strategy":
             return self._strategy
@@ -124,7 +127,7 @@ class Names:
     # Others ---------------------------------------------------------------------------------------------------
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
-        """Its number, by which the servers know it, and what a program may have changed in it since."""
+        """Return an optimizer's name: its number at the servers, and its changeable state."""
         counter = _counter_of(optimizer)
         writes = 0 if counter is None else counter.writes
         return "optimizer", self._extended.number_of(optimizer), type(optimizer), vars(optimizer), writes
@@ -143,7 +146,7 @@ class Names:
 
 
 def _counter_of(optimizer: Optimizer) -> RemoteComponent | None:
-    """Return what counts an optimizer's updates; None before it is built."""
+    """Return the counter of an optimizer's updates, or None before it is built."""
     return component_of(optimizer.iterations) if optimizer.variables else None
 
 

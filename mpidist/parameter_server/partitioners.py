@@ -17,7 +17,7 @@ _WITHOUT_SIZE = "OSUT"
 
 
 class Partitioner:
-    """What partitioners have in common: they cut along one axis; a subclass says into how many shards.
+    """The base of partitioners, which cut along one axis; a subclass counts the shards.
 
     Any callable with the signature of ``__call__`` will do in the place of one.
     """
@@ -27,7 +27,7 @@ class Partitioner:
         return f"{type(self).__name__}({arguments})"
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis of a variable: 1 for all but ``axis``.
+        """Return a variable's number of shards along each axis: 1 for all but ``axis``.
 
         The rows along ``axis`` are dealt to the shards so that their numbers differ by at most one, larger ones first.
 
@@ -78,14 +78,14 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts into as many shards as have about ``min_shard_bytes`` or more, at most ``max_shards``.
+    """Cuts into as many shards as have about ``min_shard_bytes``, at most ``max_shards``.
 
     As in TensorFlow the number of shards is rounded up, so a shard may have a little less than ``min_shard_bytes``.
 
     Args:
         min_shard_bytes: Bytes of a shard, 256 KiB by default.
         max_shards: The most shards, 1 by default: give it, or nothing is cut.
-        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+        bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
 
     Raises:
         ValueError: An argument below 1.
@@ -106,12 +106,12 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts into as few shards as have at most ``max_shard_bytes`` each; a single row is never cut.
+    """Cuts into as few shards as have at most ``max_shard_bytes`` each. A single row is never cut.
 
     Args:
         max_shard_bytes: Bytes of a shard.
         max_shards: The most shards, which then may be larger than ``max_shard_bytes``; None for any number.
-        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+        bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
 
     Raises:
         ValueError: An argument below 1.

@@ -1,6 +1,7 @@
-"""RemoteComponent: a variable that a server keeps; reading pulls, assigning pushes, rows alone where they do.
+"""RemoteComponent: a variable on a server; reading pulls, assigning pushes.
 
-Several variables are read by one message for each server, all servers at once.
+Where only rows are needed, rows alone travel. Several variables are read by one message for each server, all servers at
+once.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class RemoteComponent(Component):
         return self
 
     def value(self) -> Array:
-        """See ``Component``: what was read is nobody else's, and needs no copy."""
+        """See ``Component``: it belongs to the caller alone, and needs no copy."""
         return self._pull() if _cached.get() is None else self.as_array().copy()
 
     def sparse_read(self, indices: Any) -> Array:
@@ -153,7 +154,10 @@ def component_of(variable: Variable) -> RemoteComponent:
 
 
 def pull_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of several variables, the caller's own, pulled from all servers at once in one message each."""
+    """Return the values of several variables, which belong to the caller.
+
+    They are pulled from all servers at once, in one message each.
+    """
     block = _cached.get()
     cache = block or {}
     wanted = dict.fromkeys(component_of(variable) for variable in variables)
@@ -180,9 +184,10 @@ def pull_all(variables: Sequence[Variable]) -> list[Array]:
 
 @contextmanager
 def cache_variable_reads() -> Iterator[None]:
-    """Pull each parameter server variable at most once in the block, also if it is assigned in between.
+    """Pull each parameter server variable at most once in the block.
 
-    In this thread. Saves a round trip per read where a function uses its variables several times.
+    This is so in this thread, also if it is assigned in between. It saves a round trip per read where a function uses
+    its variables several times.
 
     Raises:
         ValueError: Used inside such a block.
@@ -203,7 +208,7 @@ def cache_variable_reads() -> Iterator[None]:
 
 
 def read_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of ``variables`` of one strategy in the current context, not to be written.
+    """Return the values of ``variables`` of one strategy in the current context. They are not to be written.
 
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
@@ -212,7 +217,7 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
-    """Return the rows of each of ``variables`` at its ``positions``, of which nothing else is touched.
+    """Return the rows of each of ``variables`` at its ``positions``, touching no others.
 
     Args:
         variables: Of one strategy.

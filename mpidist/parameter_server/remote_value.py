@@ -1,4 +1,4 @@
-"""RemoteValue: what a scheduled function will return; PerWorkerValues: what each worker has of its own."""
+"""RemoteValue: the future result of a scheduled function; PerWorkerValues: the workers' own values."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RemoteValue:
         return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
 
     def fetch(self) -> Any:
-        """Return the result, a nest of NumPy arrays or whatever the function returned; waits for it.
+        """Return the result, a nest of NumPy arrays or any other object; wait for it.
 
         Raises:
             CancelledError: An earlier function failed before this one was started.
-            Exception: What the function raised, with the worker's traceback as its cause.
+            Exception: The function's error, with the worker's traceback as its cause.
         """
         self._wait_for(self._future)
         error = self._future.exception()
@@ -68,7 +68,7 @@ class RemoteValue:
         return self._future.result()
 
     def get(self) -> Any:
-        """Do what :meth:`fetch` does: results are in this process's memory already."""
+        """Return the result, as :meth:`fetch` does: it is in this process's memory already."""
         return self.fetch()
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ def fetch(value: Any) -> Any:
 
 
 class PerWorkerValues:
-    """A value of each worker; as an argument of a scheduled function it means the one of the worker that runs it.
+    """A value of each worker. As an argument of a scheduled function it means the one of the worker that runs it.
 
     Workers keep it until the coordinator's program does not refer to it any more.
 

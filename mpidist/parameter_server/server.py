@@ -1,4 +1,4 @@
-"""Server: what a rank that is no trainer of its own does: it serves until the job is over (tf.distribute.Server)."""
+"""Server: a rank that serves the trainers until the job is over (tf.distribute.Server)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class Server:
             self._link = Link(self._resolver, SERVER)
 
     def join(self) -> None:
-        """Serve until the chief and all workers have closed their strategies or ended their programs; then return.
+        """Serve until the chief and all workers have finished, then return.
+
+        They finish by closing their strategies or ending their programs.
 
         A parameter server keeps variables and applies updates; a worker carries out the functions that the
         coordinator schedules. A client that is lost is reported, and served no more where MPI survives it. SIGTERM and
@@ -121,7 +123,7 @@ class Server:
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Return the server of a process that is alone; its :meth:`join` returns at once, as nobody can ask it."""
+        """Return the server of a process that is alone. Its :meth:`join` returns at once, as nobody can ask it."""
         return Server({_LOCAL: ["localhost:0"]}, config=config, start=start)
 
 

@@ -1,4 +1,4 @@
-"""Service: how a server receives requests, has its store carry them out, and replies, until all clients have left.
+"""Service: receives requests, has the store carry them out, and replies. It ends when all clients have left.
 
 One thread does everything, and never waits for one client alone: a request or reply that does not fit into one message
 is moved on a little each time around, so that a client that stops in the middle holds up nobody else.
@@ -66,7 +66,7 @@ class Service:
     Args:
         comm: The communicator of the link.
         clients: Rank and name of each client.
-        store: What is served.
+        store: The variables that it serves.
         coordinator: The client without whom there is nothing to do, if there is one.
     """
 
@@ -187,7 +187,7 @@ class Service:
         return [(part, [next(following) for _ in some]) for part, some in zip(parts, kinds, strict=True)]
 
     def _check_given_up(self, client: _Client) -> None:
-        """Raise PeerError if the client has given this request up while its arrays were on their way."""
+        """Raise PeerError if the client has given this request up meanwhile."""
         *_, data_inline = PREAMBLE.unpack_from(client.request)
         number = bytearray(GIVE_UP.size)
         while not data_inline and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
@@ -257,7 +257,7 @@ class Service:
         self._store.clocks.forget(client.rank)
 
     def _lose(self, client: _Client) -> None:
-        """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
+        """Remove a client that is gone; its buffers stay, as MPI may use them."""
         tell_user(f"{client.name} was lost; this server serves it no more")
         self._clients.remove(client)
         self._moving.pop(client, None)
@@ -269,7 +269,7 @@ class Service:
             )
 
     def _drop_lost(self, error: Exception) -> None:
-        """Go on without the clients that are gone, after MPI has said that there are such."""
+        """Remove the clients that are gone, after MPI has reported some."""
         if not says_rank_is_lost(error):
             raise error
         gone = lost_ranks(self._comm)
@@ -282,7 +282,7 @@ _kept: list[Any] = []
 
 
 def _until_there(answer: Any) -> Generator[None, None, Any]:
-    """Return an answer, after asking for it until it is there if it is a callable."""
+    """Return an answer; one that is a callable is called until it is there."""
     if not callable(answer):
         return answer
     while (result := answer()) is NOT_YET:
@@ -291,7 +291,7 @@ def _until_there(answer: Any) -> Generator[None, None, Any]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an error as bytes of one message; one that cannot travel as another that says the same."""
+    """Return an error as bytes of one message. One that cannot travel becomes another that says the same."""
     with suppress(Exception):  # whatever its pickling raises, the text is what matters
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -1,4 +1,4 @@
-"""The rows of a value in shards: how they are dealt ("div"), which of them an index needs, arrays cut like shards."""
+"""The rows of a value in shards: their division, an index's rows, cut arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Rows = range | Array
 
 
 def div_sizes(rows: int, shards: int) -> list[int]:
-    """Return how many of ``rows`` rows each of ``shards`` shards holds: sizes differ by at most one, larger ones first.
+    """Return the rows of each of ``shards`` shards, of ``rows`` in all.
+
+    Sizes differ by at most one, larger ones first ("div").
 
     Raises:
         ValueError: Fewer than no rows, or no shard.
@@ -64,11 +66,11 @@ def cut(array: Array, variables: Sequence[Variable]) -> list[Array]:
 
 
 def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]]:
-    """Return the rows that ``array[key]`` needs of an array of ``shape``, and the key for an array of these rows alone.
+    """Return the rows that ``array[key]`` needs, and the key for these rows alone.
 
     Args:
         key: Whatever NumPy takes as an index.
-        shape: At least one axis.
+        shape: Of the array; at least one axis.
 
     Raises:
         IndexError: NumPy's, for a key that does not fit the shape.
@@ -92,7 +94,10 @@ def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]
 
 
 def _plain(item: Any) -> Any:
-    """Return one item of a key as a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis."""
+    """Return one item of a key in plain form.
+
+    That is a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis.
+    """
     if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
         return item
     array = on_host(array_of(as_operand(item)))
@@ -109,7 +114,7 @@ def _axes(item: Any) -> int:
 
 
 def _taken(item: Any, count: int) -> tuple[Rows, tuple[Any, ...]]:
-    """Return the rows that an item takes of ``count``, and what stands in its place for an array of them alone."""
+    """Return an item's rows, of ``count``, and its replacement for these rows alone."""
     if isinstance(item, int):
         row = range(count)[item]
         return range(row, row + 1), (0,)

@@ -17,7 +17,7 @@ from mpidist.strategies.strategy import Strategy
 
 
 class DatasetForWorkers:
-    """What a ``distribute_`` method returned on the coordinator: a dataset that each worker is to make for itself.
+    """A dataset that each worker makes for itself. A ``distribute_`` method returns it on the coordinator.
 
     Args:
         strategy: Whose method it was.
@@ -97,7 +97,7 @@ class CoordinatorExtended(ParameterServerExtended):
 
 
 class WorkerTwinExtended(ParameterServerExtended):
-    """On a worker: what the coordinator's strategy means in a scheduled function."""
+    """On a worker: the coordinator's strategy as scheduled functions see it."""
 
     def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
         super().__init__(strategy, link, devices, resolver, False)

@@ -1,4 +1,4 @@
-"""WorkerLoop: what a worker does under a coordinator: it carries out the functions it is sent, until told to stop."""
+"""WorkerLoop: a worker carries out the coordinator's functions until it is told to stop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WorkerLoop:
         self._own: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Carry out what comes until the coordinator says stop.
+        """Carry out functions until the coordinator says stop.
 
         Raises:
             RankLostError: It is gone.

@@ -1,4 +1,4 @@
-"""The GPUs that a process can see, and how the processes of one node share them out."""
+"""The GPUs that a process can see, and their division among a node's processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the PCI bus ids of the GPUs that CuPy sees in this process, in CuPy's order; local.
+    """Return the PCI bus ids of the visible GPUs, in CuPy's order; local.
 
     Empty where CuPy cannot be used, and imports it only where the machine has a driver.
     """
@@ -26,7 +26,7 @@ def _bus_id(runtime: Any, device: int) -> str:
 
 
 def devices_of_each(devices_seen: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
-    """Return which devices each process of one node is to use, by their numbers in that process.
+    """Return the devices that each process of one node uses, by its own numbers.
 
     Processes that see the same devices share them out, by local rank, and the first ones get the rest; where there
     are more processes than devices each has one, in turn. Processes that see different devices, because the launcher

@@ -14,7 +14,9 @@ _SHOWS = "; MPIDIST_FULL_TRACEBACK=1 shows them\n"
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return what Python prints of an uncaught exception, each run of frames inside mpidist as one line.
+    """Return an uncaught exception as Python prints it, with mpidist's frames folded.
+
+    Each run of frames inside mpidist is one line.
 
     All frames are there where ``MPIDIST_FULL_TRACEBACK=1``, and where none is of the user's program.
     """
@@ -28,12 +30,12 @@ def traceback_text(error: BaseException) -> str:
 
 
 def without_folds(text: str) -> str:
-    """Return a traceback without the lines for frames inside mpidist, which ranks may have others of."""
+    """Return a traceback without the lines for mpidist's frames, which may differ among ranks."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.endswith(_SHOWS))
 
 
 def read_setting() -> tuple[bool, str]:
-    """Return whether every rank is to print all frames, and what is wrong with the setting, which asks for that, too.
+    """Return whether to print all frames on every rank, and the setting's error. A wrong setting asks for all frames.
 
     An error in place of the one that is to be printed would hide it.
     """

@@ -1,4 +1,7 @@
-"""The course of doctor on the ranks of a job: each looks at itself, all look at one another, rank 0 gets it all."""
+"""The course of doctor on the ranks of a job.
+
+Each rank examines itself, all exchange messages, and rank 0 gets the facts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class UnreachableError(RuntimeError):
 
 
 def gather(me: RankFacts, seconds: float, watch: Watch) -> JobFacts | None:
-    """Return what there is to know of the job; on rank 0 only, None on the others (collective).
+    """Return the facts of the job on rank 0, None on the others (collective).
 
     Args:
         me: The facts of this rank but for its GPUs.
@@ -56,7 +59,7 @@ def gather(me: RankFacts, seconds: float, watch: Watch) -> JobFacts | None:
 
 
 class _Stages:
-    """Says to the watch what this rank does.
+    """Tells the watchdog the stage of this rank.
 
     Args:
         watch: Of this process.
@@ -69,7 +72,7 @@ class _Stages:
         self._look = _LOOK.format(os.getpid())
 
     def first_messages(self, seconds: float) -> None:
-        """Ranks exchange their first messages, for which MPI makes connections."""
+        """Begin the stage of first messages, for which MPI makes connections."""
         does = f"{self._who} exchanges first messages with other ranks"
         self._watch.stage(
             _STAGE_SECONDS + seconds,
@@ -83,11 +86,11 @@ class _Stages:
         )
 
     def waits(self) -> None:
-        """The rank waits for others with a deadline of its own."""
+        """Stop the watchdog while the rank waits for others with a deadline of its own."""
         self._watch.idle()
 
     def __call__(self, doing: str) -> None:
-        """Say what is done from now on."""
+        """Begin a stage."""
         self._watch.stage(
             _STAGE_SECONDS,
             Ending(
@@ -107,7 +110,7 @@ def _alone(comm: MPI.Intracomm, me: RankFacts) -> JobFacts:
 
 
 def _acquaint(comm: MPI.Intracomm, me: RankFacts, seconds: float, stages: _Stages) -> tuple[list[RankFacts], Reach]:
-    """Return the facts of all ranks once every pair has exchanged a message; the same on every rank."""
+    """Return the facts of all ranks once every pair has exchanged a message. They are the same on every rank."""
     rank, size = comm.Get_rank(), comm.Get_size()
     job = _meet(comm, messages.first_partners(rank, size), me, seconds, stages)
     stages("telling one another what they know")
@@ -196,7 +199,10 @@ def _speeds(
     seconds: float,
     stages: _Stages,
 ) -> tuple[list[Link], tuple[str, ...]]:
-    """Return the links of which this rank is the first, and the interfaces that measuring between nodes took."""
+    """Return this rank's link speeds, and the interfaces that measuring between nodes used.
+
+    A link belongs to the first rank of its pair.
+    """
     hosts = [facts.host for facts in everyone]
     nodes: list[list[int]] = [[] for _ in range(max(collectives.node_of_rank) + 1)]
     for rank, node in enumerate(collectives.node_of_rank):
