@@ -18,9 +18,9 @@ from mpidist.cli.doctor_checks.finding import ERROR, Finding
 from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
-from mpidist.cli.doctor_facts.messages import NoAnswerError
 from mpidist.cli.doctor_facts.rank import facts_of_this_rank
-from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.cli.doctor_facts.timed_messages import NoAnswerError
+from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.cli.doctor_text import findings_text, report
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
@@ -68,14 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
         launcher = read_launcher()
     except LauncherVariableError as error:
         wrong = Finding(ERROR, "launcher", str(error), f"unset {error.variable}")
-        with Watch() as watch:
+        with Watchdog() as watch:
             return _without_mpi(None, wrong, _Output(arguments.json, watch))
     is_first = launcher is None or launcher.rank == 0
-    with Watch(_document_of_end if arguments.json and is_first else None) as watch:
+    with Watchdog(_document_of_end if arguments.json and is_first else None) as watch:
         return _examine(arguments, launcher, watch)
 
 
-def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watch) -> int:
+def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watchdog) -> int:
     output = _Output(arguments.json, watch)
     try:
         settings.ABORT_ON_EXCEPTION.read()
@@ -180,7 +180,7 @@ def _abort() -> NoReturn:
 class _Output:
     """Prints the report once, as text or as a JSON document. The watchdog then owes no document more."""
 
-    def __init__(self, as_json: bool, watch: Watch) -> None:
+    def __init__(self, as_json: bool, watch: Watchdog) -> None:
         self._as_json = as_json
         self._watch = watch
 

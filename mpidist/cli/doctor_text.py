@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mpidist.cli.doctor_checks import gpus
 from mpidist.cli.doctor_checks.finding import Finding
-from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
+from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.reduce.table import size_text
 from mpidist.core import wording
@@ -176,7 +176,7 @@ def _together(job: JobFacts) -> Iterator[str]:
         yield from _collectives(job)
 
 
-def links_text(links: Sequence[Link]) -> str:
+def links_text(links: Sequence[LinkSpeed]) -> str:
     """Return the speed of links, the range of several."""
     latencies = sorted(link.latency_seconds for link in links)
     speeds = sorted(link.bytes_per_second for link in links)

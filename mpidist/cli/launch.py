@@ -50,7 +50,6 @@ _TWO_VALUES = frozenset(("mca", "gmca", "prtemca", "gprtemca", "pmixmca", "gpmix
 _VARIABLE = frozenset(("env", "genv"))
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Take all arguments as they are."""
     # Options are mpirun's or the program's, --help after the program, too; none is this parser's.

@@ -28,13 +28,13 @@ from mpidist.parameter_server.messages import (
     LEAVE,
     PREAMBLE,
     Kind,
-    Part,
     Request,
+    RequestPart,
     arrays_in,
     pieces_of,
     receives_of,
 )
-from mpidist.parameter_server.travelling import pack
+from mpidist.parameter_server.pickling import pack
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -114,7 +114,7 @@ class Connection:
             doing: Its purpose, for messages.
         """
         message = np.frombuffer(pack((name, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
-        (answer,) = self.ask(Request([Part(CONTROL, arrays=[message], length=message.size, name=doing)]))
+        (answer,) = self.ask(Request([RequestPart(CONTROL, arrays=[message], length=message.size, name=doing)]))
         return pickle.loads(answer.tobytes())
 
     def leave(self) -> None:
@@ -129,7 +129,7 @@ class Connection:
         limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
         with self.lock:
             self._timeout = limit
-            self.start(Request([Part(LEAVE)]))
+            self.start(Request([RequestPart(LEAVE)]))
             self.finish()
         self._has_left = True
         self._end = (
@@ -293,7 +293,7 @@ def report_only(what: str) -> Deadline:
     return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
-def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
+def ask_all(parts: Mapping[Connection, Sequence[RequestPart]]) -> dict[Connection, list[Any]]:
     """Ask several servers at once, and return the answers of each.
 
     Requests that were sent are finished before an error is raised.

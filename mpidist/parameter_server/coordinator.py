@@ -14,9 +14,9 @@ from typing import Any, NoReturn, TypeVar
 from mpidist.input import Dataset
 from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used
 from mpidist.parameter_server.names import Names
+from mpidist.parameter_server.parameter_server_strategy import CoordinatorExtended, ParameterServerStrategy
+from mpidist.parameter_server.pickling import CannotTravelError
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
-from mpidist.parameter_server.strategy import CoordinatorExtended, ParameterServerStrategy
-from mpidist.parameter_server.travelling import CannotTravelError
 
 _Values = TypeVar("_Values", bound=PerWorkerValues)
 

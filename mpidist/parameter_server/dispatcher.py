@@ -23,9 +23,9 @@ from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Post
-from mpidist.parameter_server.remote_value import PerWorkerValues, came_about
-from mpidist.parameter_server.travelling import TravellingError, unpack
+from mpidist.parameter_server.messages import Mailbox
+from mpidist.parameter_server.pickling import PickledError, unpack
+from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -63,7 +63,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.post = Post(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
+        self.mailbox = Mailbox(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # The numbers of its own values, and those of them that it may drop.
         self.knows: set[int] = set()
         self.drops: list[int] = []
@@ -248,11 +248,11 @@ class Dispatcher:
         return has_finished
 
     def _execute(self, worker: _Worker, closure: Closure) -> Iterator[None]:
-        worker.post.expect()
-        yield from worker.post.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
-        while not worker.post.expected.Test():
+        worker.mailbox.expect()
+        yield from worker.mailbox.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
+        while not worker.mailbox.expected.Test():
             yield
-        answer = yield from worker.post.receive()
+        answer = yield from worker.mailbox.receive()
         if answer[:1] == DONE:
             try:
                 closure.future.set_result(unpack(answer[1:], self._find))
@@ -263,8 +263,10 @@ class Dispatcher:
                     f"{type(failure).__name__}: {failure}"
                 )
         else:
-            travelling = TravellingError(*pickle.loads(answer[1:]))
-            error = came_about(travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}")
+            pickled = PickledError(*pickle.loads(answer[1:]))
+            error = with_remote_traceback(
+                pickled.unpack(self._find), f"{closure.name} on {worker.name}:\n{pickled.trace}"
+            )
         closure.future.set_exception(error)
         with self._changed:
             # The first error is the one that is raised; functions after it may depend on what it should have done.
@@ -322,9 +324,9 @@ class Dispatcher:
         for worker in self._workers:
             naps = Naps()
             try:
-                for _ in chain(worker.post.send(STOP), worker.post.flush()):
+                for _ in chain(worker.mailbox.send(STOP), worker.mailbox.flush()):
                     naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise
-            worker.post.close()
+            worker.mailbox.close()

@@ -45,7 +45,7 @@ BYTES = np.dtype(np.uint8)
 INDEX = np.dtype(np.int64)
 
 
-class Operation(NamedTuple):
+class ServerOperation(NamedTuple):
     """An operation of a server.
 
     Attributes:
@@ -64,12 +64,12 @@ class Operation(NamedTuple):
     is_about_variable: bool
 
 
-OPERATIONS: list[Operation] = []
+OPERATIONS: list[ServerOperation] = []
 """By their codes."""
 
 
-def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> Operation:
-    operation = Operation(len(OPERATIONS), name, takes, gives, is_about_variable)
+def _operation(name: str, takes: str, gives: str, is_about_variable: bool = True) -> ServerOperation:
+    operation = ServerOperation(len(OPERATIONS), name, takes, gives, is_about_variable)
     OPERATIONS.append(operation)
     return operation
 
@@ -135,7 +135,7 @@ class Kind:
 NO_VARIABLE = Kind((), BYTES)
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """One operation of a request.
 
     Attributes:
@@ -150,7 +150,7 @@ class Part(NamedTuple):
         name: Of the variable, or the purpose of a control request, for messages; it does not travel.
     """
 
-    operation: Operation
+    operation: ServerOperation
     variable: int = 0
     kind: Kind = NO_VARIABLE
     arrays: Sequence[Array] = ()
@@ -177,7 +177,7 @@ class Request:
 
     __slots__ = ("comes_apart", "first", "following", "parts", "results")
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[RequestPart]) -> None:
         self.parts = parts
         self.results: list[Kind] | None = []
         self.following: list[Array] = []
@@ -233,7 +233,7 @@ def pieces_of(array: Array) -> list[Array]:
     return [flat[start : start + _MOST_BYTES] for start in range(0, flat.size, _MOST_BYTES)]
 
 
-class Post:
+class Mailbox:
     """Byte strings of any length to and from another rank, without blocking. They keep their order in each direction.
 
     Args:

@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
+from mpidist.parameter_server.pickling import CannotTravelError, pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
-from mpidist.parameter_server.travelling import CannotTravelError, pack
 from mpidist.strategies.strategy import Strategy
 from mpidist.training import Optimizer
 from mpidist.values import Variable

@@ -16,13 +16,13 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.parameter_server import messages, remote
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Operation, Part, Request
+from mpidist.parameter_server.messages import Kind, Request, RequestPart, ServerOperation
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
-_ASSIGNING: dict[Assignment, Operation] = {
+_ASSIGNING: dict[Assignment, ServerOperation] = {
     assign: messages.ASSIGN,
     assign_add: messages.ASSIGN_ADD,
     assign_sub: messages.ASSIGN_SUB,
@@ -56,18 +56,18 @@ class RemoteComponent(Component):
 
     def part(
         self,
-        operation: Operation,
+        operation: ServerOperation,
         *arrays: Array,
         length: int = 0,
         optimizer: int = 0,
         step: int = 0,
         setting: float = 0.0,
-    ) -> Part:
+    ) -> RequestPart:
         """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return Part(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
+        return RequestPart(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
 
-    def rows_part(self, operation: Operation, slices: IndexedSlices, **extra: Any) -> Part:
+    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> RequestPart:
         """Return an operation on rows of this variable as a part of a request."""
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
         return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
@@ -229,7 +229,7 @@ def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list
     """
     if not _are_remote(variables):
         return [variable.sparse_read(rows) for variable, rows in zip(variables, positions, strict=True)]
-    requests: dict[Connection, list[Part]] = {}
+    requests: dict[Connection, list[RequestPart]] = {}
     places = []
     for variable, rows in zip(variables, positions, strict=True):
         component = remote.component_of(variable)

@@ -28,7 +28,7 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def came_about(error: Exception, trace: str) -> Exception:
+def with_remote_traceback(error: Exception, trace: str) -> Exception:
     """Return an error whose cause shows where it came about on the worker."""
     error.__cause__ = _RemoteTraceback(trace)
     return error

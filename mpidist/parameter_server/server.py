@@ -7,9 +7,9 @@ from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
+from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
-from mpidist.parameter_server.strategy import WorkerTwin
 from mpidist.parameter_server.worker_loop import WorkerLoop
 from mpidist.topology.signals import signals_left_to_others
 

@@ -12,7 +12,7 @@ from mpidist.core.context import get_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError
 from mpidist.parameter_server import messages
-from mpidist.parameter_server.messages import Kind, Operation
+from mpidist.parameter_server.messages import Kind, ServerOperation
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
@@ -180,7 +180,7 @@ class Store:
 
     def carry_out(
         self,
-        operation: Operation,
+        operation: ServerOperation,
         variable: int,
         arrays: Sequence[Array],
         optimizer: int,

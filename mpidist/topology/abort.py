@@ -131,7 +131,7 @@ def install_excepthook() -> None:
     sys.unraisablehook = _NamingHook(sys.unraisablehook)
 
 
-class _Hook:
+class _ExceptionHook:
     """The base of the hooks: it knows the job to end, and names this rank."""
 
     def __init__(self, previous: Callable[..., object]) -> None:
@@ -189,7 +189,7 @@ class _Hook:
             previous()
 
 
-class _AbortHook(_Hook):
+class _AbortHook(_ExceptionHook):
     """A ``sys.excepthook`` that calls ``previous`` and then aborts the MPI job."""
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -206,7 +206,7 @@ class _AbortHook(_Hook):
             self._end_job(world, lambda: self._call(world, lambda: self.previous(kind, error, trace)))
 
 
-class _ThreadHook(_Hook):
+class _ThreadHook(_ExceptionHook):
     """A ``threading.excepthook`` that does the same for threads."""
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
@@ -221,7 +221,7 @@ class _ThreadHook(_Hook):
             self._end_job(world, lambda: self._call(world, lambda: self.previous(args)))
 
 
-class _NamingHook(_Hook):
+class _NamingHook(_ExceptionHook):
     """A ``sys.unraisablehook`` that names the rank above the text of ``previous``. The job goes on."""
 
     def __init__(self, previous: Callable[[Any], object]) -> None:

@@ -174,7 +174,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """How fast messages go between two ranks.
 
     Attributes:
@@ -231,7 +231,7 @@ class JobFacts:
 
     ranks: tuple[RankFacts | None, ...]
     reach: Reach | None = None
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
     in_use: dict[str, tuple[str, ...]] = field(default_factory=dict)
     collectives: CollectiveFacts | None = None
 

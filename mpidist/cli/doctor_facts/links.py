@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mpidist.cli.doctor_facts.facts import Link
-from mpidist.cli.doctor_facts.messages import meet, wait_for
+from mpidist.cli.doctor_facts.facts import LinkSpeed
+from mpidist.cli.doctor_facts.timed_messages import meet, wait_for
 from mpidist.core.message_tags import DOCTOR_PING
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
 
 def measured(
     comm: MPI.Intracomm, pairs: Sequence[Pair], hosts: Sequence[str], between_nodes: bool, seconds: float
-) -> Link | None:
+) -> LinkSpeed | None:
     """Measure all ``pairs`` at the same time (collective). The first rank of a pair gets the link.
 
     Args:
@@ -71,7 +71,7 @@ def measured(
         doing = f"measuring between {hosts[rank]} and {hosts[peer]}"
         latency, speed = _Measurement(comm, peer, rank == mine[0], seconds, doing).run()
         if rank == mine[0]:
-            link = Link(mine, (hosts[mine[0]], hosts[mine[1]]), between_nodes, latency, speed)
+            link = LinkSpeed(mine, (hosts[mine[0]], hosts[mine[1]]), between_nodes, latency, speed)
     meet(comm, _MEETING_FACTOR * seconds, "which measure")
     return link
 

@@ -15,7 +15,7 @@ from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
 from mpidist.collectives.gpu import nccl_network
 from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
-from mpidist.topology.gpus import visible_devices
+from mpidist.topology.gpu_sharing import visible_devices
 
 SOCKETS = "TCP sockets"
 _GET_PLUGIN = (

@@ -45,7 +45,7 @@ class Ending(NamedTuple):
     command: str
 
 
-class Watch:
+class Watchdog:
     """Ends this process if it stays in one stage for too long. To be made before MPI starts.
 
     Args:
@@ -59,7 +59,7 @@ class Watch:
         # A launcher that ends a rank ends its whole group.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,8 +9,8 @@ from mpidist.arrays.convert import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.input import InputOptions
 from mpidist.parameter_server.dispatcher import Dispatcher
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.strategy import Strategy

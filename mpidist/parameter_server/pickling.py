@@ -82,7 +82,7 @@ def unpack(data: bytes, find: Callable[[Any], Any]) -> Any:
     return _FindingUnpickler(io.BytesIO(data), find).load()
 
 
-class TravellingError(NamedTuple):
+class PickledError(NamedTuple):
     """An exception on its way to the coordinator.
 
     Attributes:
@@ -104,7 +104,7 @@ class TravellingError(NamedTuple):
         return error if isinstance(error, Exception) else RuntimeError(self.text)
 
 
-def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> TravellingError:
+def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> PickledError:
     """Pack an exception that is being handled.
 
     One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it
@@ -116,4 +116,4 @@ def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> Travellin
         # One that cannot be pickled travels as its text.
         with suppress(TypeError, CannotTravelError):
             data = pack(error, name_of, "an exception")
-    return TravellingError(data, text, trace)
+    return PickledError(data, text, trace)

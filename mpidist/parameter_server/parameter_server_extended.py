@@ -19,11 +19,11 @@ from mpidist.core.errors import MismatchError
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Kind, Part, Request
+from mpidist.parameter_server.messages import Kind, Request, RequestPart
+from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
 from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
 from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.travelling import pack
 from mpidist.strategies.central_storage import CentralExtended
 from mpidist.strategies.extended import StrategyExtended
 from mpidist.strategies.strategy import Strategy
@@ -57,7 +57,7 @@ def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-class _AtServers:
+class _OptimizerAtServers:
     """The servers' knowledge of an optimizer: its number at each, variables with slots."""
 
     def __init__(self, ordinal: int) -> None:
@@ -104,7 +104,7 @@ class ParameterServerExtended(CentralExtended):
         self._created = 0
         self._dealt = 0
         self._beside: list[int] = []
-        self._optimizers: dict[Optimizer, _AtServers] = {}
+        self._optimizers: dict[Optimizer, _OptimizerAtServers] = {}
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class ParameterServerExtended(CentralExtended):
         if known.writes != counter.writes:
             self._recount(optimizer, known)
         rate = optimizer.rate_at(known.count)
-        requests: dict[Connection, list[Part]] = {}
+        requests: dict[Connection, list[RequestPart]] = {}
         for gradient, variable in pairs:
             component = component_of(variable)
             extra = {"optimizer": known.numbers[component.connection], "step": known.count, "setting": rate}
@@ -200,12 +200,12 @@ class ParameterServerExtended(CentralExtended):
         if self._max_staleness is not None:
             # Last, so that the step is counted before this worker waits for slower ones.
             clock = self._link.connections[0]
-            requests.setdefault(clock, []).append(Part(messages.TICK, self._number, setting=self._max_staleness))
+            requests.setdefault(clock, []).append(RequestPart(messages.TICK, self._number, setting=self._max_staleness))
         answers = ask_all(requests)
         place = [part.operation for part in requests[counter.connection]].index(messages.COUNT)
         known.count = int(answers[counter.connection][place])
 
-    def _recount(self, optimizer: Optimizer, known: _AtServers) -> None:
+    def _recount(self, optimizer: Optimizer, known: _OptimizerAtServers) -> None:
         """Read the number of updates: at first, and where it may have been set.
 
         A restored checkpoint sets it, for instance. The servers, which go on from the last update, begin at it as well.
@@ -228,10 +228,10 @@ class ParameterServerExtended(CentralExtended):
         One without a number gets the next, or ``number``.
         """
         if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = _AtServers(len(self._optimizers) if number is None else number)
+            self._optimizers[optimizer] = _OptimizerAtServers(len(self._optimizers) if number is None else number)
         return self._optimizers[optimizer].ordinal
 
-    def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _AtServers:
+    def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _OptimizerAtServers:
         """Tell the servers of a new or changed optimizer, and of new variables' slots."""
         self.number_of(optimizer)
         known = self._optimizers[optimizer]
