@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_checks.finding import ERROR, Finding
@@ -199,7 +199,7 @@ def _document_of_end(ending: Ending) -> str:
     return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
 
 
-def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, Any]:
+def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, object]:
     """Return the report as JSON types, with the names of ``mpidist.cli.doctor_facts.facts``."""
     facts = {} if job is None else dataclasses.asdict(job)
     return {"mpidist": __version__, "findings": [dataclasses.asdict(finding) for finding in found], **facts}

@@ -16,11 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TypeVar
 
 from mpidist.core.enums import ReduceOp
 from mpidist.core.first_use import imported
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+
+Strategy = TypeVar("Strategy", bound=StrategyLike)
 
 
 class Frame:
@@ -43,7 +45,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.global_frame: Frame | None = None
-        self.creators: list[Callable[..., Any]] = []
+        self.creators: list[Callable[..., object]] = []
 
 
 _stack = _Stack()
@@ -178,7 +180,7 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
 
 
 @contextmanager
-def scope(strategy: StrategyLike) -> Iterator[Any]:
+def scope(strategy: Strategy) -> Iterator[Strategy]:
     """Enter the cross-replica context of ``strategy``: the rules of ``Strategy.scope``.
 
     Raises:
@@ -229,7 +231,7 @@ def outside() -> Iterator[None]:
         _stack.frames = frames
 
 
-def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[Any]:
+def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[object]:
     """Return a block in which ``strategy`` is in scope, which it may be already."""
     is_inside = in_cross_replica_context() and get_strategy() is strategy
     return nullcontext() if is_inside else strategy.scope()
@@ -304,7 +306,7 @@ def require_replica(context: ReplicaContextLike, method: str) -> None:
 
 
 @contextmanager
-def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
+def variable_creator_scope(creator: Callable[..., object]) -> Iterator[None]:
     """Pass the creation of variables in the block through ``creator(next_creator, **kwargs)``.
 
     >>> import mpidist
@@ -323,6 +325,6 @@ def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
         creators.remove(creator)
 
 
-def variable_creators() -> list[Callable[..., Any]]:
+def variable_creators() -> list[Callable[..., object]]:
     """Return the creators that are active in this thread, outermost first."""
     return _stack.creators

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpidist.core.enums import CommunicationImplementation
 
@@ -89,7 +89,7 @@ class CommunicationOptions:
 _DEFAULTS = CommunicationOptions()
 
 
-def check_communication_options(options: Any) -> None:
+def check_communication_options(options: object) -> None:
     """Raise TypeError unless ``options`` is None or a CommunicationOptions."""
     if options is not None and not isinstance(options, CommunicationOptions):
         raise TypeError(
@@ -114,4 +114,4 @@ class RunOptions(NamedTuple):
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: Any = None
+    experimental_xla_options: object = None

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError
@@ -224,12 +224,12 @@ class _ThreadHook(_ExceptionHook):
 class _NamingHook(_ExceptionHook):
     """A ``sys.unraisablehook`` that names the rank above the text of ``previous``. The job goes on."""
 
-    def __init__(self, previous: Callable[[Any], object]) -> None:
+    def __init__(self, previous: Callable[[sys.UnraisableHookArgs], object]) -> None:
         super().__init__(previous)
         # Kept: in its last moments Python has emptied this module, too.
         self._is_finalizing = sys.is_finalizing
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
         world = None if self._is_finalizing() else self._world()
         if world is not None and sys.stderr is not None:
             sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")

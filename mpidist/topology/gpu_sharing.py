@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 
@@ -16,13 +15,9 @@ def visible_devices() -> tuple[str, ...]:
     cupy = find_cupy().module if gpus_may_be_present() else None
     if cupy is None:
         return ()
-    runtime: Any = cupy.cuda.runtime
-    return tuple(_bus_id(runtime, device) for device in range(runtime.getDeviceCount()))
-
-
-def _bus_id(runtime: Any, device: int) -> str:
-    name = runtime.deviceGetPCIBusId(device)
-    return name.decode() if isinstance(name, bytes) else str(name)
+    runtime = cupy.cuda.runtime
+    names = map(runtime.deviceGetPCIBusId, range(runtime.getDeviceCount()))
+    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
 
 
 def devices_of_each(devices_seen: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:

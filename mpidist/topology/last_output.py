@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 STDERR = 2
 _LISTEN_SECONDS = 0.2
@@ -31,7 +31,7 @@ _RANK = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")
 
 
-def lasting_descriptor(stream: Any) -> int | None:
+def lasting_descriptor(stream: TextIO) -> int | None:
     """Return the descriptor of a stream whose text outlives this process, or None.
 
     None stands for a buffer, and for a stream that is closed.
@@ -40,7 +40,7 @@ def lasting_descriptor(stream: Any) -> int | None:
     file without a name.
     """
     try:
-        descriptor: int = stream.fileno()
+        descriptor = stream.fileno()
         return descriptor if os.fstat(descriptor).st_nlink else None
     except (AttributeError, TypeError, ValueError, OSError):
         return None
@@ -58,7 +58,7 @@ def write_last(text: str) -> None:
     _write(text, sys.stderr)
 
 
-def _write(text: str, stream: Any) -> None:
+def _write(text: str, stream: TextIO) -> None:
     lasts = False
     # Whatever is wrong with a stream of the program's own, the text is printed below.
     with contextlib.suppress(Exception), _writes_of_real_stderr() as written:
@@ -84,7 +84,7 @@ def lasting_stderr() -> Iterator[None]:
 class _Lasting(io.TextIOBase):
     """Writes at once on a stream, and where it lasts."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from mpidist.core import settings
 from mpidist.core.callsite import is_of_package, is_of_program, path_in_package
@@ -59,7 +58,7 @@ def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackE
 class _FoldedStack(traceback.StackSummary):
     """Frames of a traceback, printed without those of mpidist."""
 
-    def format(self, **options: Any) -> list[str]:
+    def format(self, **options: bool) -> list[str]:
         lines: list[str] = []
         for inside, run in groupby(self, lambda frame: is_of_package(frame.filename)):
             frames = list(run)

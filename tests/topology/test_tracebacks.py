@@ -71,10 +71,10 @@ def test_all_of_it_on_request_and_where_nothing_is_of_the_program(monkeypatch: p
     thread.start()
     thread.join()
     assert path_in_package(mpidist.values.__file__) == "values/__init__.py"
-    assert "in _variable_arguments" in traceback_text(found[0])
+    assert "in variable_arguments" in traceback_text(found[0])
     error = caught(runs_it)
     monkeypatch.setenv("MPIDIST_FULL_TRACEBACK", "1")
-    assert "in _variable_arguments" in traceback_text(error)
+    assert "in variable_arguments" in traceback_text(error)
     monkeypatch.setenv("MPIDIST_FULL_TRACEBACK", "yes")
-    assert "in _variable_arguments" in traceback_text(error)
+    assert "in variable_arguments" in traceback_text(error)
     assert traceback_text(error).endswith("mpidist: MPIDIST_FULL_TRACEBACK='yes': expected 0 or 1\n")

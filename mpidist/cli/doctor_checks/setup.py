@@ -113,7 +113,8 @@ def _roles(job: JobFacts) -> list[Finding]:
     text, first = job.first.settings.get(JOBS.name), job.first
     if not text or JOBS.name in first.wrong_settings:
         return []
-    jobs: dict[str, int] = JOBS.parse(text)
+    jobs = JOBS.parse(text)
+    assert jobs is not None
     size = sum(jobs.values()) if first.launcher is None and first.mpi.size == 1 else len(job.ranks)
     try:
         deal_tasks(jobs, size, JOBS.name)

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
@@ -199,7 +199,7 @@ def gpus() -> GpuFacts:
     )
 
 
-def _name(cupy: Any, device: int) -> str:
+def _name(cupy: ModuleType, device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
 
