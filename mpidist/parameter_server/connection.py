@@ -105,7 +105,7 @@ class Connection:
             self.start(request)
             return self.finish()
 
-    def control(self, name: str, *arguments: Any, doing: str) -> Any:
+    def control(self, name: str, *arguments: object, doing: str) -> Any:
         """Have the server carry out one of its rarer requests, and return the answer.
 
         Args:

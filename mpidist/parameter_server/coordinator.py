@@ -19,6 +19,7 @@ from mpidist.parameter_server.pickling import CannotTravelError
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
 
 _Values = TypeVar("_Values", bound=PerWorkerValues)
+Result = TypeVar("Result")
 
 
 class ClusterCoordinator:
@@ -83,8 +84,8 @@ class ClusterCoordinator:
         return self._strategy
 
     def schedule(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> RemoteValue:
+        self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue[Result]:
         """Have a worker call ``fn(*args, **kwargs)`` in the strategy's scope, and return at once.
 
         Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
@@ -112,7 +113,7 @@ class ClusterCoordinator:
             raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
         name = getattr(fn, "__qualname__", repr(fn))
         payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
-        future: Future[Any] = Future()
+        future: Future[Result] = Future()
         self._dispatcher.put(Closure(name, payload, with_all_used(uses), future))
         return RemoteValue(future, self._dispatcher.wait_for)
 
@@ -131,7 +132,7 @@ class ClusterCoordinator:
         """Return whether all scheduled functions have ended; raises as :meth:`join`, and does not wait."""
         return self._dispatcher.is_done()
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: object) -> Any:
         """Return a nest with the results in the place of its RemoteValues; waits for them.
 
         Raises:
@@ -140,7 +141,7 @@ class ClusterCoordinator:
         """
         return fetch(val)
 
-    def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_or_dataset_fn: object) -> PerWorkerDataset:
         """Return a dataset that each worker has for itself.
 
         It is built there when it is first used. Every worker sees all of the data; shard it by
@@ -162,7 +163,7 @@ class ClusterCoordinator:
         values = PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), self._iterators)
         return self._kept_while_used(values)
 
-    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
+    def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
         """Return the value of ``fn()`` on each worker, such as a lookup table.
 
         It is called there when the value is first used.
@@ -174,7 +175,7 @@ class ClusterCoordinator:
     def _iterators(self, dataset: PerWorkerDataset) -> PerWorkerValues:
         return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
 
-    def _to_build(self, kind: str, given: Any) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
+    def _to_build(self, kind: str, given: object) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
         """Return number, packed recipe and used values of a new per-worker value."""
         return next(self._numbers), *self._names.pack((kind, given), f"what builds a per-worker {kind}")
 

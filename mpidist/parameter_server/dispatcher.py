@@ -24,7 +24,7 @@ from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Mailbox
-from mpidist.parameter_server.pickling import PickledError, unpack
+from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
@@ -80,7 +80,7 @@ class Dispatcher:
         find: Returns the object that a name in a result stands for.
     """
 
-    def __init__(self, link: Link, find: Callable[[Any], Any]) -> None:
+    def __init__(self, link: Link, find: Find) -> None:
         self._link = link
         self._find = find
         self._workers = [_Worker(link, rank) for rank in link.workers[1:]]

@@ -120,7 +120,7 @@ class Link:
         """Return whether a strategy still uses the link, and others do as well."""
         return self.is_open and number in self._in_use and len(self._in_use) > 1
 
-    def agree(self, key: tuple[object, ...], value: Any, doing: str) -> Any:
+    def agree(self, key: tuple[object, ...], value: object, doing: str) -> Any:
         """Return the first worker's value for ``key``, so that all have the same."""
         return self.connections[0].control("agree", key, value, doing=doing)
 

@@ -49,7 +49,7 @@ def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, n
     return shards[0]
 
 
-def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+def _hyperparameters(optimizer: Optimizer) -> dict[str, object]:
     """Return an optimizer's public settings, to be compared with later ones."""
     return {
         name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
@@ -64,7 +64,7 @@ class _OptimizerAtServers:
         self.ordinal = ordinal
         self.numbers: dict[Connection, int] = {}
         self.variables: set[Variable] = set()
-        self.parameters: dict[str, Any] = {}
+        self.parameters: dict[str, object] = {}
         # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
         self.count = 0
         self.writes: int | None = None
@@ -167,7 +167,7 @@ class ParameterServerExtended(CentralExtended):
             connection.control("await", number, doing=doing)
         return component
 
-    def _update_device(self, component: Any) -> str:
+    def _update_device(self, component: object) -> str:
         return self.worker_devices[0]
 
     def read_all(self, variables: Sequence[Variable]) -> list[Array]:
@@ -176,7 +176,7 @@ class ParameterServerExtended(CentralExtended):
 
     # Optimizers -----------------------------------------------------------------------------------------------
 
-    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Optimizer, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
         """Push gradients to the servers, which apply them; one message for each."""
         pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
         for gradient, variable in pairs:
@@ -190,7 +190,8 @@ class ParameterServerExtended(CentralExtended):
         requests: dict[Connection, list[RequestPart]] = {}
         for gradient, variable in pairs:
             component = component_of(variable)
-            extra = {"optimizer": known.numbers[component.connection], "step": known.count, "setting": rate}
+            extra: dict[str, Any] = {"step": known.count, "setting": rate}
+            extra["optimizer"] = known.numbers[component.connection]
             if isinstance(gradient, IndexedSlices):
                 part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
             else:

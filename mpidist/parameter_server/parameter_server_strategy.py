@@ -12,6 +12,7 @@ from mpidist.parameter_server.dispatcher import Dispatcher
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
+from mpidist.parameter_server.pickling import Find
 from mpidist.strategies.devices import check_devices
 from mpidist.strategies.strategy import Strategy
 
@@ -25,10 +26,10 @@ class DatasetForWorkers:
         args: Its arguments.
     """
 
-    def __init__(self, strategy: Strategy, method: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, strategy: Strategy, method: str, args: tuple[object, ...]) -> None:
         self._strategy, self._method, self._args = strategy, method, args
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Make the dataset, on a worker."""
         return getattr(self._strategy, self._method)(*self._args)
 
@@ -39,7 +40,7 @@ class DatasetForWorkers:
         )
 
 
-def _finds_nothing(name: Any) -> NoReturn:
+def _finds_nothing(name: object) -> NoReturn:
     raise LookupError(f"nothing was scheduled, so no result can name {name!r}")
 
 
@@ -61,7 +62,7 @@ class CoordinatorExtended(ParameterServerExtended):
         """Connects with workers and servers."""
         return self._link
 
-    def dispatch(self, find: Callable[[Any], Any]) -> Dispatcher:
+    def dispatch(self, find: Find) -> Dispatcher:
         """Start handing functions out.
 
         Raises:
@@ -78,19 +79,19 @@ class CoordinatorExtended(ParameterServerExtended):
         """Tell the workers that the job is over."""
         (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
-    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    def run_replicas(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Raise NotImplementedError: replicas are on the workers."""
         raise NotImplementedError(
             "ParameterServerStrategy.run() was called on the coordinator; expected: inside a scheduled function, "
             "coordinator.schedule(lambda: strategy.run(fn, args))"
         )
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> DatasetForWorkers:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> DatasetForWorkers:
         """See ``StrategyExtended``: each worker does it."""
         return DatasetForWorkers(self.strategy, "experimental_distribute_dataset", (dataset, options))
 
     def distribute_from_function(
-        self, dataset_fn: Callable[..., Any], options: InputOptions | None
+        self, dataset_fn: Callable[..., object], options: InputOptions | None
     ) -> DatasetForWorkers:
         """See ``StrategyExtended``: each worker does it."""
         return DatasetForWorkers(self.strategy, "distribute_datasets_from_function", (dataset_fn, options))
@@ -107,7 +108,7 @@ class WorkerTwinExtended(ParameterServerExtended):
         """False: the coordinator writes checkpoints."""
         return False
 
-    def create_variable(self, array: Array, **properties: Any) -> NoReturn:
+    def create_variable(self, array: Array, **properties: object) -> NoReturn:
         """Raise ValueError: the coordinator creates variables."""
         raise ValueError(
             f"variable {properties['name']!r} was created in a scheduled function; create it on the coordinator, "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.dtypes import DType, as_dtype
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
@@ -26,7 +26,7 @@ class Partitioner:
         arguments = ", ".join(f"{name.strip('_')}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return a variable's number of shards along each axis: 1 for all but ``axis``.
 
         The rows along ``axis`` are dealt to the shards so that their numbers differ by at most one, larger ones first.
@@ -51,7 +51,7 @@ class Partitioner:
         result[axis] = max(1, min(dims[axis], self._shards(dims, as_dtype(dtype), axis)))
         return result
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         """Return the number of shards, before it is held to the number of rows."""
         raise NotImplementedError(f"{type(self).__name__} does not implement _shards()")
 
@@ -73,7 +73,7 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _at_least_one("num_shards", num_shards)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         return self._num_shards
 
 
@@ -100,7 +100,7 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _at_least_one("max_shards", max_shards)
         self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
         return min(self._max_shards, -(-nbytes // self._min_shard_bytes))
 
@@ -126,14 +126,14 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = None if max_shards is None else _at_least_one("max_shards", max_shards)
         self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         row_bytes = math.prod((*shape[:axis], *shape[axis + 1 :])) * _itemsize(dtype, self._bytes_per_string)
         rows_per_shard = max(1, self._max_shard_bytes // max(1, row_bytes))
         shards = -(-shape[axis] // rows_per_shard)
         return shards if self._max_shards is None else min(shards, self._max_shards)
 
 
-def _at_least_one(name: str, value: Any) -> int:
+def _at_least_one(name: str, value: object) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a whole number, 1 or more")
     if value < 1:
@@ -141,5 +141,5 @@ def _at_least_one(name: str, value: Any) -> int:
     return int(value)
 
 
-def _itemsize(dtype: np.dtype[Any], bytes_per_string: int) -> int:
+def _itemsize(dtype: DType, bytes_per_string: int) -> int:
     return bytes_per_string if dtype.kind in _WITHOUT_SIZE else dtype.itemsize

@@ -26,6 +26,12 @@ except ImportError:
     HAS_CLOUDPICKLE = False
 
 
+# The name that travels in an object's place, the function that names objects, and the one that finds them by name.
+Name = tuple[object, ...]
+NameOf = Callable[[object], Name | None]
+Find = Callable[[Name], object]
+
+
 class CannotTravelError(ValueError):
     """An object cannot be used on another rank; the text names the alternative."""
 
@@ -33,11 +39,11 @@ class CannotTravelError(ValueError):
 class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
     """Writes names in the place of objects that have one."""
 
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, name_of: NameOf) -> None:
         self._name_of = name_of
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> Name | None:
         """Return the name in the place of an object, or None to copy it."""
         return self._name_of(value)
 
@@ -45,16 +51,16 @@ class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
 class _FindingUnpickler(pickle.Unpickler):
     """Reads objects by their names."""
 
-    def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, find: Find) -> None:
         self._find = find
         super().__init__(file)
 
-    def persistent_load(self, name: Any) -> Any:
+    def persistent_load(self, name: Name) -> object:
         """Return the object that a name stands for."""
         return self._find(name)
 
 
-def pack(value: Any, name_of: Callable[[Any], Any], label: str) -> bytes:
+def pack(value: object, name_of: NameOf, label: str) -> bytes:
     """Return ``value`` as bytes.
 
     Args:
@@ -77,7 +83,7 @@ def pack(value: Any, name_of: Callable[[Any], Any], label: str) -> bytes:
     return file.getvalue()
 
 
-def unpack(data: bytes, find: Callable[[Any], Any]) -> Any:
+def unpack(data: bytes, find: Find) -> Any:
     """Return the value given to :func:`pack`, with ``find``'s object for each name."""
     return _FindingUnpickler(io.BytesIO(data), find).load()
 
@@ -95,7 +101,7 @@ class PickledError(NamedTuple):
     text: str
     trace: str
 
-    def unpack(self, find: Callable[[Any], Any]) -> Exception:
+    def unpack(self, find: Find) -> Exception:
         """Return the exception, or a RuntimeError of its text. The latter where it cannot be unpickled."""
         try:
             error = unpack(self.data, find)
@@ -104,7 +110,7 @@ class PickledError(NamedTuple):
         return error if isinstance(error, Exception) else RuntimeError(self.text)
 
 
-def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> PickledError:
+def pack_error(error: BaseException, name_of: NameOf) -> PickledError:
     """Pack an exception that is being handled.
 
     One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it

@@ -83,13 +83,13 @@ class RemoteComponent(Component):
         array: Array = self.connection.ask(self._reading)[0]
         return array
 
-    def assign_by(self, how: Assignment, value: Any) -> RemoteComponent:
+    def assign_by(self, how: Assignment, value: object) -> RemoteComponent:
         """See ``Assignable``."""
         self.writes += 1
         self.connection.ask(Request([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))]))
         return self
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> RemoteComponent:
         """See ``Assignable``."""
         rows = scatter.check_slices(slices, self)
         self.connection.ask(Request([self.rows_part(messages.SCATTER[how.name], rows)]))
@@ -99,7 +99,7 @@ class RemoteComponent(Component):
         """See ``Component``: it belongs to the caller alone, and needs no copy."""
         return self._pull() if _cached.get() is None else self.as_array().copy()
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices``; no other rows travel."""
         positions = on_host(array_of(indices))
         if positions.size and positions.dtype.kind not in "iu":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from mpidist.core import nest
+
+Result = TypeVar("Result")
 
 
 class RemoteValueStatus(enum.Enum):
@@ -34,7 +36,7 @@ def with_remote_traceback(error: Exception, trace: str) -> Exception:
     return error
 
 
-class RemoteValue:
+class RemoteValue(Generic[Result]):
     """The result of a scheduled function, which may still be to come (tf.distribute.experimental.coordinator).
 
     Args:
@@ -42,7 +44,7 @@ class RemoteValue:
         wait_for: Waits for the future, with a report where that takes long.
     """
 
-    def __init__(self, future: Future[Any], wait_for: Callable[[Future[Any]], None]) -> None:
+    def __init__(self, future: Future[Result], wait_for: Callable[[Future[Result]], None]) -> None:
         self._future = future
         self._wait_for = wait_for
 
@@ -53,7 +55,7 @@ class RemoteValue:
             return RemoteValueStatus.NOT_READY
         return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
 
-    def fetch(self) -> Any:
+    def fetch(self) -> Result:
         """Return the result, a nest of NumPy arrays or any other object; wait for it.
 
         Raises:
@@ -67,14 +69,14 @@ class RemoteValue:
             raise error.with_traceback(None)
         return self._future.result()
 
-    def get(self) -> Any:
+    def get(self) -> Result:
         """Return the result, as :meth:`fetch` does: it is in this process's memory already."""
         return self.fetch()
 
     def __repr__(self) -> str:
         return f"<RemoteValue {self.status.name}>"
 
-    def _is_no_number(self, *_: Any) -> NoReturn:
+    def _is_no_number(self, *_: object) -> NoReturn:
         raise TypeError(
             f"{self!r} was used as a number; it is the result of a scheduled function, which may be still to come: "
             "expected value.fetch(), which waits for it"
@@ -84,7 +86,7 @@ class RemoteValue:
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __float__ = __int__ = _is_no_number
 
 
-def fetch(value: Any) -> Any:
+def fetch(value: object) -> Any:
     """Return a nest with the results in the place of its RemoteValues; waits for them."""
     return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
 
@@ -123,10 +125,10 @@ class PerWorkerDataset(PerWorkerValues):
         number: int,
         built_by: bytes,
         uses: frozenset[PerWorkerValues],
-        make_iterators: Callable[[PerWorkerDataset], Any],
+        make_iterators: Callable[[PerWorkerDataset], PerWorkerValues],
     ) -> None:
         super().__init__(number, built_by, uses)
         self._make_iterators = make_iterators
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> PerWorkerValues:
         return self._make_iterators(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
@@ -46,11 +45,11 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: ClusterResolver | ClusterSpec | Mapping[str, Any],
+        server_or_cluster_def: ClusterResolver | ClusterSpec | Mapping[str, object],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
     ) -> None:
         del protocol, config
@@ -113,7 +112,7 @@ class Server:
         return f"mpi://{0 if self._link is None else self._link.rank}"
 
     @property
-    def server_def(self) -> dict[str, Any]:
+    def server_def(self) -> dict[str, object]:
         """Cluster, job and index, as a dict."""
         return {
             "cluster": self._resolver.cluster_spec().as_dict(),
@@ -122,7 +121,7 @@ class Server:
         }
 
     @staticmethod
-    def create_local_server(config: Any = None, start: bool = True) -> Server:
+    def create_local_server(config: object = None, start: bool = True) -> Server:
         """Return the server of a process that is alone. Its :meth:`join` returns at once, as nobody can ask it."""
         return Server({_LOCAL: ["localhost:0"]}, config=config, start=start)
 
@@ -130,7 +129,7 @@ class Server:
 _LOCAL = "local"
 
 
-def _resolver_of(given: Any, job_name: str | None, task_index: int | None) -> ClusterResolver:
+def _resolver_of(given: object, job_name: str | None, task_index: int | None) -> ClusterResolver:
     if isinstance(given, ClusterResolver):
         resolver = checked_resolver(given)
         asked = Task(job_name or resolver.task_type or "", resolver.task_id or 0 if task_index is None else task_index)

@@ -65,7 +65,7 @@ def cut(array: Array, variables: Sequence[Variable]) -> list[Array]:
     return [array[start:stop] for start, stop in pairwise(offsets)]
 
 
-def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]]:
+def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object, ...]]:
     """Return the rows that ``array[key]`` needs, and the key for these rows alone.
 
     Args:
@@ -93,7 +93,7 @@ def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]
     return range(shape[0]), tuple(items)
 
 
-def _plain(item: Any) -> Any:
+def _plain(item: object) -> Any:
     """Return one item of a key in plain form.
 
     That is a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis.
@@ -106,14 +106,14 @@ def _plain(item: Any) -> Any:
     return array.item() if array.ndim == 0 and array.dtype.kind in "biu" else array
 
 
-def _axes(item: Any) -> int:
+def _axes(item: object) -> int:
     """Return how many axes of the array an item of a key speaks of."""
     if isinstance(item, np.ndarray):
         return item.ndim if item.dtype.kind == "b" else 1
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
 
 
-def _taken(item: Any, count: int) -> tuple[Rows, tuple[Any, ...]]:
+def _taken(item: int | slice | Array, count: int) -> tuple[Rows, tuple[object, ...]]:
     """Return an item's rows, of ``count``, and its replacement for these rows alone."""
     if isinstance(item, int):
         row = range(count)[item]

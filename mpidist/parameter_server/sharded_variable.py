@@ -117,15 +117,15 @@ class ShardedVariable(CompositeVariable):
     def __len__(self) -> int:
         return self._shape[0]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         rows, rest = select_rows(key, self._shape)
         return picked(self._rows(rows), rest)
 
-    def gather_nd(self, indices: Any) -> Array:
+    def gather_nd(self, indices: object) -> Array:
         """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
         return copy_of(array_of(self[tuple(np.moveaxis(on_host(array_of(indices)), -1, 0))]))
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices`` (an embedding lookup), in their order; each is fetched once.
 
         Args:
@@ -201,7 +201,7 @@ class ShardedVariable(CompositeVariable):
         check_indices(value.indices, self._shape[0])
         return [_rows_between(value, start, stop) for start, stop in pairwise(self._offsets)]
 
-    def assign_by(self, how: Assignment, value: Any) -> ShardedVariable:
+    def assign_by(self, how: Assignment, value: object) -> ShardedVariable:
         """See ``Assignable``."""
         with self._telling_others(f"assigning to variable {self.name!r}"):
             parts = self.cut(self._checked(value))
@@ -209,12 +209,12 @@ class ShardedVariable(CompositeVariable):
             variable.assign_by(how, part)
         return self
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: object) -> object:
         if isinstance(value, ReplicaValues):
             return type(value)([as_value_of(self, part) for part in value.values], value.replica_ids)
         return as_value_of(self, value)
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> ShardedVariable:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> ShardedVariable:
         """See ``Assignable``."""
         self._require_div(how.name)
         with self._telling_others(f"{how.name} of variable {self.name!r}"):
@@ -251,7 +251,7 @@ class ShardedVariable(CompositeVariable):
                 f"evenly, larger shards first: {div_sizes(self._shape[0], len(sizes))}"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # By its constructor, which tells the shards of it: a deep copy too, and where variables travel by name.
         return ShardedVariable, (self._variables, self.name)
 
@@ -259,7 +259,7 @@ class ShardedVariable(CompositeVariable):
         return f"<ShardedVariable {self.name!r} shape={self.shape} dtype={self.dtype} in {len(self._variables)} shards>"
 
 
-def _check_shards(variables: Any) -> None:
+def _check_shards(variables: object) -> None:
     if not isinstance(variables, (list, tuple)) or not variables or not all(isinstance(v, Variable) for v in variables):
         raise TypeError(f"variables is {variables!r}; expected a list of one or more mpidist.Variable, the shards")
     first = variables[0]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core.context import get_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError
@@ -49,12 +49,12 @@ class Clocks:
         """Count the steps of a strategy. Workers that have not come to it yet hold the others back as well."""
         self._steps.setdefault(strategy, dict.fromkeys(self.clients, 0))
 
-    def tick(self, strategy: int, client: int, most_ahead: int) -> Callable[[], Any]:
+    def tick(self, strategy: int, client: int, most_ahead: int) -> Callable[[], object]:
         """Count a step of a worker. The answer comes once its lead over the slowest is small enough."""
         steps = self._steps[strategy]
         steps[client] = mine = steps[client] + 1
 
-        def answer() -> Any:
+        def answer() -> object:
             others = (count for other, count in steps.items() if (strategy, other) not in self._paused)
             return None if mine - min(others, default=mine) <= most_ahead else NOT_YET
 
@@ -123,13 +123,13 @@ class ServedComponent(ArrayComponent):
         self._make_writable()
         how(self._array, array)
 
-    def assign_by(self, how: Assignment, value: Any) -> ServedComponent:
+    def assign_by(self, how: Assignment, value: object) -> ServedComponent:
         """See ``Assignable``."""
         self._make_writable()
         super().assign_by(how, value)
         return self
 
-    def scatter_by(self, how: ScatterOp, slices: Any) -> ServedComponent:
+    def scatter_by(self, how: ScatterOp, slices: object) -> ServedComponent:
         """See ``Assignable``."""
         self._make_writable()
         super().scatter_by(how, slices)
@@ -159,9 +159,9 @@ class Store:
         self._optimizer_ids: dict[tuple[int, int], int] = {}
         # Of the last update of a variable by an optimizer.
         self._steps: dict[tuple[int, int], int] = {}
-        self._agreed: dict[Any, Any] = {}
+        self._agreed: dict[object, object] = {}
         self._meetings: dict[tuple[int, int], set[int]] = {}
-        self._controls: dict[str, Callable[..., Any]] = {
+        self._controls: dict[str, Callable[..., object]] = {
             "agree": self._agreed.setdefault,
             "create": self._create,
             "await": self._await,
@@ -214,11 +214,11 @@ class Store:
 
     # Rarer things ---------------------------------------------------------------------------------------------
 
-    def control(self, what: str, arguments: tuple[Any, ...]) -> Any:
+    def control(self, name: str, arguments: tuple[object, ...]) -> object:
         """Carry out a control request. A callable as the answer is asked again and again until it gives one."""
-        return self._controls[what](*arguments)
+        return self._controls[name](*arguments)
 
-    def _create(self, key: tuple[int, int], name: str, shape: tuple[int, ...], dtype: Any, constraint: Any) -> int:
+    def _create(self, key: tuple[int, int], name: str, shape: tuple[int, ...], dtype: DType, constraint: object) -> int:
         """Make a variable when it is first asked for, and return its number.
 
         All workers have agreed on its properties.
@@ -226,7 +226,7 @@ class Store:
         if key not in self._ids:
             component = ServedComponent(np.zeros(shape, dtype), name)
             self._ids[key] = len(self._variables)
-            self._kinds.append(Kind(shape, np.dtype(dtype)))
+            self._kinds.append(Kind(shape, dtype))
             self._components.append(component)
             self._variables.append(
                 variable_of(
@@ -242,10 +242,10 @@ class Store:
             )
         return self._ids[key]
 
-    def _await(self, variable: int) -> Callable[[], Any]:
+    def _await(self, variable: int) -> Callable[[], object]:
         """Answer once the first client has given its initial value."""
 
-        def answer() -> Any:
+        def answer() -> object:
             if variable in self._initialized:
                 return None
             if self._first_client not in self.clocks.clients:
@@ -269,14 +269,14 @@ class Store:
             self._optimizers[number].keep_slots(self._variables[variable], those)
         return number
 
-    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], Any]:
+    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], object]:
         """Answer once every client that has not left has come to a meeting."""
         came = self._meetings.setdefault(meeting, set())
         came.add(client)
         strategy, _ = meeting
         self.clocks.pause(strategy, client)
 
-        def answer() -> Any:
+        def answer() -> object:
             if not came.issuperset(self.clocks.workers_of(strategy)):
                 return NOT_YET
             self._meetings.pop(meeting, None)

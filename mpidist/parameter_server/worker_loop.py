@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import message_tags
@@ -55,7 +55,7 @@ class WorkerLoop:
         self._names = Names(link, strategy, self._own_value)
         self._mailbox = Mailbox(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._definitions: dict[int, bytes] = {}
-        self._own: dict[int, Any] = {}
+        self._own: dict[int, object] = {}
 
     def run(self) -> None:
         """Carry out functions until the coordinator says stop.
@@ -103,7 +103,7 @@ class WorkerLoop:
         except BaseException as error:
             return FAILED + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
 
-    def _own_value(self, number: int) -> Any:
+    def _own_value(self, number: int) -> object:
         """Return this worker's value of a number, built the first time."""
         if number not in self._own:
             kind, given = unpack(self._definitions[number], self._names.find)
@@ -111,7 +111,7 @@ class WorkerLoop:
         return self._own[number]
 
 
-def _build_dataset(given: Any) -> Any:
+def _build_dataset(given: object) -> object:
     with variable_creator_scope(_refuse_variable):
         dataset = given() if callable(given) else given
     if not isinstance(dataset, (Dataset, DistributedDataset)):
@@ -119,14 +119,14 @@ def _build_dataset(given: Any) -> Any:
     return dataset
 
 
-def _refuse_variable(_: Callable[..., Any], **arguments: Any) -> Any:
+def _refuse_variable(_: Callable[..., object], **arguments: object) -> NoReturn:
     raise ValueError(
         f"variable {arguments['name']!r} was created in the function of a per-worker dataset; create variables on the "
         "coordinator, inside `with strategy.scope():`"
     )
 
 
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
+_BUILDERS: dict[str, Callable[[Any], object]] = {
     "dataset": _build_dataset,
     "iterator": iter,
     "resource": lambda given: given(),
