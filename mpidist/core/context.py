@@ -58,12 +58,6 @@ def default_strategy_is_in(module: str) -> None:
     _home_of_default[:] = [module]
 
 
-def _default_frame() -> Frame:
-    if not _default:
-        imported(_home_of_default[0])
-    return _default[0]
-
-
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
     """Make ``strategy`` the result of :func:`get_strategy` where nothing is active."""
     _default[:] = [Frame(strategy, replica_context)]
@@ -72,7 +66,11 @@ def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaCo
 def current_frame() -> Frame:
     """Return the innermost frame of this thread, or the default strategy's."""
     frames = _stack.frames
-    return frames[-1] if frames else _default_frame()
+    if frames:
+        return frames[-1]
+    if not _default:
+        imported(_home_of_default[0])
+    return _default[0]
 
 
 def push(frame: Frame) -> None:

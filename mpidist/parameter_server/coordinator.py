@@ -51,23 +51,19 @@ class ClusterCoordinator:
             raise ValueError(
                 f"ClusterCoordinator was given {strategy!r}; expected a mpidist.ParameterServerStrategy(resolver)"
             )
-        extended = strategy.extended
-        assert isinstance(extended, CoordinatorExtended)
-        if extended.coordinator is None:
-            coordinator = super().__new__(cls)
-            coordinator._set_up(strategy, extended)
-            extended.coordinator = coordinator
-        assert isinstance(extended.coordinator, cls)
-        return extended.coordinator
+        existing = _extended_of(strategy).coordinator
+        assert existing is None or isinstance(existing, cls)
+        return existing or super().__new__(cls)
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
-        del strategy
-
-    def _set_up(self, strategy: ParameterServerStrategy, extended: CoordinatorExtended) -> None:
+        extended = _extended_of(strategy)
+        if extended.coordinator is self:
+            return
         self._strategy = strategy
         self._names = Names(extended.link, strategy)
         self._dispatcher: Dispatcher = extended.dispatch(self._names.find)
         self._numbers = itertools.count()
+        extended.coordinator = self
 
     def __repr__(self) -> str:
         return f"<ClusterCoordinator of {self._strategy!r}>"
@@ -183,3 +179,8 @@ class ClusterCoordinator:
         """Have the workers drop their values once the program has dropped ``values``."""
         weakref.finalize(values, self._dispatcher.drop, values.number).atexit = False
         return values
+
+
+def _extended_of(strategy: ParameterServerStrategy) -> CoordinatorExtended:
+    assert isinstance(strategy.extended, CoordinatorExtended)
+    return strategy.extended

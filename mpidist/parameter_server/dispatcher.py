@@ -23,7 +23,7 @@ from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Mailbox
+from mpidist.parameter_server.messages import ByteExchange
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
@@ -63,7 +63,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.mailbox = Mailbox(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
+        self.exchange = ByteExchange(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # The numbers of its own values, and those of them that it may drop.
         self.knows: set[int] = set()
         self.drops: list[int] = []
@@ -103,7 +103,7 @@ class Dispatcher:
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
-            self._wait_until(lambda: self._can_raise() or self._has_room(), "room in the queue")
+            self._wait_until(self._can_put, "room in the queue")
             self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
@@ -138,12 +138,10 @@ class Dispatcher:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
 
-    def _can_raise(self) -> bool:
-        """Return whether a function has failed and no other one is running any more. Scheduling can then go on."""
-        return self._error is not None and not self._running
-
-    def _has_room(self) -> bool:
-        return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
+    def _can_put(self) -> bool:
+        """Return whether the queue has room, or after an error nothing is running any more and it can be raised."""
+        is_free = len(self._queue) < QUEUE_LENGTH if self._error is None else not self._running
+        return self._is_stopping or is_free
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
@@ -248,11 +246,11 @@ class Dispatcher:
         return has_finished
 
     def _execute(self, worker: _Worker, closure: Closure) -> Iterator[None]:
-        worker.mailbox.expect()
-        yield from worker.mailbox.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
-        while not worker.mailbox.expected.Test():
+        worker.exchange.expect()
+        yield from worker.exchange.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
+        while not worker.exchange.expected.Test():
             yield
-        answer = yield from worker.mailbox.receive()
+        answer = yield from worker.exchange.receive()
         if answer[:1] == DONE:
             try:
                 closure.future.set_result(unpack(answer[1:], self._find))
@@ -324,9 +322,9 @@ class Dispatcher:
         for worker in self._workers:
             naps = Naps()
             try:
-                for _ in chain(worker.mailbox.send(STOP), worker.mailbox.flush()):
+                for _ in chain(worker.exchange.send(STOP), worker.exchange.flush()):
                     naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise
-            worker.mailbox.close()
+            worker.exchange.close()

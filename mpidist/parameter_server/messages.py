@@ -233,7 +233,7 @@ def pieces_of(array: Array) -> list[Array]:
     return [flat[start : start + _MOST_BYTES] for start in range(0, flat.size, _MOST_BYTES)]
 
 
-class Mailbox:
+class ByteExchange:
     """Byte strings of any length to and from another rank, without blocking. They keep their order in each direction.
 
     Args:

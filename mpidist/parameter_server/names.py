@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
-from mpidist.arrays.dtypes import DType
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
@@ -93,7 +92,10 @@ class Names:
     def _find_variable(self, server: int, number: int, description: bytes) -> Variable:
         variable = self._variables.get((server, number))
         if variable is None:
-            variable = self._make_variable(server, number, *pickle.loads(description))
+            kind, name, properties = pickle.loads(description)
+            device = self._strategy.extended.parameter_devices[server]
+            component = RemoteComponent(self._link.connections[server], number, Kind(*kind), name, device)
+            variable = variable_of(self._strategy, [component], initial_value=None, name=name, **properties)
             self._variables[server, number] = variable
         return variable
 
@@ -115,13 +117,6 @@ class Names:
             description = pickle.dumps(((component.kind.shape, component.kind.dtype), component.name, properties))
             self._descriptions[variable] = description
         return "variable", server, component.number, description
-
-    def _make_variable(
-        self, server: int, number: int, kind: tuple[tuple[int, ...], DType], called: str, properties: dict[str, object]
-    ) -> Variable:
-        device = self._strategy.extended.parameter_devices[server]
-        component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
-        return variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
 
     # Others ---------------------------------------------------------------------------------------------------
 

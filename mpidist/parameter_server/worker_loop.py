@@ -14,7 +14,7 @@ from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Mailbox
+from mpidist.parameter_server.messages import ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.pickling import pack, pack_error, unpack
 from mpidist.topology.faults import says_rank_is_lost
@@ -53,7 +53,7 @@ class WorkerLoop:
         self._link = link
         self._strategy = strategy
         self._names = Names(link, strategy, self._own_value)
-        self._mailbox = Mailbox(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
+        self._exchange = ByteExchange(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._definitions: dict[int, bytes] = {}
         self._own: dict[int, object] = {}
 
@@ -66,16 +66,16 @@ class WorkerLoop:
         _index.set(self._link.task.number)
         try:
             while True:
-                self._mailbox.expect()
+                self._exchange.expect()
                 naps = Naps()
-                while not self._mailbox.expected.Test():
+                while not self._exchange.expected.Test():
                     naps.take()
-                message = drive(self._mailbox.receive(), lambda: report_only("the rest of a function"))
+                message = drive(self._exchange.receive(), lambda: report_only("the rest of a function"))
                 if message[:1] == STOP:
                     break
                 answer = self._answer(message[1:])
-                drive(self._mailbox.send(answer), lambda: report_only("the coordinator to take a result"))
-            self._mailbox.close()
+                drive(self._exchange.send(answer), lambda: report_only("the coordinator to take a result"))
+            self._exchange.close()
         except Exception as error:
             if not says_rank_is_lost(error):
                 raise

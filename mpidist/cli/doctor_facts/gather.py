@@ -50,7 +50,9 @@ def gather(me: RankFacts, seconds: float, watch: Watchdog) -> JobFacts | None:
     """
     comm: MPI.Intracomm = import_mpi().COMM_WORLD
     if comm.Get_size() == 1:
-        return _alone(comm, replace(me, gpus=machine.gpus()))
+        me = replace(me, gpus=machine.gpus())
+        is_usable = not me.wrong_settings
+        return JobFacts((me,), collectives=collective_facts(comm, bool(me.gpus.visible)) if is_usable else None)
     stages = _Stages(watch, f"rank {comm.Get_rank()} of {comm.Get_size()} on {me.host}")
     everyone, found = _exchange_facts(comm, me, seconds, stages)
     job = _examine_together(comm, everyone, found, seconds, stages)
@@ -99,11 +101,6 @@ class _Stages:
                 self._look,
             ),
         )
-
-
-def _alone(comm: MPI.Intracomm, me: RankFacts) -> JobFacts:
-    usable = not me.wrong_settings
-    return JobFacts((me,), collectives=collective_facts(comm, bool(me.gpus.visible)) if usable else None)
 
 
 # First meeting --------------------------------------------------------------------------------------------------------
