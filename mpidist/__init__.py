@@ -63,8 +63,8 @@ if TYPE_CHECKING:
         InputReplicationMode,
         Options,
     )
+    from mpidist.parameter_server.parameter_server_strategy import ParameterServerStrategy
     from mpidist.parameter_server.server import Server
-    from mpidist.parameter_server.strategy import ParameterServerStrategy
     from mpidist.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -109,7 +109,7 @@ else:
             "v1": "mpidist.v1",
             "ClusterSpec": "mpidist.cluster_resolver",
             "Communicator": "mpidist.collectives",
-            "ParameterServerStrategy": "mpidist.parameter_server.strategy",
+            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
             "Server": "mpidist.parameter_server.server",
             "TPUStrategy": "mpidist.compat.tpu",
             "tune": "mpidist.collectives.tuning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.topology.gpus import visible_devices
+from mpidist.topology.gpu_sharing import visible_devices
 
 
 class ClusterResolver(ABC):

@@ -19,8 +19,8 @@ from mpidist.input import (
     distribute_from_function,
 )
 from mpidist.input.distribute import share_of
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.strategies.replica_devices import check_devices

@@ -96,7 +96,7 @@ _ARRAYS = (
 _TOPOLOGY = (
     Fault(
         "GPUs that do not divide are dealt to two processes at once",
-        "mpidist/topology/gpus.py",
+        "mpidist/topology/gpu_sharing.py",
         "start = place * each + min(place, rest)",
         "start = place * each",
         ("tests/topology/test_gpus.py",),
