@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.roles import deal_tasks
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, deal_tasks
 from mpidist.topology.gpu_sharing import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.limited_calls import duplicate, limited

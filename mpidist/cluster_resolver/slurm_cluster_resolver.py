@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.roles import deal_tasks
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, deal_tasks
 from mpidist.cluster_resolver.slurm_gpus import gpus_of_task, leave_gpus
 from mpidist.cluster_resolver.slurm_layout import read_layout
 

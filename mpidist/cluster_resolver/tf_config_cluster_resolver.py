@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.roles import TASK_TYPES
+from mpidist.cluster_resolver.cluster_spec import TASK_TYPES, ClusterSpec
 
 _VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host0:1", "host1:1"]}, "task": {"type": "worker", "index": 0}}'

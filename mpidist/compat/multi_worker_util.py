@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec, Tasks
-from mpidist.cluster_resolver.roles import TASK_TYPES
+from mpidist.cluster_resolver.cluster_spec import TASK_TYPES, ClusterSpec, Tasks
 
 Cluster = ClusterSpec | Mapping[str, Tasks]
 

@@ -113,7 +113,7 @@ _TOPOLOGY = (
 _CLUSTER_RESOLVER = (
     Fault(
         "tasks are dealt out in the order of their names",
-        "mpidist/cluster_resolver/roles.py",
+        "mpidist/cluster_resolver/cluster_spec.py",
         "for job, count in jobs.items() for index in range(count)]",
         "for job, count in sorted(jobs.items()) for index in range(count)]",
         ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),

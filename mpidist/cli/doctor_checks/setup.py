@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, names_text, ranks_text
 from mpidist.cli.doctor_facts.facts import JobFacts, MpiFacts
-from mpidist.cluster_resolver.roles import deal_tasks
+from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.core.settings import JOBS, SETTINGS, TUNING_FILE
 from mpidist.topology.environments import LauncherInfo
 
