@@ -3,7 +3,7 @@
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
 #   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 11 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
-#   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH
+#   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types
 #   make test-share  of the long ones those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule
@@ -15,6 +15,7 @@
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, in .venv-torch
+#   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
@@ -23,8 +24,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of
-# the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the
+# cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -44,6 +45,7 @@ GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
 MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
+TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
 TORCH ?= torch jax
 
@@ -75,7 +77,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch env clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-types env clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -155,6 +157,16 @@ $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
+	@touch $@
+
+# In an environment of its own: basedpyright brings Node, 300 MB.
+test-types: $(TYPES_VENV)/.done
+	$(LIMIT) $(TYPES_VENV)/bin/python -m pytest -q tests/types < /dev/null
+
+$(TYPES_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(TYPES_VENV))
+	$(PYTHON) -m venv $(TYPES_VENV)
+	$(TYPES_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' basedpyright
 	@touch $@
 
 # In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
@@ -246,5 +258,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV)) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(TYPES_VENV)) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

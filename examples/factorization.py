@@ -13,20 +13,25 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental.partitioners import FixedShardsPartitioner
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-def load_images():
+
+def load_images() -> Floats:
     """Return the images of ``digits.npz`` (see examples/train.py), float64 rows of 64 pixels."""
     with np.load(Path(__file__).with_name("digits.npz")) as digits:
-        return digits["images"] / 16.0
+        images: Floats = digits["images"] / 16.0
+    return images
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rank", type=int, default=16, help="of the factors (default: 16)")
     parser.add_argument("--epochs", type=int, default=60, help="over all workers together (default: 60)")
     parser.add_argument("--batch-size", type=int, default=64, help="images of a step (default: 64)")
@@ -34,7 +39,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def make_resolver():
+def make_resolver() -> MPIClusterResolver:
     """Return who is who: as MPIDIST_JOBS says, or half of the ranks as servers."""
     if "MPIDIST_JOBS" in os.environ:
         return MPIClusterResolver()
@@ -47,7 +52,7 @@ def make_resolver():
 class Factors:
     """The table of embeddings, one row per image, in as many shards as there are servers; and the basis."""
 
-    def __init__(self, strategy, images, rank):
+    def __init__(self, strategy: mpidist.Strategy, images: Floats, rank: int) -> None:
         rng = np.random.default_rng(0)
         servers = len(strategy.extended.parameter_devices)
         with strategy.scope():
@@ -57,7 +62,7 @@ class Factors:
             self.table = mpidist.experimental.ShardedVariable(parts, name="table")
             self.basis = mpidist.Variable(rng.normal(0, 0.1, (rank, images.shape[1])), name="basis")
 
-    def step(self, optimizer, rows, images):
+    def step(self, optimizer: mpidist.optimizers.Optimizer, rows: Ints, images: Floats) -> None:
         """Take one step for the images that stand in ``rows``."""
         embeddings, basis = self.table.sparse_read(rows), self.basis.value()
         residual = embeddings @ basis - images
@@ -65,18 +70,18 @@ class Factors:
         to_basis = embeddings.T @ residual / len(rows)
         optimizer.apply_gradients([(to_embeddings, self.table), (to_basis, self.basis)])
 
-    def error(self, images):
+    def error(self, images: Floats) -> float:
         """Return the root mean square of what the product is away from the images."""
         return float(np.sqrt(np.mean((self.table.numpy() @ self.basis.numpy() - images) ** 2)))
 
 
-def best_error(images, rank):
+def best_error(images: Floats, rank: int) -> float:
     """Return the smallest error that factors of this rank can have: that of the singular value decomposition."""
     singular_values = np.linalg.svd(images, compute_uv=False)
     return float(np.sqrt((singular_values[rank:] ** 2).sum() / images.size))
 
 
-def train(resolver, arguments):
+def train(resolver: MPIClusterResolver, arguments: argparse.Namespace) -> None:
     """The program of each worker."""
     images = load_images()
     with mpidist.v1.experimental.ParameterServerStrategy(resolver) as strategy:
@@ -95,7 +100,7 @@ def train(resolver, arguments):
             )
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     resolver = make_resolver()
     # The ranks that are servers serve.

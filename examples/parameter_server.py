@@ -13,16 +13,17 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 
-from train import Network, load_data
+from train import Data, Floats, Ints, Network, load_data
 
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental import cache_variable_reads
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--coordinator", action="store_true", help="one program that schedules steps on the workers")
     parser.add_argument("--epochs", type=int, default=20, help="over all workers together (default: 20)")
     parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: 32)")
@@ -32,7 +33,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def make_resolver(arguments):
+def make_resolver(arguments: argparse.Namespace) -> MPIClusterResolver:
     """Return who is who: as MPIDIST_JOBS says, or one server and workers for all other ranks."""
     if "MPIDIST_JOBS" in os.environ:
         return MPIClusterResolver()
@@ -47,14 +48,14 @@ def make_resolver(arguments):
 class Training:
     """The network and its optimizer, on the servers."""
 
-    def __init__(self, strategy, arguments):
+    def __init__(self, strategy: mpidist.Strategy, arguments: argparse.Namespace) -> None:
         self.strategy = strategy
         with strategy.scope():
             self.network = Network(arguments.seed)
             self.optimizer = mpidist.optimizers.SGD(arguments.learning_rate)
             self.optimizer.build(self.network.variables.values())
 
-    def step(self, images, labels):
+    def step(self, images: Floats, labels: Ints) -> float:
         """Pull the weights, form the gradients, push them; return the mean loss."""
         variables = list(self.network.variables.values())
         with cache_variable_reads():
@@ -64,13 +65,13 @@ class Training:
         self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return float(losses.mean())
 
-    def accuracy(self, images, labels):
+    def accuracy(self, images: Floats, labels: Ints) -> float:
         """Return the share of hits."""
         _, scores = self.network.scores(images)
         return float((scores.argmax(axis=1) == labels).mean())
 
 
-def batches(data, arguments, passes):
+def batches(data: Data, arguments: argparse.Namespace, passes: int | None) -> mpidist.Dataset[Data]:
     """Return batches of one worker, without end if ``passes`` is None."""
     return (
         mpidist.Dataset.from_tensor_slices(data)
@@ -80,12 +81,12 @@ def batches(data, arguments, passes):
     )
 
 
-def train_on_every_worker(resolver, arguments):
+def train_on_every_worker(resolver: MPIClusterResolver, arguments: argparse.Namespace) -> None:
     """The program of each worker: its share of the batches, at its own pace."""
     train_data, test_data = load_data()
     with mpidist.v1.experimental.ParameterServerStrategy(resolver, max_staleness=arguments.max_staleness) as strategy:
         training = Training(strategy, arguments)
-        steps, start = 0, time.perf_counter()
+        steps, loss, start = 0, float("nan"), time.perf_counter()
         data = batches(train_data, arguments, arguments.epochs)
         for images, labels in strategy.experimental_distribute_dataset(data):
             loss = strategy.run(training.step, args=(images, labels))
@@ -96,7 +97,7 @@ def train_on_every_worker(resolver, arguments):
             report(training, test_data)
 
 
-def train_by_coordinator(resolver, arguments):
+def train_by_coordinator(resolver: MPIClusterResolver, arguments: argparse.Namespace) -> None:
     """The program of the chief: it schedules steps, and workers carry them out."""
     train_data, test_data = load_data()
     with mpidist.ParameterServerStrategy(resolver) as strategy:
@@ -105,7 +106,7 @@ def train_by_coordinator(resolver, arguments):
         data = coordinator.create_per_worker_dataset(lambda: batches(train_data, arguments, None))
         iterators = iter(data)
 
-        def step(iterator):
+        def step(iterator: Iterator[Data]) -> float:
             return training.step(*next(iterator))
 
         for epoch in range(arguments.epochs):
@@ -117,12 +118,12 @@ def train_by_coordinator(resolver, arguments):
         report(training, test_data)
 
 
-def report(training, test_data):
+def report(training: Training, test_data: Data) -> None:
     updates = int(training.optimizer.iterations.numpy())
     print(f"done after {updates} updates: test accuracy {training.accuracy(*test_data):.2%}")
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     resolver = make_resolver(arguments)
     # Ranks of other roles serve those that run the program.

@@ -17,8 +17,10 @@ import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import mpidist
 from mpidist import elastic
@@ -37,9 +39,13 @@ except ImportError as error:
 # Handwritten Digits, UCI Machine Learning Repository, 1998 (CC BY 4.0).
 DIGITS = Path(__file__).with_name("digits.npz")
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Data = tuple[Floats, Ints]  # images and labels
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     kinds = ["default", "one_device", "mirrored", "multi_worker"]
     parser.add_argument("--strategy", choices=kinds, default="multi_worker")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where to compute (default: cpu)")
@@ -85,7 +91,7 @@ def parse_arguments():
     return arguments
 
 
-def make_strategy(arguments):
+def make_strategy(arguments: argparse.Namespace) -> mpidist.Strategy:
     """The one place that knows how the work is spread."""
     devices = None
     if arguments.device == "cpu" or arguments.devices is not None:
@@ -100,7 +106,7 @@ def make_strategy(arguments):
     return mpidist.MultiWorkerMirroredStrategy(devices=devices, communication_options=options)
 
 
-def load_data():
+def load_data() -> tuple[Data, Data]:
     """Return the training and the test part of the 1,797 images: float64 rows of 64 pixels, and labels."""
     with np.load(DIGITS) as digits:
         images, labels = digits["images"] / 16.0, digits["labels"].astype(int)
@@ -115,7 +121,7 @@ class Network:
     Where its variables are, and the images with them, NumPy's functions compute with NumPy, or with CuPy on a GPU.
     """
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.variables = {
             "w1": mpidist.Variable(rng.normal(0, np.sqrt(2 / 64), (64, 128)), name="w1"),
@@ -125,13 +131,13 @@ class Network:
         }
         self.classes = mpidist.Variable(np.arange(10), name="classes", trainable=False)
 
-    def scores(self, images):
+    def scores(self, images: Floats) -> tuple[Floats, Floats]:
         """Return the hidden layer and the scores."""
         w1, b1, w2, b2 = self.variables.values()
         hidden = np.maximum(images @ w1 + b1, 0)
         return hidden, hidden @ w2 + b2
 
-    def losses_and_gradients(self, images, labels, batch_size):
+    def losses_and_gradients(self, images: Floats, labels: Ints, batch_size: int) -> tuple[Floats, Ints, list[Floats]]:
         """Return the loss of each image, the predicted labels, and the gradients of sum(losses) / batch_size."""
         hidden, scores = self.scores(images)
         scores = scores - scores.max(axis=1, keepdims=True)
@@ -148,7 +154,7 @@ class Network:
 class Training:
     """The model, what belongs to it, and the two functions that every replica runs."""
 
-    def __init__(self, strategy, arguments):
+    def __init__(self, strategy: mpidist.Strategy, arguments: argparse.Namespace) -> None:
         with strategy.scope():
             self.network = Network(arguments.seed)
             self.optimizer = mpidist.optimizers.SGD(learning_rate=0.1, momentum=0.9, nesterov=True)
@@ -157,7 +163,7 @@ class Training:
             self.train_accuracy = mpidist.metrics.Accuracy(name="train_accuracy")
             self.test_accuracy = mpidist.metrics.Accuracy(name="test_accuracy")
         # What a checkpoint holds. An evaluation is due where there have been more steps than at the last one.
-        self.progress = {"step": 0, "evaluated": 0, "history": "[]"}
+        self.progress: dict[str, Any] = {"step": 0, "evaluated": 0, "history": "[]"}
         self.state = {
             "weights": self.network.variables,
             "optimizer": self.optimizer,
@@ -165,7 +171,7 @@ class Training:
             "progress": self.progress,
         }
 
-    def train_step(self, images, labels):
+    def train_step(self, images: Floats, labels: Ints) -> np.float64:
         """Return this replica's part of the loss; the parts of all replicas add up to the mean over the batch."""
         # The last batch of an epoch is smaller, and is not dealt evenly.
         batch_size = mpidist.global_count(images)
@@ -175,13 +181,15 @@ class Training:
         self.train_accuracy.update_state(labels, predicted)
         return mpidist.compute_average_loss(losses, global_batch_size=batch_size)
 
-    def test_step(self, images, labels):
+    def test_step(self, images: Floats, labels: Ints) -> None:
         """Count the hits of this replica."""
         _, scores = self.network.scores(images)
         self.test_accuracy.update_state(labels, scores.argmax(axis=1))
 
 
-def train(strategy, arguments, is_writer, commits=None):
+def train(
+    strategy: mpidist.Strategy, arguments: argparse.Namespace, is_writer: bool, commits: elastic.State | None = None
+) -> None:
     """Train from where the newest commit or checkpoint is, if there is one, and report on the writer."""
     train_data, test_data = load_data()
     steps_per_epoch = -(-len(train_data[1]) // arguments.batch_size)
@@ -194,10 +202,10 @@ def train(strategy, arguments, is_writer, commits=None):
     saves = strategy.extended.experimental_between_graph or is_writer
     checkpoint = mpidist.Checkpoint(**training.state)
     manager = mpidist.CheckpointManager(checkpoint, arguments.out, max_to_keep=None) if saves else None
-    losses = []
+    losses: list[float] = []
     with ExitStack() as stack:
         handler = None
-        if arguments.resume and saves:
+        if arguments.resume and manager is not None:
             handler = stack.enter_context(PreemptionCheckpointHandler(None, manager))
             if is_writer:
                 found = manager.latest_checkpoint
@@ -210,7 +218,7 @@ def train(strategy, arguments, is_writer, commits=None):
             commits.track(**training.state)
         bar = stack.enter_context(tqdm(total=last_step, initial=progress["step"], unit="step", disable=not is_writer))
 
-        def step(images, labels):
+        def step(images: Floats, labels: Ints) -> None:
             parts = strategy.run(training.train_step, args=(images, labels))
             losses.append(float(strategy.reduce("SUM", parts, axis=None)))
             progress["step"] += 1
@@ -257,7 +265,9 @@ def train(strategy, arguments, is_writer, commits=None):
         report(arguments, training, losses)
 
 
-def evaluate(strategy, training, test_data, batch_size, epoch):
+def evaluate(
+    strategy: mpidist.Strategy, training: Training, test_data: Data, batch_size: int, epoch: int
+) -> dict[str, float]:
     """Count the hits on the test data, and write the results of the epoch into its history."""
     test_batches = mpidist.Dataset.from_tensor_slices(test_data).batch(batch_size)
     for images, labels in strategy.experimental_distribute_dataset(test_batches):
@@ -276,9 +286,9 @@ def evaluate(strategy, training, test_data, batch_size, epoch):
     return results
 
 
-def report(arguments, training, losses):
+def report(arguments: argparse.Namespace, training: Training, losses: list[float]) -> None:
     """Draw the learning curve, write the weights if wanted, and print the closing line."""
-    weights = {name: variable.numpy() for name, variable in training.network.variables.items()}
+    weights: dict[str, Any] = {name: variable.numpy() for name, variable in training.network.variables.items()}
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights.values())).hexdigest()
     history = json.loads(training.progress["history"])
     draw(history, arguments.out / "learning_curve.png")
@@ -291,7 +301,7 @@ def report(arguments, training, losses):
     )
 
 
-def draw(history, path):
+def draw(history: list[dict[str, float]], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second, and one rank alone draws
 
     epochs = [entry["epoch"] for entry in history]
@@ -308,7 +318,7 @@ def draw(history, path):
     figure.savefig(path)
 
 
-def train_once(arguments, commits=None):
+def train_once(arguments: argparse.Namespace, commits: elastic.State | None = None) -> None:
     """Train on all ranks that there are."""
     world = MPIClusterResolver()  # rank and size of the job; where there is no MPI it says what to type
     ranks = world.size
@@ -325,7 +335,7 @@ def train_once(arguments, commits=None):
         train(strategy, arguments, is_writer, commits)
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     if arguments.elastic:
         # Called again whenever ranks are lost.

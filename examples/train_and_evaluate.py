@@ -11,14 +11,14 @@ import argparse
 import os
 from pathlib import Path
 
-from train import Network, load_data
+from train import Floats, Ints, Network, load_data
 
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks that train together (default: 32)")
     parser.add_argument("--throttle", type=float, default=0.0, help="seconds between evaluations (default: 0)")
@@ -27,7 +27,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def make_resolver():
+def make_resolver() -> MPIClusterResolver:
     """Return who is who: as MPIDIST_JOBS says, or the last rank evaluates."""
     ranks = MPIClusterResolver().size
     if "MPIDIST_JOBS" in os.environ or ranks == 1:
@@ -38,21 +38,21 @@ def make_resolver():
 class Training:
     """The network, its optimizer, and how far they are."""
 
-    def __init__(self, strategy, seed):
+    def __init__(self, strategy: mpidist.Strategy, seed: int) -> None:
         with strategy.scope():
             self.network = Network(seed)
             self.optimizer = mpidist.optimizers.SGD(learning_rate=0.1, momentum=0.9, nesterov=True)
             self.optimizer.build(self.network.variables.values())
         self.checkpoint = mpidist.Checkpoint(weights=self.network.variables, optimizer=self.optimizer, epoch=0)
 
-    def step(self, images, labels):
+    def step(self, images: Floats, labels: Ints) -> None:
         """Do a training step on this replica's part of a batch."""
         batch_size = mpidist.global_count(images)
         _, _, gradients = self.network.losses_and_gradients(images, labels, batch_size)
         self.optimizer.apply_gradients(zip(gradients, self.network.variables.values(), strict=True))
 
 
-def train(context, arguments):
+def train(context: mpidist.TrainContext, arguments: argparse.Namespace) -> None:
     """Train on the ranks that train, from the newest checkpoint; max_steps are epochs here."""
     data, _ = load_data()
     with mpidist.MultiWorkerMirroredStrategy(context.cluster_resolver) as strategy:
@@ -75,7 +75,7 @@ def train(context, arguments):
             context.evaluate()  # does something where there is no evaluator
 
 
-def evaluate(path, arguments):
+def evaluate(path: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Return loss and accuracy on the test data: on one rank, with the weights of a checkpoint."""
     _, (images, labels) = load_data()
     training = Training(mpidist.get_strategy(), arguments.seed)
@@ -84,12 +84,12 @@ def evaluate(path, arguments):
     return {"epoch": training.checkpoint.epoch, "loss": losses.mean(), "accuracy": (predicted == labels).mean()}
 
 
-def report(result):
+def report(result: mpidist.EvalResult) -> None:
     epoch, loss, accuracy = result.metrics.values()
     print(f"epoch {epoch:2d}  test loss {loss:.4f}  test acc {accuracy:.2%}", flush=True)
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     mpidist.train_and_evaluate(
         mpidist.TrainSpec(lambda context: train(context, arguments), arguments.out, max_steps=arguments.epochs),

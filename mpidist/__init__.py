@@ -10,8 +10,6 @@ from mpidist.core.context import (
     default_strategy_is_in,
     experimental_set_strategy,
     get_loss_reduction,
-    get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
     variable_creator_scope,
@@ -65,8 +63,8 @@ if TYPE_CHECKING:
         InputReplicationMode,
         Options,
     )
+    from mpidist.parameter_server.parameter_server_strategy import ParameterServerStrategy
     from mpidist.parameter_server.server import Server
-    from mpidist.parameter_server.strategy import ParameterServerStrategy
     from mpidist.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -84,7 +82,16 @@ if TYPE_CHECKING:
         set_seed,
     )
     from mpidist.values import DistributedValues, IndexedSlices, Variable
+
+    # core knows strategies by protocols, which have less than programs use.
+    def get_replica_context() -> ReplicaContext | None:
+        """Return the context of the replica that runs, or None in cross-replica context."""
+
+    def get_strategy() -> Strategy:
+        """Return the current strategy of this thread, the default strategy where none is active."""
 else:
+    from mpidist.core.context import get_replica_context, get_strategy
+
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
@@ -102,7 +109,7 @@ else:
             "v1": "mpidist.v1",
             "ClusterSpec": "mpidist.cluster_resolver",
             "Communicator": "mpidist.collectives",
-            "ParameterServerStrategy": "mpidist.parameter_server.strategy",
+            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
             "Server": "mpidist.parameter_server.server",
             "TPUStrategy": "mpidist.compat.tpu",
             "tune": "mpidist.collectives.tuning",

@@ -1,4 +1,7 @@
-"""The command line: ``python -m mpidist COMMAND ...``, or ``mpidist COMMAND ...``, starts one of ``mpidist.cli``."""
+"""The command line: ``python -m mpidist COMMAND ...``, or ``mpidist COMMAND ...``.
+
+Each command is a module of ``mpidist.cli``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def _is_first() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments``, by default those of this process, name and return the exit status."""
+    """Run the command that ``arguments`` name, by default this process's, and return the exit status."""
     parsed = _parse(sys.argv[1:] if arguments is None else arguments)
     status: int = COMMANDS[parsed.command].run(parsed)
     return status

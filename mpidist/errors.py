@@ -26,12 +26,12 @@ from mpidist.topology.environments import LauncherVariableError
 
 if TYPE_CHECKING:
     from mpidist.checkpoint.format_rules import DamagedCheckpointError
-    from mpidist.parameter_server.travelling import CannotTravelError
+    from mpidist.parameter_server.pickling import CannotTravelError
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "CannotTravelError": "mpidist.parameter_server.travelling",
+            "CannotTravelError": "mpidist.parameter_server.pickling",
             "DamagedCheckpointError": "mpidist.checkpoint.format_rules",
         },
     )

@@ -1,4 +1,4 @@
-"""Optimizers and what prepares gradients for them: public names only."""
+"""Optimizers and gradient clipping: public names only."""
 
 from mpidist.training import (
     SGD,

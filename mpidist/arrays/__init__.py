@@ -1,1 +1,1 @@
-"""Arrays of every kind on their way in and out: conversion without a copy, dtypes that can be reduced."""
+"""Arrays of NumPy, CuPy and other libraries: conversion without a copy, dtypes, devices."""

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 
 # A larger array is told by so many pieces of it, the first and the last among them.
 _PIECES, _PIECE_BYTES = 16, 64 << 10
 
 
 def checksum(array: Array, bring: Callable[[Array], Array]) -> int:
-    """Return the CRC-32 of the bytes of an array, of one above 1 MiB that of pieces of it.
+    """Return the CRC-32 of an array's bytes; above 1 MiB, of pieces of it.
 
     Args:
         array: On the host or a device.
-        bring: Copies what is looked at to the host.
+        bring: Copies the pieces to the host.
 
     >>> checksum(np.arange(3), np.asarray) == checksum(np.arange(3) + 1, np.asarray)
     False

@@ -1,7 +1,7 @@
-"""Arrays of other libraries into NumPy or CuPy and back, without a copy where that is possible.
+"""Convert arrays of other libraries to NumPy or CuPy and back, without copying.
 
-Whatever speaks DLPack goes in (PyTorch tensors, JAX arrays), on the CPU also what speaks the buffer protocol
-(array.array); what lies on a GPU stays there and becomes a CuPy array. Results come out as the kind that went in.
+Objects with DLPack go in (PyTorch tensors, JAX arrays), on the CPU also those with the buffer protocol (array.array);
+arrays on a GPU stay there and become CuPy arrays. Results come out as the kind that went in.
 Buffers of no array library come out as NumPy arrays.
 """
 
@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
+from mpidist.arrays.dtypes import Array as Array
+from mpidist.arrays.dtypes import DType
 
-# A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+T = TypeVar("T")
+# Turns a result into the kind of a value: a scalar, a tensor of PyTorch, an array of JAX.
 Restore = Callable[[Array], Any]
 
 NUMBERS = (bool, int, float, complex, np.generic)
@@ -28,7 +33,7 @@ _ROCM = 10
 
 
 def is_array_like(value: object) -> bool:
-    """Whether ``value`` is a number, or an array of any library."""
+    """Return whether ``value`` is a number, or an array of any library."""
     return (
         isinstance(value, (np.ndarray, *NUMBERS))
         or hasattr(value, "__array__")
@@ -39,13 +44,14 @@ def is_array_like(value: object) -> bool:
 
 
 def to_array(value: Any, what: str = "value") -> Array:
-    """Return ``value`` as a NumPy array, or as a CuPy array where it lies on a GPU, that shares its memory if possible.
+    """Return ``value`` as a NumPy array, or on a GPU as a CuPy array.
 
-    Python numbers become 0-d arrays of float64, int64, complex128 or bool, as NumPy has it.
+    The array shares the memory of ``value`` if possible. Python numbers become 0-d arrays of float64, int64, complex128
+    or bool, as NumPy has it.
 
     Args:
         value: Array, number, or any object with DLPack; on the CPU also with ``__array__`` or the buffer protocol.
-        what: What to call it in an error.
+        what: Its name in an error.
 
     Raises:
         TypeError: It is none of these, or lies on a device that neither NumPy nor CuPy reaches.
@@ -64,8 +70,7 @@ def to_array(value: Any, what: str = "value") -> Array:
     if isinstance(value, NUMBERS):
         return np.asarray(value)
     if is_device_array(value):
-        device_array: Array = value
-        return device_array
+        return value
     if is_torch(value):
         if not value.is_cuda:
             return _from_torch(value, what)
@@ -94,12 +99,11 @@ def to_array(value: Any, what: str = "value") -> Array:
     return array
 
 
-def restorer(value: Any) -> Restore | None:
-    """Return the function that turns a result into the kind of ``value``; None where it is of that kind already.
+def restorer(value: object) -> Restore | None:
+    """Return the function that turns a result into the kind of ``value``, or None.
 
-    The result is a NumPy array, or a CuPy array where ``value`` lies on a GPU.
-
-    A number, or a NumPy scalar, gives a NumPy scalar.
+    The result is a NumPy array, or a CuPy array where ``value`` lies on a GPU; None means that it is of the right kind
+    already. A number, or a NumPy scalar, gives a NumPy scalar.
 
     >>> restorer(1.5)(np.array(3.0))
     np.float64(3.0)
@@ -117,14 +121,14 @@ def restorer(value: Any) -> Restore | None:
 
 
 def graph_error(what: str) -> RuntimeError:
-    """Return what to raise where the stream that is current records a CUDA graph."""
+    """Return the error for a call while the current stream records a CUDA graph."""
     return RuntimeError(
         f"{what}: the current stream records a CUDA graph, and ranks meet on the host, which no graph records; call it "
         "between two graphs: end the first before it (cudaStreamEndCapture, the end of `with torch.cuda.graph(...)`)"
     )
 
 
-def _to_scalar(array: Array) -> Any:
+def _to_scalar(array: Array) -> object:
     return array[()]
 
 
@@ -133,7 +137,7 @@ def _type_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def _is_on_gpu(value: Any) -> bool:
+def _is_on_gpu(value: object) -> bool:
     # Asked before __array__, which in some libraries copies from the GPU without a word.
     ask = getattr(value, "__dlpack_device__", None)
     if ask is None:
@@ -159,40 +163,40 @@ def _from_gpu(value: Any, what: str) -> Array:
     return array
 
 
-def is_torch(value: object) -> bool:
-    """Whether ``value`` is a tensor of PyTorch."""
+def is_torch(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether ``value`` is a tensor of PyTorch."""
     # A tensor can only exist where torch has been imported, so this never imports it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def is_sparse(tensor: Any) -> bool:
-    """Whether a tensor of PyTorch is sparse, which NumPy has nothing for."""
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of PyTorch is sparse, which NumPy has nothing for."""
     return tensor.layout is not sys.modules["torch"].strided
 
 
-def is_writable(value: Any) -> bool:
-    """Whether the elements of an array of NumPy or CuPy, or of a tensor of PyTorch, can be filled each with its own."""
+def is_writable(value: object) -> bool:
+    """Return whether each element of an array or a tensor can be filled separately."""
     if is_torch(value):
         return all(stride or size <= 1 for stride, size in zip(value.stride(), value.shape, strict=True))
     return not isinstance(value, np.ndarray) or value.flags.writeable
 
 
-def fill_torch(tensor: Any, array: Array) -> None:
+def fill_torch(tensor: torch.Tensor, array: Array) -> None:
     """Copy ``array`` into a tensor of PyTorch, as a change that autograd knows of."""
     torch = sys.modules["torch"]
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(_to_torch(array))
 
 
-def is_torch_module(value: object) -> bool:
-    """Whether ``value`` is a module of PyTorch, which has many tensors."""
+def is_torch_module(value: object) -> TypeGuard[torch.nn.Module]:
+    """Return whether ``value`` is a module of PyTorch, which has many tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def others_of_module(module: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a module of PyTorch, and of those in it, that are no matter of torch's."""
+def others_of_module(module: torch.nn.Module) -> list[tuple[str, object]]:
+    """Return the attributes of a module and its submodules that PyTorch has not set."""
     of_torch = vars(sys.modules["torch"].nn.Module()).keys()
     return [
         (f"{prefix}.{name}".removeprefix("."), value)
@@ -203,25 +207,25 @@ def others_of_module(module: Any) -> list[tuple[str, Any]]:
 
 
 def is_torch_optimizer(value: object) -> bool:
-    """Whether ``value`` is an optimizer of PyTorch."""
+    """Return whether ``value`` is an optimizer of PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.optim.Optimizer)
 
 
 def is_keras_layer(value: object) -> bool:
-    """Whether ``value`` is a layer or model of Keras."""
+    """Return whether ``value`` is a layer or model of Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(value, keras.layers.Layer)
 
 
-def is_jax(value: object) -> bool:
-    """Whether ``value`` is an array of JAX, which never changes."""
+def is_jax(value: object) -> TypeGuard[jax.Array]:
+    """Return whether ``value`` is an array of JAX, which never changes."""
     jax = sys.modules.get("jax")
     # While a program imports it, it is there without its names.
     return jax is not None and isinstance(value, getattr(jax, "Array", ()))
 
 
-def like_jax(before: Any, array: Array) -> Any:
+def like_jax(before: jax.Array, array: Array) -> jax.Array:
     """Return ``array``, of the dtype of ``before``, as a JAX array on the same devices."""
     jax = sys.modules["jax"]
     # One that no device was chosen for may be computed with wherever others are.
@@ -230,14 +234,14 @@ def like_jax(before: Any, array: Array) -> Any:
     return jax.device_put(np.array(array), sharding)
 
 
-def jax_makes(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that JAX gives to arrays of ``dtype``, which is narrower where its 64-bit dtypes are off."""
-    made: np.dtype[Any] = sys.modules["jax"].dtypes.canonicalize_dtype(dtype)
+def jax_makes(dtype: DType) -> DType:
+    """Return the dtype of JAX arrays for ``dtype``, narrower where 64 bits are off."""
+    made: DType = sys.modules["jax"].dtypes.canonicalize_dtype(dtype)
     return made
 
 
-def _exported(from_dlpack: Callable[[Any], Any], array: Array) -> Any:
-    """Return what another library makes of an array, whose memory it takes where it is."""
+def _exported(from_dlpack: Callable[[Array], T], array: Array) -> T:
+    """Hand an array to another library, which shares its memory, and return the result."""
     if not is_device_array(array):
         return from_dlpack(_writable(array))
     ops = ops_of(array)
@@ -251,7 +255,7 @@ def _writable(array: Array) -> Array:
     return array if array.flags.writeable else array.copy()
 
 
-def _from_torch(tensor: Any, what: str) -> Array:
+def _from_torch(tensor: torch.Tensor, what: str) -> Array:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise TypeError(
@@ -270,7 +274,7 @@ def _from_torch(tensor: Any, what: str) -> Array:
     return array
 
 
-def _to_torch(array: Array) -> Any:
+def _to_torch(array: Array) -> torch.Tensor:
     torch = sys.modules["torch"]
     if is_device_array(array):
         return _exported(torch.from_dlpack, array)

@@ -1,15 +1,14 @@
-"""What CuPy has no name for, asked of the driver's own library."""
+"""Calls of the NVIDIA driver's own library, for which CuPy has no name."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cached_property
-from typing import Any
 
 from mpidist.core.errors import DeviceError
 
 
-def load() -> Any:
+def load() -> ctypes.CDLL:
     """Return the library, which CuPy has loaded already where it sees a GPU."""
     return ctypes.CDLL("libcuda.so.1")
 
@@ -25,13 +24,13 @@ class CudaDriver:
         self._with_context: set[int] = set()
 
     @cached_property
-    def _library(self) -> Any:
+    def _library(self) -> ctypes.CDLL:
         library = load()
         _check("cuInit", library.cuInit(0))
         return library
 
     def has_context(self, device: int) -> bool:
-        """Whether this process has a context on the device that CuPy knows by this number; makes none."""
+        """Return whether this process has a context on CuPy's device ``device``; makes none."""
         if device not in self._with_context:
             handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
             library = self._library
@@ -44,7 +43,10 @@ class CudaDriver:
         return True
 
     def relax_capture_mode(self) -> None:
-        """Let this thread make calls that would fail while another thread records a CUDA graph, and spoil the graph."""
+        """Relax the capture mode of this thread.
+
+        Calls that would fail, and spoil the graph, while another thread records a CUDA graph are then allowed.
+        """
         mode = ctypes.c_int(_RELAXED)
         status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         _check("cuThreadExchangeStreamCaptureMode", status)

@@ -1,4 +1,4 @@
-"""Finding CuPy: whether it is there and works, why not, and what to type then. It is imported only where asked for."""
+"""Import CuPy where it is asked for, and explain why it cannot be used."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 class CupyState(NamedTuple):
-    """Whether CuPy can be used in this process.
+    """The CuPy of this process, or the reason why it cannot be used.
 
     Args:
         module: The module ``cupy``; None where it cannot be used.
-        problem: Why not, and what to type; empty where it can be used.
+        problem: The reason and the command that helps; empty where CuPy can be used.
     """
 
     module: ModuleType | None
@@ -70,7 +70,10 @@ def loaded_cupy() -> ModuleType | None:
 
 
 def gpus_may_be_present() -> bool:
-    """Look whether this machine has an NVIDIA driver and this process may see its GPUs; does not import CuPy."""
+    """Return whether there is an NVIDIA driver whose GPUs this process may see.
+
+    Does not import CuPy.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_DEVICES:
         return False
     return loaded_cupy() is not None or any(os.path.exists(path) for path in _DRIVER_FILES)

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.current_device import CurrentDevice
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import check_copy
+from mpidist.arrays.streams import Event, Stream
 from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
-    from mpidist.arrays.convert import Array
-    from mpidist.arrays.dtypes import DType
-    from mpidist.arrays.kernels import Kernels
+    import cupy
 
+    from mpidist.arrays.kernels import Kernels
 
 # Arrays go to a GPU through pinned memory: the bytes of a piece, and of all that are on their way at a time.
 _PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
@@ -38,14 +39,16 @@ _NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 class CupyEvent:
     """A CUDA event that has been recorded."""
 
-    def __init__(self, stream: CupyStream, raw: Any) -> None:
+    def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
         self._runtime = stream.cupy.cuda.runtime
         self._on_device = stream.on_device
         self.raw = raw
 
     @property
     def is_done(self) -> bool:
-        """Whether everything before it has happened; False, too, where CUDA does not tell: a graph is being recorded.
+        """Whether everything before it has happened.
+
+        False, too, while a CUDA graph is recorded and CUDA does not tell.
 
         Raises:
             CUDARuntimeError: The device has failed, as after an illegal access of a kernel: it never will.
@@ -66,9 +69,9 @@ class CupyEvent:
 
 
 class CupyStream:
-    """A CUDA stream together with its device, which CuPy's default stream does not know; for any thread."""
+    """A CUDA stream with its device, for any thread; CuPy's default stream knows none."""
 
-    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: Any) -> None:
+    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
         self.cupy = cupy
         self.device = device
         self._current = current
@@ -86,7 +89,7 @@ class CupyStream:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what it is given is recorded as a CUDA graph, or would spoil one that is."""
+        """Whether the stream records its work as a CUDA graph, or would spoil one."""
         runtime = self.cupy.cuda.runtime
         with self.on_device():
             try:
@@ -97,15 +100,18 @@ class CupyStream:
                 raise
 
     def record(self, *, blocks: bool = False) -> CupyEvent:
-        """Return a new event after everything that was given so far; one that ``blocks`` is waited for asleep."""
+        """Return a new event after all work given so far.
+
+        A thread sleeps while it waits for an event that ``blocks``.
+        """
         # An event belongs to the device that is current when it is made, and must be that of its stream.
         with self.on_device():
             event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
             event.record(self.raw)
         return CupyEvent(self, event)
 
-    def wait(self, event: Any) -> None:
-        """Let what is given from now on wait for ``event``; one of the CPU is waited for at once."""
+    def wait(self, event: Event) -> None:
+        """Let later work wait for ``event``; wait here for one of the CPU."""
         if isinstance(event, CupyEvent):
             with self.on_device():
                 self.raw.wait_event(event.raw)
@@ -243,7 +249,7 @@ class CupyOps:
         return int(array.data.ptr)  # type: ignore[attr-defined]
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Return whether the elements lie one after the other in C order."""
         return bool(array.flags.c_contiguous)
 
     def pinned(self, nbytes: int) -> Array:
@@ -253,7 +259,7 @@ class CupyOps:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
-        """Return a new stream, which waits for no other one; what an urgent one has to do comes before others'."""
+        """Return a new stream that waits for no other; an urgent one comes first."""
         priority = _URGENT if is_urgent else None
         with self.on(device):
             raw = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
@@ -275,25 +281,28 @@ class CupyOps:
             )
         return CupyStream(self._cupy, self._current, device, raw)
 
-    def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
-        """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; returns before it is done."""
+    def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
+        """Copy ``source`` into ``target``, a NumPy array over pinned memory; return before it is done."""
         check_copy(target, source)
         with self.on(self.device_of(source)):
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def copy_to_device(self, target: Array, source: Array, stream: Any) -> None:
-        """Copy the bytes of ``source``, a NumPy array over pinned memory; returns before it is done."""
+    def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
+        """Copy ``source``, a NumPy array over pinned memory; return before it is done."""
         check_copy(target, source)
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def blank(self, array: Array, stream: Any) -> None:
-        """Make all elements of a contiguous array 0; returns before it is done."""
+    def blank(self, array: Array, stream: Stream) -> None:
+        """Make all elements of a contiguous array 0; return before it is done."""
         with self.on(self.device_of(array)):
             array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
-        """Cast contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row."""
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+        """Copy contiguous arrays into ``flat``, cast to its dtype.
+
+        They lie from ``starts`` on, or one after the other.
+        """
         self._kernels.pack(sources, flat, stream, starts)
 
     def unpack(
@@ -301,14 +310,17 @@ class CupyOps:
         flat: Array,
         targets: Sequence[Array],
         divisor: float | None,
-        stream: Any,
+        stream: Stream,
         starts: Sequence[int] | None = None,
     ) -> None:
-        """Fill contiguous arrays from ``flat``, as ``pack`` put them there: divide by ``divisor`` unless None, cast."""
+        """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
+
+        Elements are divided by ``divisor``, if any, and cast.
+        """
         self._kernels.unpack(flat, targets, divisor, stream, starts)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
+        """Compile the kernel of a cast for the current device, before it is needed."""
         self._kernels.compile(source, target, divides)
 
     @cached_property
@@ -319,7 +331,7 @@ class CupyOps:
 
 
 def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
-    """Take a copy where it goes once it is there, and return its bytes."""
+    """Finish a copy to the host, and return its bytes."""
     event, staged, target = copy
     event.synchronize()
     np.copyto(target, staged)
@@ -327,9 +339,10 @@ def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
 
 
 class _Staging:
-    """Pinned memory that a GPU may still be reading or writing: CuPy's pool would hand it out again without looking.
+    """Pinned memory that a GPU may still be reading or writing.
 
-    What is pinned stays with the pool for good, so there is a limit to what is on its way at a time.
+    CuPy's pool would hand it out again without looking. Memory that is pinned stays with the pool for good, so there is
+    a limit to the bytes on their way at a time.
     """
 
     def __init__(self) -> None:
@@ -337,7 +350,7 @@ class _Staging:
         self._items: deque[tuple[CupyEvent, Array]] = deque()
 
     def room(self, ops: CupyOps, nbytes: int) -> Array:
-        """Return pinned memory, once enough of what was sent before has arrived."""
+        """Return pinned memory, once enough earlier copies have arrived."""
         oldest = self._oldest(nbytes)
         while oldest is not None:
             oldest[0].synchronize()
@@ -345,7 +358,10 @@ class _Staging:
         return ops.pinned(nbytes)
 
     def _oldest(self, nbytes: int) -> tuple[CupyEvent, Array] | None:
-        """Return what was sent first and has to arrive before as many bytes are sent; let go of what has arrived."""
+        """Return the oldest copy that has to arrive before ``nbytes`` are sent, or None.
+
+        Lets go of those that have arrived.
+        """
         with self._lock:
             while self._items and self._items[0][0].is_done:
                 self._items.popleft()

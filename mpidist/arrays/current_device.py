@@ -1,8 +1,8 @@
-"""Which GPU is current in a thread, made so where it is not, and none that the process has nothing to do with.
+"""The GPU that is current in each thread, without contexts on GPUs of other processes.
 
 cudaSetDevice makes a context, of hundreds of MiB, and fails on a GPU that is another process's alone. A new thread has
-GPU 0 current without a context there, so a block that goes back to what was current before, as CuPy's does, would make
-one on GPU 0 for every rank. Asking which is current makes none.
+GPU 0 current without a context there, so a block that goes back to the device before, as CuPy's does, would make one
+on GPU 0 for every rank. Asking which is current makes none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpidist.core.daemon_thread import is_own_thread
 
 
 class _Thread(threading.local):
-    """What is known of this thread."""
+    """Flags of this thread: started by mpidist, has used a GPU."""
 
     has_begun = False
 
@@ -37,12 +37,12 @@ class CurrentDevice:
     def on(self, device: int) -> _Block:
         """Return a block in which ``device`` is current; to be entered once.
 
-        What was current before is so again afterwards, if this process has a context there.
+        The device before is current again afterwards, if this process has a context there.
         """
         return _Block(self, device)
 
     def enter(self, device: int) -> int:
-        """Make ``device`` current, and return what to go back to."""
+        """Make ``device`` current, and return the device to go back to."""
         is_first = is_own_thread() and not _thread.has_begun
         if is_first:
             self._driver.relax_capture_mode()
@@ -54,7 +54,7 @@ class CurrentDevice:
         return device if is_first and before == 0 else before
 
     def leave(self, before: int) -> None:
-        """Go back."""
+        """Go back to the device ``before``."""
         if self._runtime.getDevice() != before and self._driver.has_context(before):
             self._runtime.setDevice(before)
 

@@ -1,7 +1,7 @@
-"""What arrays on the CPU and on a GPU have in common: the protocols, and the way from an array to its operations.
+"""The operations that mpidist needs on arrays, on the CPU and on a GPU.
 
-Every other room works with arrays of either kind through ``DeviceOps`` and never imports CuPy. What is asynchronous
-takes a stream; what takes none happens on the current stream of the array's device.
+Every other room works with arrays of either kind through ``DeviceOps`` and never imports CuPy. Asynchronous operations
+take a stream; the others happen on the current stream of the array's device.
 """
 
 from __future__ import annotations
@@ -10,76 +10,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import HostOps
-
-if TYPE_CHECKING:
-    from mpidist.arrays.convert import Array
-    from mpidist.arrays.dtypes import DType
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether everything before the point has happened; never waits. Raises where the device has failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the calling thread until everything before the point has happened."""
-        ...
-
-
-class Stream(Protocol):
-    """Work of one device that happens in the order in which it was given; ``with stream:`` makes it current.
-
-    Attributes:
-        device: The number of the device.
-    """
-
-    device: int
-
-    @property
-    def handle(self) -> int:
-        """The number by which NCCL knows the stream."""
-        ...
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether what it is given is recorded as a CUDA graph, and not done."""
-        ...
-
-    def record(self, *, blocks: bool = False) -> Event:
-        """Return an event after everything that was given so far; one that ``blocks`` is waited for asleep."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let what is given from now on wait for ``event``, of a stream on any device; the caller does not wait."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the calling thread until everything has happened."""
-        ...
-
-    def __enter__(self) -> Any:
-        """Make the stream and its device current in this thread."""
-        ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Return to the stream and device that were current before."""
-        ...
+from mpidist.arrays.streams import Event as Event
+from mpidist.arrays.streams import Stream as Stream
 
 
 class DeviceOps(Protocol):
-    """What mpidist does with arrays of one kind.
+    """The operations on arrays of one kind.
 
     A buffer must live until the last event of a stream that uses it: nothing here keeps it.
     """
@@ -91,9 +34,9 @@ class DeviceOps(Protocol):
         ...
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Return a block in which ``device`` is current in this thread, to be entered once.
+        """Return a block in which ``device`` is current in this thread.
 
-        What was current before is so again afterwards, but for a device that this process does not use.
+        To be entered once. The device before is current again afterwards, unless this process does not use it.
         """
         ...
 
@@ -129,18 +72,18 @@ class DeviceOps(Protocol):
         ...
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Return whether the elements lie one after the other in C order."""
         ...
 
     def pinned(self, nbytes: int) -> Array:
-        """Return host memory as an array of uint8, page-locked; the pool behind it rounds up to a power of two.
+        """Return page-locked host memory as an array of uint8.
 
-        A device that is to read or write it has to be current.
+        The pool behind it rounds up to a power of two. A device that is to read or write it has to be current.
         """
         ...
 
     def stream(self, device: int, *, is_urgent: bool = False) -> Stream:
-        """Return a new stream, which waits for no other one; what an urgent one has to do comes before others'."""
+        """Return a new stream that waits for no other; an urgent one comes first."""
         ...
 
     def current_stream(self, device: int) -> Stream:
@@ -151,24 +94,27 @@ class DeviceOps(Protocol):
         """
         ...
 
-    def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
+    def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; both contiguous."""
         ...
 
-    def copy_to_device(self, target: Array, source: Array, stream: Any) -> None:
+    def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy the bytes of ``source``, a NumPy array over pinned memory, into ``target``; both contiguous."""
         ...
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Compile for the current device what ``pack`` and ``unpack`` need for a cast; they do not have to any more."""
+        """Compile the kernel of a cast for the current device, before it is needed."""
         ...
 
-    def blank(self, array: Array, stream: Any) -> None:
+    def blank(self, array: Array, stream: Stream) -> None:
         """Make all elements of a contiguous array 0."""
         ...
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
-        """Cast contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row."""
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+        """Copy contiguous arrays into ``flat``, cast to its dtype.
+
+        They lie from ``starts`` on, or one after the other.
+        """
         ...
 
     def unpack(
@@ -176,18 +122,21 @@ class DeviceOps(Protocol):
         flat: Array,
         targets: Sequence[Array],
         divisor: float | None,
-        stream: Any,
+        stream: Stream,
         starts: Sequence[int] | None = None,
     ) -> None:
-        """Fill contiguous arrays from ``flat``, as ``pack`` put them there: divide by ``divisor`` unless None, cast."""
+        """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
+
+        Elements are divided by ``divisor``, if any, and cast.
+        """
         ...
 
 
 _HOST = HostOps()
 
 
-def is_device_array(value: object) -> bool:
-    """Whether ``value`` is an array on a GPU. Imports nothing: where nobody has imported CuPy there is none.
+def is_device_array(value: object) -> TypeGuard[Array]:
+    """Return whether ``value`` is an array on a GPU. Imports nothing: where nobody has imported CuPy there is none.
 
     >>> is_device_array(np.zeros(3))
     False

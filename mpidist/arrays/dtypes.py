@@ -1,4 +1,4 @@
-"""Which dtypes collectives take, and in which dtype a sum is formed.
+"""The dtypes that collectives take, and the dtype in which a sum is formed.
 
 float16 and bfloat16 are summed in float32, the mean of integers is formed in float64, everything else in its
 own dtype. bfloat16 is the dtype of the ml_dtypes package and known here by its name only.
@@ -10,11 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from mpidist.core.enums import ReduceOp
 from mpidist.core.wording import pip_install
 
 DType = np.dtype[Any]
+# A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.
+Array = NDArray[Any]
 
 HALF = ("float16", "bfloat16")
 
@@ -29,13 +32,13 @@ def check_transportable(dtype: DType, what: str) -> None:
 
 
 def is_transportable(dtype: DType) -> bool:
-    """Whether elements of ``dtype`` are numbers or bools in this machine's byte order."""
+    """Return whether elements of ``dtype`` are numbers or bools in this machine's byte order."""
     return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
 
 
 @lru_cache(maxsize=256)
 def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
-    """Return the dtype in which ``op`` over values of ``dtype`` is formed, and the dtype of its result.
+    """Return the dtype to compute ``op`` over ``dtype`` in, and that of the result.
 
     Raises:
         TypeError: The dtype cannot be reduced by ``op``.
@@ -59,8 +62,10 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
     return dtype, dtype
 
 
-def as_dtype(given: Any) -> DType:
-    """Return the dtype that a user gave, as ``numpy.dtype`` does, or ``"bfloat16"``, which NumPy alone does not know.
+def as_dtype(given: DTypeLike) -> DType:
+    """Return the dtype that a user gave, as ``numpy.dtype`` does.
+
+    Takes ``"bfloat16"``, too, which NumPy alone does not know.
 
     Raises:
         ImportError: bfloat16 without the ml_dtypes package.

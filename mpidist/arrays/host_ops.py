@@ -1,56 +1,15 @@
-"""The operations of ``DeviceOps`` for NumPy arrays: one device, one stream, and everything happens at once."""
+"""The operations of ``DeviceOps`` for NumPy arrays: one device, one stream, nothing asynchronous."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import HALF
-
-if TYPE_CHECKING:
-    from mpidist.arrays.convert import Array
-    from mpidist.arrays.dtypes import DType
-
-
-class HostEvent:
-    """A point in the past."""
-
-    is_done = True
-
-    def synchronize(self) -> None:
-        """Return: it has happened."""
-
-
-class HostStream:
-    """The one stream of the CPU, on which nothing is ever left to do."""
-
-    handle = 0
-    device = 0
-    is_capturing = False
-
-    def record(self, *, blocks: bool = False) -> HostEvent:
-        """Return an event that is done."""
-        return HostEvent()
-
-    def wait(self, event: Any) -> None:
-        """Wait for ``event``, which may be one of a GPU: on the CPU the caller is the one who waits."""
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        """Return: nothing is left to do."""
-
-    def __enter__(self) -> HostStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
+from mpidist.arrays.dtypes import HALF, Array, DType
+from mpidist.arrays.streams import HostStream, Stream
 
 
 class HostOps:
@@ -95,7 +54,7 @@ class HostOps:
         return int(array.ctypes.data)
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Return whether the elements lie one after the other in C order."""
         return array.flags.c_contiguous
 
     def pinned(self, nbytes: int) -> Array:
@@ -110,25 +69,25 @@ class HostOps:
         """Return the stream."""
         return _STREAM
 
-    def copy_to_host(self, target: Array, source: Array, stream: Any) -> None:
+    def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy the bytes of ``source`` into ``target``."""
         check_copy(target, source)
         if source.nbytes:
             np.copyto(_bytes(target), _bytes(source))
 
-    def copy_to_device(self, target: Array, source: Array, stream: Any) -> None:
+    def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy the bytes of ``source`` into ``target``."""
         self.copy_to_host(target, source, stream)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Do nothing: NumPy has what it needs."""
+        """Do nothing: NumPy needs no kernels."""
 
-    def blank(self, array: Array, stream: Any) -> None:
+    def blank(self, array: Array, stream: Stream) -> None:
         """Make all elements 0."""
         array[...] = 0
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
-        """Cast arrays to the dtype of ``flat`` and put them into it, one after the other or from ``starts`` on."""
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+        """Copy arrays into ``flat``, cast, in a row or from ``starts`` on."""
         for source, piece in pieces(sources, flat, starts):
             np.copyto(piece, source.reshape(-1), casting="unsafe")
 
@@ -137,10 +96,10 @@ class HostOps:
         flat: Array,
         targets: Sequence[Array],
         divisor: float | None,
-        stream: Any,
+        stream: Stream,
         starts: Sequence[int] | None = None,
     ) -> None:
-        """Fill arrays from ``flat``, one after the other or from ``starts`` on: divide unless by None, cast."""
+        """Copy ``flat`` into arrays, the reverse of ``pack``: divide, if by anything, and cast."""
         for target, piece in pieces(targets, flat, starts):
             if divisor is not None:
                 # Halves are divided in float32, as on a GPU: one rounding, at the cast.
@@ -153,7 +112,9 @@ _STREAM = HostStream()
 
 
 def pieces(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None) -> Iterator[tuple[Array, Array]]:
-    """Yield each array with its part of ``flat``: one after the other, or from ``starts`` on.
+    """Yield each array with its part of ``flat``.
+
+    The parts lie one after the other, or from ``starts`` on.
 
     Raises:
         ValueError: Together they have more elements than ``flat``, or one is not contiguous.
@@ -168,7 +129,7 @@ def pieces(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = 
 
 
 def starts_of(arrays: Sequence[Array]) -> list[int]:
-    """Return where each array begins in a flat one that has them one after the other.
+    """Return the offset of each array in a flat buffer, one after the other.
 
     >>> starts_of([np.zeros(3), np.zeros((2, 2)), np.zeros(1)])
     [0, 3, 7]

@@ -1,4 +1,4 @@
-"""The CUDA source of the kernels that pack arrays into a flat buffer and unpack it, and which kernel a cast needs.
+"""The CUDA source of the kernels that pack and unpack flat buffers.
 
 The source includes no header, so that CuPy compiles it where no CUDA toolkit is installed, and is plain C++ but for
 ``INTRINSICS``.
@@ -301,7 +301,7 @@ class Kernel(NamedTuple):
 
 @cache
 def kernel_for(source: str, target: str, divides: bool) -> Kernel:
-    """Return the kernel that reads elements of one dtype and writes those of another, named as NumPy names them.
+    """Return the kernel that casts one dtype to another, both by NumPy's names.
 
     Raises:
         TypeError: There is none.

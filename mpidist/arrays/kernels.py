@@ -1,6 +1,7 @@
-"""Kernels: many arrays into one flat buffer of a GPU and back, cast and divided on the way, one launch each.
+"""Launch kernels that pack many arrays into one flat GPU buffer, or unpack it.
 
-Which arrays take part stands in a table in the GPU's memory, which is kept and made anew only for other arrays.
+Elements are cast and divided on the way. A table in the GPU's memory has the arrays; it is kept, and made anew only for
+other arrays.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import starts_of
 from mpidist.arrays.kernel_source import THREADS, Kernel, kernel_for, source_of
+from mpidist.arrays.streams import Event, Stream
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mpidist.arrays.convert import Array
-    from mpidist.arrays.dtypes import DType
+    from cupy import RawKernel, ndarray
 
 # A table has 32 bytes for each array; a program has one for each bucket, direction and set of gradients in turn.
 _TABLES_KEPT = 512
@@ -35,9 +36,9 @@ _Row = tuple[int, int, int]
 class _Table(NamedTuple):
     """A table in the memory of a GPU, which is read on one stream only."""
 
-    device: Any
+    device: ndarray
     blocks: int
-    stream: Any
+    stream: Stream
 
 
 class Kernels:
@@ -49,17 +50,18 @@ class Kernels:
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[str, RawKernel] = {}
         self._tables: OrderedDict[tuple[int, int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
-        self._dropped: deque[tuple[Any, _Table]] = deque()
+        self._dropped: deque[tuple[Event, _Table]] = deque()
         self._slab = _Slab(cupy)
         self._lock = threading.Lock()
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Any, starts: Sequence[int] | None = None) -> None:
-        """Cast C-contiguous arrays to the dtype of ``flat`` and put them into it: from ``starts`` on, else in a row.
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+        """Copy C-contiguous arrays into ``flat``, cast to its dtype.
 
-        One launch on ``stream`` for all arrays of one dtype; the caller does not wait for it. The arrays lie on the
-        stream's device, do not overlap ``flat``, and live until the launch is done: nothing here keeps them.
+        They lie from ``starts`` on, or one after the other. One launch on ``stream`` for all arrays of one dtype; the
+        caller does not wait for it. The arrays lie on the stream's device, do not overlap ``flat``, and live until the
+        launch is done: nothing here keeps them.
 
         Raises:
             TypeError: There is no kernel for the cast.
@@ -73,7 +75,7 @@ class Kernels:
         flat: Array,
         targets: Sequence[Array],
         divisor: float | None,
-        stream: Any,
+        stream: Stream,
         starts: Sequence[int] | None = None,
     ) -> None:
         """Fill C-contiguous arrays from ``flat``; the reverse of ``pack``.
@@ -87,20 +89,20 @@ class Kernels:
             self._launch(kernel, rows, flat, False, 1.0 if divisor is None else float(divisor), stream)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Compile the kernel for a cast on the current device: a launch does not have to any more."""
+        """Compile the kernel of a cast for the current device, before it is needed."""
         kernel = kernel_for(source.name, target.name, divides)
         with self._lock:
             # RawKernel.compile would forget those of all devices.
             self._function(kernel).kernel  # noqa: B018
 
-    def _function(self, kernel: Kernel) -> Any:
+    def _function(self, kernel: Kernel) -> RawKernel:
         function = self._functions.get(kernel.name)
         if function is None:
             function = self._functions[kernel.name] = self._cupy.RawKernel(source_of(kernel), kernel.name)
         return function
 
     def _launch(
-        self, kernel: Kernel, rows: list[_Row], flat: Array, into_flat: bool, divisor: float, stream: Any
+        self, kernel: Kernel, rows: list[_Row], flat: Array, into_flat: bool, divisor: float, stream: Stream
     ) -> None:
         with stream, self._lock:
             table = self._table(kernel, rows, stream)
@@ -110,7 +112,7 @@ class Kernels:
                 (table.device, np.int32(len(rows)), flat, np.int32(into_flat), np.float64(divisor)),
             )
 
-    def _table(self, kernel: Kernel, rows: list[_Row], stream: Any) -> _Table:
+    def _table(self, kernel: Kernel, rows: list[_Row], stream: Stream) -> _Table:
         # The table holds on to its stream, so that no other stream gets the same handle.
         key = (stream.device, stream.handle, kernel.tile, kernel.parts, tuple(rows))
         table = self._tables.get(key)
@@ -125,7 +127,7 @@ class Kernels:
             self._dropped.append((oldest.stream.record(), oldest))
         return table
 
-    def _upload(self, content: NDArray[np.int64], stream: Any) -> _Table:
+    def _upload(self, content: NDArray[np.int64], stream: Stream) -> _Table:
         blocks = int(content[-1, 3])
         if blocks > _MOST_BLOCKS:
             raise ValueError(f"these arrays need {blocks} blocks; expected at most {_MOST_BLOCKS}: use several packs")
@@ -137,7 +139,7 @@ class Kernels:
 
 
 class _Slab:
-    """Pinned memory that tables pass through on their way to a GPU: two halves that take turns.
+    """Pinned memory for tables on their way to a GPU: two halves, used alternately.
 
     Args:
         cupy: The module.
@@ -148,7 +150,7 @@ class _Slab:
         self._halves = deque([_Half(), _Half()])
 
     def put(self, content: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a copy of ``content`` in pinned memory, once a GPU has read what was there before."""
+        """Return a copy of ``content`` in pinned memory that no GPU reads any more."""
         if self._halves[0].used + content.size > self._halves[0].memory.size:
             self._halves.rotate()
             half = self._halves[0]
@@ -162,8 +164,8 @@ class _Slab:
         half.used += content.size
         return place
 
-    def note_read(self, stream: Any) -> None:
-        """Note that a stream reads what was put last."""
+    def note_read(self, stream: Stream) -> None:
+        """Note that a stream reads the table put last."""
         self._halves[0].read[stream.device, stream.handle] = stream.record(blocks=True)
 
 
@@ -173,13 +175,13 @@ class _Half:
     Attributes:
         memory: All of it.
         used: How much of it has been given out.
-        read: When each stream has read what it was given of it.
+        read: An event for each stream: it has read its tables.
     """
 
     def __init__(self) -> None:
         self.memory: NDArray[np.int64] = np.empty(0, np.int64)
         self.used = 0
-        self.read: dict[tuple[int, int], Any] = {}
+        self.read: dict[tuple[int, int], Event] = {}
 
     def empty(self) -> None:
         """Wait until nobody reads it any more."""
@@ -210,7 +212,9 @@ def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Sequence[int] |
 
 
 def _table_of(rows: list[_Row], kernel: Kernel) -> NDArray[np.int64]:
-    """Return the table for the arrays: address, start, elements and first tile of each, and how many tiles there are.
+    """Return the table for the arrays.
+
+    It has address, start, elements and first tile of each, and at last the number of tiles.
 
     >>> _table_of([(4096, 0, 5000), (8192, 5000, 1)], kernel_for("float32", "float16", False))
     array([[4096,    0, 5000,    0],

@@ -1,4 +1,4 @@
-"""Agreement: steps that all ranks take together on a checkpoint; an error of one rank is raised on all."""
+"""Take steps on a checkpoint with all ranks; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mpidist.core.wording import ranks_text
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
 
+T = TypeVar("T")
 # Of the names that a message shows.
 _MOST_NAMES = 10
 
@@ -27,12 +28,12 @@ def extended_of(strategy: StrategyLike) -> StrategyExtended:
 
 
 class Agreement:
-    """One act of all ranks of a strategy, in as many steps as it takes, each of which is one collective.
+    """An action of all ranks of a strategy on a checkpoint; each step of it is one collective.
 
     Args:
         strategy: Its ranks take part; its first rank is the chief.
-        action: Names the act in one word; ranks that name different ones all raise MismatchError.
-        subject: Names its object, for messages; paths in it may differ from rank to rank.
+        action: Its name in one word; ranks that name different ones all raise MismatchError.
+        subject: The name of its object, for messages; paths in it may differ from rank to rank.
 
     Attributes:
         extended: Of the strategy, for library writers.
@@ -46,10 +47,10 @@ class Agreement:
         self._action, self._doing = action, f"{action} {subject}"
 
     def before_collective(self) -> AbstractContextManager[None]:
-        """Return a block for rank-local work; the others learn of its errors at their next collective."""
+        """Return a block for local work whose errors the others learn at their next collective."""
         return self.extended.shared_errors(self._action)
 
-    def chief_does(self, work: Callable[[], Any]) -> Any:
+    def chief_does(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the chief and return its result on every rank (collective).
 
         Args:
@@ -59,12 +60,13 @@ class Agreement:
             Exception: That of ``work``, on the chief.
             PeerError: The same as text, on the other ranks.
         """
-        answer = self._exchange(work if self.is_chief else _nothing)[0]
+        answer = self._exchange(work if self.is_chief else None)[0]
         if "error" in answer:
             raise PeerError(f"{self._doing} failed on {self._chief_name}, with {answer['error']}")
-        return answer["result"]
+        result: T = answer["result"]
+        return result
 
-    def every_rank_does(self, work: Callable[[], Any]) -> list[Any]:
+    def every_rank_does(self, work: Callable[[], T]) -> list[T]:
         """Call ``work`` on every rank and return all results in rank order (collective).
 
         Args:
@@ -75,11 +77,16 @@ class Agreement:
             PeerError: The same as text, on the other ranks; it names the ranks that failed.
         """
         answers = self._exchange(work)
-        errors = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+        results, errors = [], {}
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                errors[rank] = answer["error"]
+            else:
+                results.append(answer["result"])
         if errors:
             told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
             raise PeerError(f"{self._doing} failed on rank {ranks_text(errors)} of {len(answers)}, with {told}")
-        return [answer["result"] for answer in answers]
+        return results
 
     def check_same(self, names: Sequence[str], digests: Sequence[int]) -> None:
         """Raise ValueError on every rank unless all have the same names (collective if not).
@@ -103,24 +110,21 @@ class Agreement:
             "ranks: give Checkpoint(...) the same objects on every rank"
         )
 
-    def _exchange(self, work: Callable[[], Any]) -> list[dict[str, Any]]:
-        """Return the results or errors of all ranks; raise an own error once all know it."""
+    def _exchange(self, work: Callable[[], object] | None) -> list[dict[str, Any]]:
+        """Return the results or errors of all ranks; raise an own error afterwards."""
         failure: Exception | None = None
         try:
-            answer = {"result": work()}
+            answer = {"result": None if work is None else work()}
         except Exception as error:
             answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
-        line = np.frombuffer(json.dumps(answer).encode() + b"\n", np.uint8)
-        gathered = self.extended.gather([line], 0, None, f"a checkpoint ({self._action})")[0]
+        item = np.frombuffer(json.dumps(answer).encode() + b",", np.uint8)
+        gathered = self.extended.gather([item], 0, None, f"a checkpoint ({self._action})")[0]
         if failure is not None:
             raise failure
-        return [json.loads(text) for text in gathered.tobytes().splitlines()]
+        answers: list[dict[str, Any]] = json.loads(b"[" + gathered.tobytes()[:-1] + b"]")
+        return answers
 
 
 def digest(names: Sequence[str]) -> int:
     """Return a number that tells one set of names from another."""
     return zlib.crc32(json.dumps(sorted(names)).encode())
-
-
-def _nothing() -> None:
-    """Do nothing, on a rank for which another one works."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.leaves import Leaves, child_key, follow, is_within, keys_above
-from mpidist.checkpoint.manifest import Manifest, dtype_of
+from mpidist.checkpoint.collecting import Leaves, child_key, follow, is_within, keys_above
+from mpidist.checkpoint.formats import Manifest, dtype_of
 
 
 @dataclass

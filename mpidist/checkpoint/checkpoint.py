@@ -6,22 +6,27 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpidist.arrays.convert import Array
+import numpy as np
+
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import Agreement, extended_of
-from mpidist.checkpoint.alignment import align, give_shape
-from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.leaves import Leaves
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.agreement import Agreement, digest, extended_of
+from mpidist.checkpoint.alignment import align, describe_container, give_shape
+from mpidist.checkpoint.collecting import Leaves, collect, is_on_read
+from mpidist.checkpoint.division import Extent, Plan, plan_parts
+from mpidist.checkpoint.formats import Manifest, Tensor, describe
 from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
-from mpidist.checkpoint.saving import Save, SaveOptions
 from mpidist.checkpoint.status import LoadStatus, Waiting
 from mpidist.checkpoint.storage import Found, checkpoints_in
+from mpidist.checkpoint.writer import Job, Pending
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
 from mpidist.core.protocols import StrategyLike
+from mpidist.values.placement import on_host
 
 
 class Checkpoint:
@@ -126,15 +131,17 @@ class Checkpoint:
             ValueError: Variables of several strategies, objects that not all ranks have, or a prefix without a name.
         """
         _check_name(prefix)  # an argument error comes before any communication
-        self.wait()
-        number = self.save_counter + 1
-        return self._tracked.save(Path(f"{os.fspath(prefix)}-{number}"), number, SaveOptions(sharded, async_save))
+        tracked = self._tracked
+        tracked.wait()
+        number = tracked.save_counter + 1
+        return tracked.save(Path(f"{os.fspath(prefix)}-{number}"), number, SaveOptions(sharded, async_save))
 
     def write(self, path: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
         """Write a checkpoint under the very name ``path``; ``save_counter`` stays. Otherwise as :meth:`save`."""
         _check_name(path)
-        self.wait()
-        return self._tracked.save(Path(path), self.save_counter, SaveOptions(sharded, async_save))
+        tracked = self._tracked
+        tracked.wait()
+        return tracked.save(Path(path), tracked.save_counter, SaveOptions(sharded, async_save))
 
     def wait(self) -> None:
         """Return once the last asynchronous save is on the disk; collective as ``save``. Extension.
@@ -240,13 +247,16 @@ class TrackedObjects:
 
     def collect(self, action: str, *, is_to_save: bool = False) -> Leaves:
         """Return all parts; to save, also the values that wait for further parts."""
-        with self.shared_errors(action):
+        try:
             self._last_leaves = leaves = collect(self.objects)
             if is_to_save:
                 if self._waiting is not None:
                     self._waiting.look_at_all()
                     self._waiting.add_to(leaves)
                 leaves.check_given()
+        except Exception as error:
+            self._announce(error, action)
+            raise
         return leaves
 
     @contextmanager
@@ -255,10 +265,13 @@ class TrackedObjects:
         try:
             yield
         except Exception as error:
-            # Lists and dicts may have changed on this rank alone; the others are those of the last time.
-            strategy = _strategy_of(self._last_leaves, f"{action} a checkpoint")
-            extended_of(strategy).announce(error, action)
+            self._announce(error, action)
             raise
+
+    def _announce(self, error: Exception, action: str) -> None:
+        # Lists and dicts may have changed on this rank alone; the others are those of the last time.
+        strategy = _strategy_of(self._last_leaves, f"{action} a checkpoint")
+        extended_of(strategy).announce(error, action)
 
     # Saving -------------------------------------------------------------------------------------------------------
 
@@ -269,7 +282,7 @@ class TrackedObjects:
         agreement = Agreement(strategy, "saving", f"checkpoint {path}")
         with in_scope_of(strategy):
             save = Save(agreement, leaves, path, options)
-            save.start(lambda: self._next_sequence(path.parent), number, self.run_calls)
+            save.start(partial(self._next_sequence, path.parent), number, self.run_calls)
             if options.is_async:
                 self._unsettled = save
                 save.counter_before = self.save_counter
@@ -364,24 +377,211 @@ def _check_name(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _check_context(method: str) -> None:
-    if has_strategy() and get_replica_context() is not None:
+def _check_context(method: str) -> bool:
+    """Raise RuntimeError inside ``strategy.run``; return whether a strategy is in scope."""
+    is_in_scope = has_strategy()
+    if is_in_scope and get_replica_context() is not None:
         raise RuntimeError(f"Checkpoint.{method} was called inside strategy.run(); call it outside, on every rank")
+    return is_in_scope
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    _check_context(method)
-    strategies = {v.distribute_strategy for v in leaves.variables.values()}
-    if has_strategy():
-        strategies.add(get_strategy())
-    strategies = {strategy for strategy in strategies if not is_default(strategy)}
+    """Return the strategy of the variables, or else that in scope; check that it has checkpoints here."""
+    strategies = {get_strategy()} if _check_context(method) else set()
+    for variable in leaves.variables.values():
+        strategies.add(variable.distribute_strategy)
+    if len(strategies) > 1:
+        strategies = {strategy for strategy in strategies if not is_default(strategy)}
     if len(strategies) > 1:
         names = sorted(type(strategy).__name__ for strategy in strategies)
         raise ValueError(
             f"Checkpoint.{method} involves the strategies {names}; expected variables of one strategy, the current "
             "one: make a checkpoint for each"
         )
-    with outside():
-        strategy = strategies.pop() if strategies else get_strategy()
+    if strategies:
+        strategy = strategies.pop()
+    else:
+        with outside():
+            strategy = get_strategy()
     extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
+
+
+# One save ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """The way to save.
+
+    Attributes:
+        is_sharded: Whether all ranks write.
+        is_async: Whether a thread writes.
+        kept: For the manifest; that of the first rank counts.
+        finish: Called on the first rank when the checkpoint is there, in the thread that wrote it.
+        told: Called on every rank with the result of ``finish``.
+        failed: Called on every rank where it fails, once that is known.
+    """
+
+    is_sharded: bool = False
+    is_async: bool = False
+    kept: tuple[float, tuple[str, ...]] | None = None
+    finish: Callable[[Manifest], list[str]] | None = None
+    told: Callable[[list[str]], None] | None = None
+    failed: Callable[[], None] | None = None
+
+
+class Save:
+    """One save, on one rank: ``start`` and then ``settle``, both collective.
+
+    All agree on the objects; a rank that writes has a job, for this thread or one of its own; all learn how
+    that went. So a save is two collectives, and two more where several ranks write or a thread does.
+
+    Args:
+        agreement: Of the ranks that save; their strategy is in scope.
+        leaves: The objects.
+        path: The directory to be.
+        options: The way to save.
+
+    Attributes:
+        path: The directory to be, as the first rank has it as soon as that has begun to write.
+        counter_before: The save counter where it fails after it was started.
+    """
+
+    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
+        self._agreement, self._leaves, self._options = agreement, leaves, options
+        self.path = str(path)
+        self.counter_before = 0
+        self._is_divided = False
+        self._job: Job | None = None
+        self._pending: Pending | None = None
+
+    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
+        """Collect all values, and begin to write where several ranks or a thread write.
+
+        Args:
+            next_sequence: Called on the first rank.
+            number: Of the save.
+            run_calls: For the manifest.
+        """
+        agreement, leaves, options = self._agreement, self._leaves, self._options
+        values: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        names: list[str] = []
+        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
+
+        def look() -> list[int]:
+            values.update(leaves.values())
+            tensors.update(describe_tensors(leaves))
+            if options.is_sharded:  # who writes what depends on all sizes
+                names.extend(f"{key} of shape {those.shape} and dtype {those.dtype}" for key, those in tensors.items())
+            else:
+                names.extend(leaves.names_of_all_ranks())
+            return [own_id, digest(names)]
+
+        told = agreement.every_rank_does(look)
+        agreement.check_same(names, [theirs for _, theirs in told])
+        self._is_divided = options.is_sharded and len(told) > 1
+        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
+        if self._is_divided:
+            rank, ranks = [first for first, _ in told].index(own_id), len(told)
+            sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
+            extents = {key: Extent(tensor.size, sizes[key], key in leaves.variables) for key, tensor in tensors.items()}
+            plan = plan_parts(extents, ranks)
+        is_writer = agreement.is_chief or self._is_divided
+        # There may be no memory for a copy on this rank.
+        with agreement.before_collective():
+            arrays = self._read(plan, rank if is_writer else None)
+
+        def manifest() -> Manifest:
+            return Manifest(
+                next_sequence(),
+                number,
+                {},
+                values,
+                containers={key: describe_container(container) for key, container in leaves.containers.items()},
+                iterators=tuple(leaves.iterators),
+                kept=options.kept,
+                is_shared=agreement.extended.spans_ranks,
+                run_calls=run_calls,
+                classes=leaves.classes(),
+                links=leaves.links,
+            )
+
+        if is_writer:
+            self._job = Job(Path(self.path), rank, ranks, plan, tensors, arrays, manifest, options.finish)
+        if self._is_divided or options.is_async:
+            self._begin_on_all_ranks()
+
+    def _begin_on_all_ranks(self) -> None:
+        """Tell all ranks where to write, and start threads."""
+        job = self._job
+        try:
+            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
+        except BaseException:
+            if job is not None:
+                job.discard()
+            raise
+        if job is not None:
+            job.directory = Path(directory)
+            if self._options.is_async:
+                self._pending = Pending(job, self.path)
+
+    def settle(self) -> None:
+        """Write, or wait for the thread that does, and tell each other.
+
+        Raises:
+            Exception: That of this rank.
+            PeerError: That of another.
+        """
+        agreement, writer, options = self._agreement, self._pending or self._job, self._options
+        try:
+            records = agreement.every_rank_does(writer.part) if writer is not None and self._is_divided else None
+            self.path, result = agreement.chief_does(lambda: (self.path, writer.result(records) if writer else None))
+        except BaseException:
+            if self._pending is not None:
+                self._pending.settle(failed=True)
+            elif self._job is not None:
+                self._job.discard()
+            if options.failed is not None:
+                options.failed()
+            raise
+        if self._pending is not None:
+            self._pending.settle(failed=False)
+        if options.told is not None and result is not None:
+            options.told(result)
+
+    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
+        """Return the parts that rank ``writer`` writes. Reading an ON_READ variable takes all ranks."""
+        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
+        arrays = {}
+        for key, variable in self._leaves.variables.items():
+            if key in wanted or is_on_read(variable):
+                array = variable.as_array()
+                if key in wanted:
+                    arrays[key] = self._part_of(array, *wanted[key])
+        for key, array in self._leaves.arrays.items():
+            if key in wanted:
+                arrays[key] = self._part_of(array, *wanted[key])
+        return arrays
+
+    def _part_of(self, array: Array, start: int, stop: int) -> Array:
+        copied = array if isinstance(array, np.ndarray) else on_host(array)
+        if stop - start < array.size:
+            # A part of a copy would keep all of it.
+            copied = copied.reshape(-1)[start:stop]
+            return np.array(copied) if self._options.is_async else copied
+        # The program may change it while a thread writes; what came from a device is a copy already.
+        needs_copy = self._options.is_async and copied is array
+        return np.array(copied) if needs_copy else copied
+
+
+def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
+    """Return the manifest's entries for the variables and arrays, as yet without parts."""
+    tensors = {}
+    for key, variable in leaves.variables.items():
+        policies = variable.synchronization.name, variable.aggregation.name
+        tensors[key] = describe(variable.shape, variable.dtype, *policies)
+    for key, array in leaves.arrays.items():
+        tensors[key] = describe(array.shape, array.dtype, *leaves.awaited.get(key, ()))
+    return tensors

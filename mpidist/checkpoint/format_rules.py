@@ -61,12 +61,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Whether it is the key of a part of a checkpoint."""
+    """Return whether it is the key of a part of a checkpoint."""
     return type(value) is str and value.count("/") < DEEPEST
 
 
 def is_state(value: Any, depth: int = 0) -> bool:
-    """Whether it is the state of an iterator, in types that JSON has."""
+    """Return whether it is the state of an iterator, in types that JSON has."""
     if isinstance(value, (list, dict)) and depth < DEEPEST:
         return all(is_state(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
     return _is_plain(value)
@@ -116,7 +116,7 @@ def _tuple_of(*rules: Rule) -> Rule:
 
 
 def _are_links(value: Any) -> bool:
-    """Whether each leads to a key that leads no further."""
+    """Return whether each leads to a key that leads no further."""
     if not _dict_of(is_key, is_key)(value):
         return False
     prefixes = ("/".join(to.split("/")[: end + 1]) for to in value.values() for end in range(to.count("/") + 1))

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpidist.checkpoint.agreement import Agreement
-from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
-from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.saving import SaveOptions
+from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
+from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.leftovers import clean_leftovers, remove_checkpoint
 from mpidist.checkpoint.storage import Found, checkpoints_in
-from mpidist.checkpoint.writer import clean_leftovers, remove_checkpoint
 from mpidist.values import Variable
 
 _SECONDS_PER_HOUR = 3600.0

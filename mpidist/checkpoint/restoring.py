@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, fill_torch, is_writable, jax_makes, like_jax
+from mpidist.arrays.convert import fill_torch, is_writable, jax_makes, like_jax
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import Agreement, digest
 from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
+from mpidist.checkpoint.collecting import Leaves, is_on_read, keys_above
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.leaves import Leaves, keys_above, restore_variable
-from mpidist.checkpoint.manifest import Manifest, dtype_of
+from mpidist.checkpoint.formats import Manifest, dtype_of
 from mpidist.checkpoint.storage import Found
+from mpidist.core.enums import VariableAggregation
+from mpidist.values import Variable
+from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import place_of
 
 
@@ -150,7 +154,7 @@ def _owner_of(key: str, leaves: Leaves) -> str | None:
 
 
 def _is_kept(key: str, leaves: Leaves) -> bool:
-    """Whether the value ``key`` is kept for a part yet to come."""
+    """Return whether the value ``key`` is kept for a part yet to come."""
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
 
 
@@ -222,3 +226,43 @@ def _fill_array(leaves: Leaves, key: str, value: Array) -> None:
     target = leaves.arrays[key]
     with place_of(target).current():
         np.copyto(target, place_of(target).brings(value))
+
+
+# Variables --------------------------------------------------------------------------------------------------------
+
+
+def restore_variable(variable: AnyVariable, array: Array) -> None:
+    """Give ``variable`` the value that a checkpoint holds; in cross-replica context, on every rank.
+
+    Copies of an ON_READ variable with aggregation SUM get equal shares; the rest of integers goes to replica
+    0, so that the sum is kept.
+    """
+    variable.assign(array)
+    if isinstance(variable, Variable) and _is_sum(variable) and array.dtype.kind in "iu":
+        for copy, share in zip(variable.values, _shares_of(variable, array), strict=True):
+            copy.assign(share)
+
+
+def start_variable(variable: AnyVariable, array: Array) -> None:
+    """Give an unused variable the value that a checkpoint holds; in any context, local."""
+    for part, share in zip(parts_of(variable), cut_for(variable, array), strict=True):
+        part.is_unused = False
+        for copy, value in zip(part.values, _shares_of(part, share), strict=True):
+            copy.start_from(value)
+
+
+def _shares_of(variable: Variable, array: Array) -> list[Array]:
+    """Return the share of each local copy in a value."""
+    if not _is_sum(variable):
+        return [array] * len(variable.values)
+    count = variable.distribute_strategy.num_replicas_in_sync
+    is_whole = array.dtype.kind in "iu"
+    share = array // array.dtype.type(count) if is_whole else (array / count).astype(array.dtype)
+    rest = array - share * array.dtype.type(count - 1) if is_whole else share
+    ids = variable.distribute_strategy.extended.local_replica_ids
+    return [rest if replica_id == 0 else share for replica_id in ids]
+
+
+def _is_sum(variable: Variable) -> bool:
+    is_shared_out = variable.distribute_strategy.num_replicas_in_sync > 1
+    return is_on_read(variable) and variable.aggregation == VariableAggregation.SUM and is_shared_out

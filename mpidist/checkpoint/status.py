@@ -6,12 +6,11 @@ import warnings
 from typing import Any
 
 from mpidist.arrays.convert import Array
-from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.leaves import WAITING_ATTRIBUTE, Leaves, follow, is_within, keys_above, start_variable
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.collecting import WAITING_ATTRIBUTE, Leaves, collect, follow, is_within, keys_above
+from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.restoring import start_variable
 from mpidist.values.composite import AnyVariable, parts_of
-from mpidist.values.first_use import begin_to_wait, stop_waiting
-from mpidist.values.variable import Variable
+from mpidist.values.variable import Variable, begin_to_wait, stop_waiting
 
 
 class Waiting:

@@ -11,13 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.checkpoint import safetensors_file
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.manifest import ALL_DATA, FORMAT, Manifest, Part, Tensor, dtype_of
-from mpidist.checkpoint.safetensors_file import open_to_read, size_of
+from mpidist.checkpoint.formats import (
+    ALL_DATA,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    Tensor,
+    TensorPart,
+    dtype_of,
+    named,
+    open_to_read,
+    read_tensors,
+    size_of,
+)
 
-MANIFEST = "manifest.json"
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % FORMAT.encode())
 # Of a manifest: the checksum and the format are at its beginning.
 _FIRST_BYTES = 1000
@@ -104,7 +113,7 @@ def _look_at(path: Path, found: Found) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest of ours, damaged or not.
+    """Return whether a directory has a manifest of ours, damaged or not.
 
     Other programs have a file of this name, too.
     """
@@ -125,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        with safetensors_file.named(file), open_to_read(file) as stream:
+        with named(file), open_to_read(file) as stream:
             data = stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
@@ -171,13 +180,13 @@ def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
     """
     check_sizes(path, manifest)
     dtypes = {key: dtype_of(tensor) for key, tensor in manifest.tensors.items()}
-    by_file: dict[str, list[tuple[str, Part]]] = {}
+    by_file: dict[str, list[tuple[str, TensorPart]]] = {}
     for key, tensor in manifest.tensors.items():
         for part in tensor.parts:
             by_file.setdefault(part.file, []).append((key, part))
     arrays: dict[str, Array] = {}
     for name, parts in sorted(by_file.items()):
-        stored = safetensors_file.read(path / name, manifest.files.get(name))
+        stored = read_tensors(path / name, manifest.files.get(name))
         for key, part in parts:
             _place(arrays, key, manifest.tensors[key], dtypes[key], part, stored.pop(key, None), path)
     return arrays
@@ -187,8 +196,8 @@ def _place(
     arrays: dict[str, Array],
     key: str,
     tensor: Tensor,
-    dtype: np.dtype[np.generic],
-    part: Part,
+    dtype: DType,
+    part: TensorPart,
     elements: Array | None,
     path: Path,
 ) -> None:

@@ -1,38 +1,345 @@
-"""Writing and removing checkpoints on the disk: whole or not at all, and one writer at a time."""
+"""Write one checkpoint on one rank, without MPI calls: all of it or nothing, by one writer at a time."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import json
+import logging
 import os
-import re
 import shutil
 import socket
-import stat
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from mpidist.checkpoint.manifest import Manifest
-from mpidist.checkpoint.safetensors_file import FileRecord, named, size_of
-from mpidist.checkpoint.storage import MANIFEST, is_checkpoint, read_manifest
-from mpidist.core.files import NotAFileError, open_regular
+import numpy as np
 
-# What a file system without locks answers. Writers of one name are not kept apart there, and leftovers left alone.
+from mpidist.arrays.dtypes import Array
+from mpidist.checkpoint import formats
+from mpidist.checkpoint.division import Plan
+from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
+from mpidist.checkpoint.formats import (
+    DATA,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Tensor,
+    TensorPart,
+    named,
+    open_to_read,
+    size_of,
+)
+from mpidist.checkpoint.storage import is_checkpoint, read_manifest
+from mpidist.core import settings
+from mpidist.core.errors import PeerError
+from mpidist.core.files import open_regular
+from mpidist.core.wording import ranks_text
+
+_log = logging.getLogger("mpidist")
+_LONGEST_NAP_SECONDS = 0.1
+_untold: set[Pending] = set()
+# A FileRecord in types that JSON has, or None where a rank had nothing to write.
+Record = dict[str, Any] | None
+# The errors of a file system without locks. Writers of one name are not kept apart there, and leftovers left alone.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # The files of the locks that this process has.
 _held: set[tuple[int, int]] = set()
-# Being written (tmp), moved away for a new one of the same name (old), and being removed (del).
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>tmp|old|del)")
-_LOCK = re.compile(r"\.(?P<name>.+)\.lock")
-# What writers put into the directory of a checkpoint.
-_FILE = re.compile(r"data.*\.safetensors|manifest\.json|rank-\d+\.json(\.part)?")
+
+
+@dataclass
+class Job:
+    """The share of a rank in writing one checkpoint, without MPI calls and forks.
+
+    Attributes:
+        path: The directory to be.
+        rank: Of this process.
+        ranks: How many write.
+        plan: The parts of each tensor that each rank writes.
+        tensors: Those of the manifest, without their parts.
+        arrays: Those that this rank writes, by key: whole, or as a vector its part of it.
+        describe: Called on the first rank; returns the manifest as it is known before the files are written.
+        finish: Called on the first rank when the checkpoint is there; its result is that of the job.
+        directory: Where the files go for now, once the first rank has begun.
+    """
+
+    path: Path
+    rank: int
+    ranks: int
+    plan: Plan
+    tensors: Mapping[str, Tensor]
+    arrays: dict[str, Array]
+    describe: Callable[[], Manifest]
+    finish: Callable[[Manifest], list[str]] | None = None
+    directory: Path = field(default=Path(), init=False)
+    _begun: tuple[Writing, Manifest] | None = field(default=None, init=False)
+
+    def begin(self) -> str:
+        """Make the directory for the files and return its path; on the first rank."""
+        manifest = self.describe()
+        writing = Writing(self.path, manifest.is_shared)
+        self._begun, self.directory = (writing, manifest), writing.directory
+        return str(self.directory)
+
+    def part(self) -> Record:
+        """Write the file of this rank, and wait until it is on the disk."""
+        encoded = {}
+        for key, tensor in self.tensors.items():
+            if key in self.arrays:
+                encoded[key] = _encode(self.arrays[key], tensor)
+        if not encoded and self.ranks > 1:
+            return None
+        if not self.directory.is_dir():
+            raise FileNotFoundError(
+                f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
+                "directory that all ranks share: save to one, or without sharded=True"
+            )
+        return asdict(formats.write_tensors(self.directory / self._file_names()[self.rank], encoded))
+
+    def result(self, records: list[Record] | None) -> list[str] | None:
+        """Make a checkpoint of the files of all ranks; on the first rank.
+
+        Args:
+            records: Of all ranks; None where this one writes everything, which it then does first.
+        """
+        if self._begun is None:
+            self.begin()
+        assert self._begun is not None
+        writing, manifest = self._begun
+        records = [self.part()] if records is None else records
+        names = self._file_names()
+        tensors = {}
+        for key, tensor in self.tensors.items():
+            parts = tuple([TensorPart(names[rank], start, stop) for rank, start, stop in self.plan[key]])
+            tensors[key] = replace(tensor, parts=parts)
+        files = {name: FileRecord(**record) for name, record in zip(names, records, strict=True) if record}
+        manifest = replace(manifest, tensors=tensors, files=files, saved_at=time.time(), writer=this_writer())
+        writing.publish(manifest)
+        return None if self.finish is None else self.finish(manifest)
+
+    def discard(self) -> None:
+        """Remove all files, on the first rank."""
+        if self._begun is not None:
+            notes = [note.name for rank in range(self.ranks) for note in (self._note(rank), self._draft(rank))]
+            self._begun[0].discard((*self._file_names(), *notes))
+
+    def _file_names(self) -> list[str]:
+        """Return the names of the files of all ranks."""
+        if self.ranks == 1:
+            return [DATA]
+        return [f"data-{rank + 1:05d}-of-{self.ranks:05d}.safetensors" for rank in range(self.ranks)]
+
+    # Without the other ranks at hand, the file system carries the news -----------------------------------------------
+
+    def leave_note(self, record: Record) -> None:
+        """Tell the first rank that this rank's file is safe."""
+        with open(self._draft(self.rank), "x") as file:  # never what a planted link leads to
+            file.write(json.dumps(record))
+        os.replace(self._draft(self.rank), self._note(self.rank))
+
+    def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
+        """Return the records of all ranks once they are there, or None if given up.
+
+        Args:
+            own: Of this rank, the first.
+            gave_up: Sleeps for some seconds, or until it is known that a rank failed.
+
+        Raises:
+            TimeoutError: They do not come; the deadline is that of collectives.
+            DamagedCheckpointError: One was not written by a rank.
+        """
+        records, missing = {0: own}, set(range(1, self.ranks))
+        limit, nap = time.monotonic() + settings.TIMEOUT.read(), 0.001
+        while missing:
+            arrived = {rank for rank in missing if os.path.lexists(self._note(rank))}
+            for rank in arrived:
+                records[rank] = _read_note(self._note(rank))
+                self._note(rank).unlink()
+            missing -= arrived
+            if time.monotonic() > limit:
+                late = ranks_text(sorted(missing))
+                raise TimeoutError(f"rank {late} did not write its part of {self.directory} in time")
+            if missing and gave_up(nap):
+                return None
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+        return [records[rank] for rank in range(self.ranks)]
+
+    def _note(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.json"
+
+    def _draft(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.json.part"
+
+
+def _read_note(path: Path) -> Record:
+    with named(path), open_to_read(path) as file:
+        record: Record = parse(file.read(), str(path))
+    if record is not None and not FILE(record):
+        raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
+    return record
+
+
+def _encode(array: Array, tensor: Tensor) -> Array:
+    """Return the elements in C order, as the file holds them, copied only if needed."""
+    flat = array.reshape(-1)
+    flat = flat if flat.flags.c_contiguous else flat.copy()
+    if tensor.stored_as == "bytes":
+        return flat.view(np.uint8)
+    return flat.reshape(tensor.shape) if flat.size == tensor.size else flat
+
+
+# In a thread ------------------------------------------------------------------------------------------------------
+
+
+class Pending:
+    """A job in a thread of its own.
+
+    The thread is none of the daemons: the interpreter waits for it before it ends.
+
+    Args:
+        job: The job.
+        path: The checkpoint, for messages.
+    """
+
+    def __init__(self, job: Job, path: str) -> None:
+        self.job, self.path = job, path
+        self._part_is_done = threading.Event()
+        self._gave_up = threading.Event()
+        self._record: Record = None
+        self._result: list[str] | None = None
+        self._is_whole = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name=f"mpidist-checkpoint {path}")
+        _untold.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no more threads; told to all ranks when they settle
+            self._error = error
+            self._part_is_done.set()
+
+    def _work(self) -> None:
+        job = self.job
+        try:
+            try:
+                self._record = job.part()
+                if job.rank > 0:
+                    job.leave_note(self._record)
+            finally:
+                self._part_is_done.set()
+            records = job.await_notes(self._record, self._gave_up.wait) if job.rank == 0 else None
+            if records is not None:
+                self._result = job.result(records)
+                self._is_whole = True
+        except Exception as error:  # raised by result() or part(), or printed at exit
+            self._error = error
+            # Where other ranks may still be writing, settle() does it.
+            if job.ranks == 1:
+                job.discard()
+        finally:
+            self._part_is_done.set()
+            job.arrays.clear()
+
+    def part(self) -> Record:
+        """Wait until this rank's part is written.
+
+        Raises:
+            Exception: That of the thread.
+        """
+        self._part_is_done.wait()
+        if self.job.rank > 0:
+            self._join()
+        if self._error is not None:
+            raise self._error
+        return self._record
+
+    def result(self, records: list[Record] | None = None) -> list[str] | None:
+        """Wait until the checkpoint is there; on the first rank, which knows the records.
+
+        Raises:
+            Exception: That of the thread.
+        """
+        del records
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def settle(self, failed: bool) -> None:
+        """End the thread, once all ranks know how it went."""
+        if failed:
+            self._gave_up.set()
+        self._join()
+        if failed:
+            self.job.discard()
+        _untold.discard(self)
+
+    def give_up(self) -> None:
+        """End the thread without waiting for other ranks, and discard unfinished files; local."""
+        self._gave_up.set()
+        self._join()
+        if self._is_whole:
+            _log.info("mpidist: checkpoint %s was whole when it was given up, and is there", self.path)
+        else:
+            reason = self._error or PeerError("it was given up, as ranks that were to write parts of it are lost")
+            self._error = reason
+            self.job.discard()
+            if self.job.rank == 0:
+                _log.warning("mpidist: checkpoint %s was not written: %s", self.path, reason)
+        _untold.discard(self)
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def finish_writing() -> None:
+    """Wait until all saves in threads of this process are on the disk; local.
+
+    Raises:
+        Exception: That of one of them; then it is told only here.
+    """
+    for pending in list(_untold):
+        try:
+            pending.result()
+        except Exception:
+            _untold.discard(pending)
+            raise
+
+
+def give_up_all() -> None:
+    """End the unfinished saves of this process, since ranks are lost; local.
+
+    Those that need no other rank any more are finished. The others, which would wait for notes of ranks that are gone,
+    are discarded, so that the next save under their names finds the place free; the first rank's log says so.
+    """
+    for pending in list(_untold):
+        pending.give_up()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Treat errors that nobody waited for as uncaught, which ends a job of several ranks."""
+    for pending in list(_untold):
+        _untold.discard(pending)
+        try:
+            pending.result()
+        except Exception as error:
+            sys.stderr.write(f"mpidist: checkpoint {pending.path} was not written, which its thread found out:\n")
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+# The directory ----------------------------------------------------------------------------------------------------
 
 
 def _program_start() -> float:
-    """Return the start of this process in seconds of the epoch, rather too late than too early."""
+    """Return the start of this process in seconds of the epoch, at the latest."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
@@ -185,7 +492,7 @@ def _check_is_there(file: Path, record: FileRecord) -> None:
 
 
 class WriterLock:
-    """The right to write one checkpoint, which the system takes back when the process ends, however it ends.
+    """The right to write one checkpoint; it ends with the process, however that ends.
 
     Args:
         path: The checkpoint.
@@ -209,7 +516,7 @@ class WriterLock:
             try:
                 self.is_real = _lock(descriptor)
                 # Whoever had the lock may have removed the file since it was opened.
-                own, found = os.fstat(descriptor), _status(self._file)
+                own, found = os.fstat(descriptor), status_of(self._file)
                 if found is not None and os.path.samestat(own, found):
                     _held.add(_identity(own))
                     return descriptor
@@ -231,8 +538,8 @@ class WriterLock:
 
 
 def is_held_here(path: Path) -> bool:
-    """Whether it is this process that writes the checkpoint ``path``."""
-    status = _status(_file_of(path))
+    """Return whether it is this process that writes the checkpoint ``path``."""
+    status = status_of(_file_of(path))
     return status is not None and _identity(status) in _held
 
 
@@ -245,6 +552,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _lock(descriptor: int) -> bool:
+    """Lock a file, and return whether its file system has locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -256,91 +564,12 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _status(path: Path) -> os.stat_result | None:
+def status_of(path: Path) -> os.stat_result | None:
     """Return the status of a file or a link, or None."""
     try:
         return path.lstat()
     except FileNotFoundError:
         return None
-
-
-# Leftovers --------------------------------------------------------------------------------------------------------
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; a crash leaves all of it or nothing under its name.
-
-    Raises:
-        OSError: It cannot be removed, or someone writes it just now.
-    """
-    lock = WriterLock(path)
-    try:
-        doomed = path.parent / f".{path.name}.{uuid.uuid4().hex}.del"
-        try:
-            path.rename(doomed)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(doomed)
-    finally:
-        lock.release()
-
-
-def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
-    """Remove leftovers of killed writers in ``directory``, of checkpoints that ``accepts`` accepts.
-
-    A checkpoint that was moved away to be replaced, and whose place is empty, is put back. Files that other programs
-    may have made, and those of an account that shares the directory for reading only, are left alone.
-
-    Raises:
-        OSError: Something cannot be removed.
-    """
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        return
-    for name in sorted({match["name"] for match in _leftovers_in(directory) if accepts(match["name"])}):
-        _clean(directory, name)
-
-
-def _leftovers_in(directory: Path) -> list[re.Match[str]]:
-    """Return the names of leftovers, which are such by name, kind and content."""
-    matches = []
-    for entry in os.listdir(directory):
-        leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
-        if leftover is not None and _is_ours(directory / entry):
-            matches.append(leftover)
-        elif lock is not None:
-            status = _status(directory / entry)
-            if status is not None and stat.S_ISREG(status.st_mode) and status.st_size == 0:
-                matches.append(lock)
-    return matches
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether it is a directory with nothing but files of checkpoints."""
-    try:
-        with os.scandir(path) as entries:
-            return not path.is_symlink() and all(
-                _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
-            )
-    except (NotADirectoryError, FileNotFoundError, PermissionError):
-        return False
-
-
-def _clean(directory: Path, name: str) -> None:
-    try:
-        lock = WriterLock(directory / name)
-    except (BlockingIOError, PermissionError, NotAFileError):
-        return  # someone writes it, or it is another account's, or no lock of ours
-    try:
-        for match in _leftovers_in(directory) if lock.is_real else ():
-            if match.re is not _LEFTOVER or match["name"] != name:
-                continue
-            entry, place = directory / match.string, directory / name
-            if match["kind"] != "old" or place.exists():
-                shutil.rmtree(entry)
-            elif is_checkpoint(entry):
-                entry.rename(place)
-    finally:
-        lock.release()
 
 
 def _sync(path: Path) -> None:

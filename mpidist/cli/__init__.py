@@ -1,10 +1,10 @@
 """The subcommands of ``python -m mpidist``, one file each.
 
-Each file has ``HELP``, a line on what the command does, ``add_arguments(parser)``, and ``run(arguments)``, which gives
-the exit status. A command of several ranks prints on rank 0.
+Each file has ``HELP``, a line for the list of commands, ``add_arguments(parser)``, and ``run(arguments)``, which
+returns the exit status. A command of several ranks prints on rank 0.
 """
 
-from mpidist.cli import doctor, flight, launch, trace, tune
+from mpidist.cli import doctor, flight, launch, merge_traces, tune
 
-COMMANDS = {"doctor": doctor, "flight": flight, "launch": launch, "trace": trace, "tune": tune}
+COMMANDS = {"doctor": doctor, "flight": flight, "launch": launch, "trace": merge_traces, "tune": tune}
 """By the name that is typed."""

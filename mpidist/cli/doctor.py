@@ -1,4 +1,4 @@
-"""``python -m mpidist doctor``: looks at the machine, the launcher and the ranks, and says what is wrong."""
+"""``python -m mpidist doctor``: examines machine, launcher and ranks, and reports problems."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_checks.finding import ERROR, Finding
 from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
-from mpidist.cli.doctor_facts.messages import NoAnswerError
 from mpidist.cli.doctor_facts.rank import facts_of_this_rank
-from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.cli.doctor_facts.timed_messages import NoAnswerError
+from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.cli.doctor_text import findings_text, report
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
@@ -41,7 +41,7 @@ _LAUNCHER_READS_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument(
         "--deadline",
@@ -68,18 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
         launcher = read_launcher()
     except LauncherVariableError as error:
         wrong = Finding(ERROR, "launcher", str(error), f"unset {error.variable}")
-        with Watch() as watch:
+        with Watchdog() as watch:
             return _without_mpi(None, wrong, _Output(arguments.json, watch))
     is_first = launcher is None or launcher.rank == 0
-
-    def document_of_end(ending: Ending) -> str:
-        return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
-
-    with Watch(document_of_end if arguments.json and is_first else None) as watch:
+    with Watchdog(_document_of_end if arguments.json and is_first else None) as watch:
         return _examine(arguments, launcher, watch)
 
 
-def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watch) -> int:
+def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watchdog) -> int:
     output = _Output(arguments.json, watch)
     try:
         settings.ABORT_ON_EXCEPTION.read()
@@ -117,7 +113,7 @@ def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch
 
 
 def _bad_starts(launcher: LauncherInfo | None) -> tuple[Ending, Ending]:
-    """Return what to say if MPI does not start, and if it ends the process."""
+    """Return the texts for an MPI that does not start, or ends the process."""
     who = "this process" if launcher is None else f"rank {launcher.rank} ({launcher.name})"
     where = f"{who} on {socket.gethostname()}"
     slow = Ending(
@@ -136,7 +132,10 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Ending, Ending]:
 
 
 def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Output) -> int:
-    """Say why MPI was not started: rank 0 in full, as its output is one document, the others in a line on stderr."""
+    """Report why MPI was not started.
+
+    Rank 0 does so in full, as its output is one document, the others in a line on stderr.
+    """
     if launcher is not None and launcher.rank > 0:
         print(f"mpidist doctor: rank {launcher.rank} on {socket.gethostname()}: {finding.text}", file=sys.stderr)
         # With another status launchers could end the job before rank 0 has printed.
@@ -146,7 +145,7 @@ def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Outpu
 
 
 def _alone(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
-    """Say that this process is alone although others were started; each says so, the first one at length."""
+    """Report that this process is alone although the launcher started others. Each says so, the first one at length."""
     library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
     command = command_for(launcher.name, me.mpi.vendor) or str(mpirun_beside(library) or "mpirun")
     count = "" if launcher.size is None else f" -n {launcher.size}"
@@ -160,7 +159,7 @@ def _alone(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
 
 
 def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoReturn:
-    """Print on rank 0 what is known, and end the job: MPI_Finalize would wait for ranks that cannot be reached."""
+    """Print the report on rank 0, and end the job. MPI_Finalize would wait for ranks that cannot be reached."""
     if job is None:
         # Rank 0 prints and ends the job; should that not reach this host, this rank ends by itself.
         time.sleep(deadline)
@@ -179,14 +178,14 @@ def _abort() -> NoReturn:
 
 
 class _Output:
-    """Prints, once: the report as text, or a JSON document, which the watch then owes no more."""
+    """Prints the report once, as text or as a JSON document. The watchdog then owes no document more."""
 
-    def __init__(self, as_json: bool, watch: Watch) -> None:
+    def __init__(self, as_json: bool, watch: Watchdog) -> None:
         self._as_json = as_json
         self._watch = watch
 
     def __call__(self, job: JobFacts | None, found: Sequence[Finding], *, whole: bool = True) -> None:
-        """Print what was found; as text the findings alone where there is no job, or not a ``whole`` one."""
+        """Print the report. As text it is the findings alone where there is no job, or not a ``whole`` one."""
         self._watch.reports()
         if self._as_json:
             print(json.dumps(_document(job, found), indent=2), flush=True)
@@ -196,7 +195,11 @@ class _Output:
             print(report(job, found), flush=True)
 
 
-def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, Any]:
-    """Return the report as what JSON knows; the names are those of ``mpidist.cli.doctor_facts.facts``."""
+def _document_of_end(ending: Ending) -> str:
+    return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
+
+
+def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, object]:
+    """Return the report as JSON types, with the names of ``mpidist.cli.doctor_facts.facts``."""
     facts = {} if job is None else dataclasses.asdict(job)
     return {"mpidist": __version__, "findings": [dataclasses.asdict(finding) for finding in found], **facts}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mpidist.cli.doctor_checks import gpus
 from mpidist.cli.doctor_checks.finding import Finding
-from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, Link, RankFacts
+from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.reduce.table import size_text
 from mpidist.core import wording
@@ -29,7 +29,7 @@ def report(job: JobFacts, findings: Sequence[Finding]) -> str:
 
 
 def findings_text(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings, each with what to type."""
+    """Return the findings, each with the command to type."""
     if not findings:
         return ["nothing wrong found"]
     lines = []
@@ -102,7 +102,7 @@ def cores_text(cores: CoreFacts) -> str:
 
 
 def _machines(job: JobFacts) -> Iterator[str]:
-    """Return what hosts are like, one line for hosts that are alike."""
+    """Yield the facts of hosts, one line for hosts that are alike."""
     hosts: dict[str, dict[str, list[str]]] = {"/dev/shm": {}, "GPUs": {}, "network": {}}
     for ranks in job.machines.values():
         facts = job.known[ranks[0]]
@@ -129,7 +129,7 @@ def _hosts(names: list[str]) -> str:
 
 
 def gpus_text(facts: RankFacts) -> str:
-    """Return the GPUs of a rank, and what can be done with them."""
+    """Return the GPUs of a rank, and the ways to use them."""
     seen = facts.gpus
     if not seen.has_driver:
         return "none (no NVIDIA driver)" if seen.variable is None else f"none (CUDA_VISIBLE_DEVICES={seen.variable})"
@@ -141,7 +141,7 @@ def gpus_text(facts: RankFacts) -> str:
 
 
 def network_text(interfaces: Sequence[Interface]) -> str:
-    """Return the network interfaces of a host; those without an address only where there is no other."""
+    """Return the network interfaces of a host. Those without an address only where there is no other."""
     named = [interface for interface in interfaces if interface.network or interface.is_infiniband]
     return ", ".join(map(interface_text, named or interfaces)) or "none but this machine's own"
 
@@ -176,7 +176,7 @@ def _together(job: JobFacts) -> Iterator[str]:
         yield from _collectives(job)
 
 
-def links_text(links: Sequence[Link]) -> str:
+def links_text(links: Sequence[LinkSpeed]) -> str:
     """Return the speed of links, the range of several."""
     latencies = sorted(link.latency_seconds for link in links)
     speeds = sorted(link.bytes_per_second for link in links)

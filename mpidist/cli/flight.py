@@ -12,7 +12,7 @@ _USAGE_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("folder", metavar="DIR", help="where flight-rank-0000.bin and the others are")
     parser.add_argument("--last", type=int, default=10, metavar="N", help="collectives shown of each communicator")
 

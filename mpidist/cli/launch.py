@@ -1,4 +1,7 @@
-"""``python -m mpidist launch -n 4 train.py``: starts a program by the mpirun of the MPI library that mpi4py uses."""
+"""``python -m mpidist launch -n 4 train.py``: starts a program by mpi4py's own mpirun.
+
+That is the mpirun of the MPI library that mpi4py uses.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,8 @@ _TWO_VALUES = frozenset(("mca", "gmca", "prtemca", "gprtemca", "pmixmca", "gpmix
 _VARIABLE = frozenset(("env", "genv"))
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes: anything."""
+    """Take all arguments as they are."""
     # Options are mpirun's or the program's, --help after the program, too; none is this parser's.
     parser.prefix_chars = "\0"
     parser.usage = _USAGE.partition(": ")[2].partition("\n\n")[0]
@@ -106,7 +108,7 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
 
 
 def _library_of(command: str) -> MpiLibrary:
-    """Return the MPI library of the Python that the ranks run; of this one where they run something else."""
+    """Return the MPI library of the ranks' Python. That of this Python where they run something else."""
     if not is_python(command) or command == sys.executable:
         return find_library()
     python = shutil.which(command)
@@ -135,7 +137,7 @@ def _mpirun_of(library: MpiLibrary) -> Path:
 
 
 def additions(library: MpiLibrary, mpirun: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the variables and the flags that a program needs with this library and are not set yet.
+    """Return the variables and flags that a program still needs with this library.
 
     Root needs Open MPI's permission. In a batch job slots and binding are the site's business; elsewhere more ranks
     than cores are allowed, and no rank is bound to one core, which its BLAS and its progress thread would then share.
@@ -159,7 +161,7 @@ def additions(library: MpiLibrary, mpirun: Path) -> tuple[dict[str, str], list[s
 
 
 def is_python(word: str) -> bool:
-    """Whether a command is a Python interpreter.
+    """Return whether a command is a Python interpreter.
 
     >>> is_python("/opt/bin/python3.11"), is_python("train.py")
     (True, False)

@@ -1,4 +1,4 @@
-"""``python -m mpidist tune``: measures the algorithms on the ranks of this job and keeps the table in a file."""
+"""``python -m mpidist tune``: measures the algorithms and keeps the table in a file. The ranks of this job measure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USAGE_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--out", metavar="FILE", help=f"where the table is kept, beside those it has; {TUNING_FILE.name} by default"
     )
@@ -42,7 +42,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks (collective); rank 0 prints what came of it."""
+    """Measure on all ranks (collective); rank 0 prints the result."""
     try:
         for setting in SETTINGS.values():
             setting.read()
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(tuned: Tuned) -> str:
-    """Return what came of tuning as text."""
+    """Return the result of tuning as text."""
     lines = [f"all-reduce on {tuned.setup.layout}, {tuned.setup.host}, {tuned.setup.mpi}", ""]
     lines += timings_table(tuned.timings)
     if tuned.timings[-1].nbytes < SIZES[-1]:
@@ -90,7 +90,7 @@ def report(tuned: Tuned) -> str:
 
 
 def timings_table(timings: Sequence[Timing]) -> list[str]:
-    """Return the lines of a table of timings, the fastest of a size with a star."""
+    """Return a table of timings as lines, the fastest of a size with a star."""
     names = list(timings[0].seconds)
     widths = [max(len(name), 9) + 2 for name in names]
     lines = ["".join(["      size", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])]

@@ -1,4 +1,4 @@
-"""Who is who in the job: which rank has which task, and where it runs."""
+"""The roles in the job: the task of each rank, and its host."""
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec

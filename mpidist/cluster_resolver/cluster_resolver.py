@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.topology.gpus import visible_devices
+from mpidist.topology.gpu_sharing import visible_devices
 
 
 class ClusterResolver(ABC):
-    """Tells a strategy who takes part and which task this process is.
+    """The cluster, and the task of this process in it.
 
     For a source of your own, derive a class that implements :meth:`cluster_spec` and :meth:`master`, and set
     ``task_type`` and ``task_id``. Source: ``tf.distribute.cluster_resolver.ClusterResolver``.
@@ -31,7 +31,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster as it is now."""
+        """Return the present cluster."""
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
@@ -57,13 +57,16 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """Where the program runs; the empty string in all environments that mpidist knows."""
+        """The place of the program; empty in all environments that mpidist knows."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``; None if not known."""
-        return self._task_type
+        """The job of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``; None if not known.
+
+        An assigned value takes its place.
+        """
+        return self._own_task()[0] if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -71,8 +74,8 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None if not known."""
-        return self._task_id
+        """The index of this process in its job; None if not known. An assigned value takes its place."""
+        return self._own_task()[1] if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -81,11 +84,19 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The scheme of the addresses that :meth:`master` returns; None for none."""
-        return self._rpc_layer
+        return self._own_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    def _own_task(self) -> tuple[str | None, int | None]:
+        """Return job and index of this process where none is assigned."""
+        return None, None
+
+    def _own_rpc_layer(self) -> str | None:
+        """Return the scheme of addresses where none is assigned."""
+        return None
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:

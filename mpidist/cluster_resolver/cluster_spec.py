@@ -74,7 +74,7 @@ class ClusterSpec:
         return {job: dict(sorted(self._jobs[job].items())) for job in sorted(self._jobs)}
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks of ``job_name`` are known.
+        """Return the number of known tasks of ``job_name``.
 
         Raises:
             ValueError: No such job.
@@ -101,7 +101,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of ``job_name`` by task index, None for a task that is not known.
+        """Return the addresses of ``job_name`` by task index, None for unknown tasks.
 
         Raises:
             ValueError: No such job.
@@ -115,15 +115,15 @@ class ClusterSpec:
         return self._jobs[job_name]
 
 
-def _job_name(job: Any) -> str:
+def _job_name(job: object) -> str:
     if not isinstance(job, str):
         raise TypeError(f"a job is named {job!r} ({type(job).__name__}); expected a string such as 'worker'")
     return job
 
 
-def _tasks_by_index(job: str, tasks: Any) -> dict[int, str]:
+def _tasks_by_index(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, list | tuple):
-        by_index: dict[Any, Any] = dict(enumerate(tasks))
+        by_index: dict[object, object] = dict(enumerate(tasks))
     elif isinstance(tasks, Mapping):
         by_index = dict(tasks)
     else:
@@ -151,7 +151,7 @@ def _task_index(job: str, index: Any) -> int:
     return number
 
 
-def _address(job: str, address: Any) -> str:
+def _address(job: str, address: object) -> str:
     if not isinstance(address, str):
         raise TypeError(
             f"an address of job {job!r} is {address!r} of type {type(address).__name__}; expected 'host:port'"

@@ -1,4 +1,4 @@
-"""The resolver that is meant where none is given: that of the MPI job, unless TF_CONFIG tells of another cluster."""
+"""The default resolver: that of the MPI job, unless TF_CONFIG contradicts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ TRAINING_JOBS = ("chief", "worker")
 
 
 def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterResolver:
-    """Return the resolver of the ranks of this job; where TF_CONFIG is set it starts MPI (collective).
+    """Return the resolver of the ranks of this job.
+
+    Where TF_CONFIG is set it starts MPI (collective).
 
     Args:
         communicator: The ranks that take part, where the caller named them; TF_CONFIG is then not asked.

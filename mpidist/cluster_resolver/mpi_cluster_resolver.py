@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.roles import deal_tasks
-from mpidist.topology.gpus import share_of_each, visible_devices
+from mpidist.topology.gpu_sharing import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.limited_calls import duplicate, limited
 from mpidist.topology.topology import Topology, has_world, world_topology
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class _Survey(NamedTuple):
-    """What the ranks told each other: where they are."""
+    """The hosts and nodes of all ranks."""
 
     hosts: tuple[str, ...]
     node_of_rank: tuple[int, ...]
 
 
 class MPIClusterResolver(ClusterResolver):
-    """Gives the ranks of a communicator their tasks, in rank order.
+    """The ranks of a communicator as tasks, in rank order.
 
     Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. Making
     a resolver, :attr:`task_type`, :attr:`task_id`, ``rank`` and ``size`` are local. :meth:`cluster_spec`,
@@ -80,23 +80,8 @@ class MPIClusterResolver(ClusterResolver):
         """The communicator given; without one the world of mpidist (collective the first time)."""
         return world_topology().world if self._comm is None else self._comm
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this rank; local. What is assigned to it is returned instead."""
-        return self._task_type if self._task_type is not None else self._tasks[self.rank][0]
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this rank in its job; local. What is assigned to it is returned instead."""
-        return self._task_id if self._task_id is not None else self._tasks[self.rank][1]
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _own_task(self) -> tuple[str | None, int | None]:
+        return self._tasks[self.rank]
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return ``(task_type, task_id)`` of this rank; local."""
@@ -104,13 +89,19 @@ class MPIClusterResolver(ClusterResolver):
 
     @property
     def local_rank(self) -> int:
-        """The position of this rank on its node; collective the first time: ask on every rank."""
+        """The position of this rank on its node.
+
+        Collective the first time: ask on every rank.
+        """
         nodes = self._ask().node_of_rank
         return nodes[: self.rank].count(nodes[self.rank])
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes (ranks of one share memory); collective the first time: ask on every rank."""
+        """The number of nodes; the ranks of one share memory.
+
+        Collective the first time: ask on every rank.
+        """
         return len(set(self._ask().node_of_rank))
 
     def cluster_spec(self) -> ClusterSpec:
@@ -141,7 +132,7 @@ class MPIClusterResolver(ClusterResolver):
         return format_master_url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return ``{"GPU": k}`` for the k CUDA devices that are a task's share, ``{}`` for none.
+        """Return ``{"GPU": k}`` for a task's share of CUDA devices, ``{}`` for none.
 
         Collective the first time: call it on every rank, in the same order. Ranks of one node that see the
         same devices share them out. Imports CuPy where the machine has an NVIDIA driver.
@@ -160,17 +151,20 @@ class MPIClusterResolver(ClusterResolver):
         return {"GPU": share} if share else {}
 
     def is_made_of(self, jobs: Sequence[str]) -> bool:
-        """Whether every rank has one of ``jobs``, and the chief, if there is one, is rank 0; local."""
+        """Return whether every rank has one of ``jobs``, and any chief is rank 0. Local."""
         names = [job for job, _ in self._tasks]
         return all(name in jobs for name in names) and "chief" not in names[1:]
 
     def is_of(self, comm: MPI.Intracomm) -> bool:
-        """Whether the ranks of ``comm`` are those of this resolver; local."""
+        """Return whether the ranks of ``comm`` are those of this resolver; local."""
         mpi = import_mpi()
         return bool(mpi.Comm.Compare(comm, self._ranks()) != mpi.UNEQUAL)
 
     def _ranks(self) -> MPI.Intracomm:
-        """Return a communicator of the ranks of this resolver, to be asked and not to be used; local."""
+        """Return a communicator of the ranks of this resolver; local.
+
+        It is for questions, and not for messages.
+        """
         ranks: MPI.Intracomm = import_mpi().COMM_WORLD if self._comm is None else self._comm
         if self._comm is None and has_world():
             # Some of the ranks may have been lost.
@@ -178,7 +172,7 @@ class MPIClusterResolver(ClusterResolver):
         return ranks
 
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
-        """Return a new communicator of the ranks whose job is one of ``jobs``; the caller frees it.
+        """Return a new communicator of the ranks of ``jobs``; the caller frees it.
 
         Collective over those ranks alone (MPI_Comm_create_group). A chief comes first, then the workers in order.
 
@@ -197,7 +191,8 @@ class MPIClusterResolver(ClusterResolver):
 
     def _named_task(self, task_type: str | None, task_id: int | None) -> tuple[str, int]:
         job, index = self._tasks[self.rank]
-        return task_type or self._task_type or job, _first(task_id, self._task_id, index)
+        given = self._task_id if task_id is None else task_id
+        return task_type or self._task_type or job, index if given is None else given
 
     def _ask(self) -> _Survey:
         if self._survey is None:
@@ -224,7 +219,3 @@ class MPIClusterResolver(ClusterResolver):
                     shares[rank] = share
             self._shares = shares
         return self._shares
-
-
-def _first(*numbers: int | None) -> int:
-    return next(number for number in numbers if number is not None)

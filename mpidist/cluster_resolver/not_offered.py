@@ -1,18 +1,21 @@
-"""The resolvers of TensorFlow that ask a cloud's servers, which mpidist does not have: what to use instead."""
+"""Resolvers that ask a cloud's servers, which mpidist does not offer.
+
+Their errors name the alternatives.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver
 
 
 class _NotOffered(ClusterResolver):
-    """Cannot be made."""
+    """A resolver that cannot be made."""
 
     _asks = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"mpidist does not offer {cls.__name__}, which asks {cls._asks} who takes part: here MPI knows. "
             "Expected: the ranks are started by an MPI launcher, and the resolver is MPIClusterResolver(), the "
@@ -21,24 +24,27 @@ class _NotOffered(ClusterResolver):
 
 
 class KubernetesClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. On Kubernetes the MPI operator starts ranks."""
+    """Not offered: raises NotImplementedError, which names alternatives.
+
+    On Kubernetes the MPI operator starts ranks.
+    """
 
     _asks = "a Kubernetes server"
 
 
 class GCEClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use."""
+    """Not offered: raises NotImplementedError, which names alternatives."""
 
     _asks = "Google Compute Engine"
 
 
 class TPUClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. There is no support for TPUs."""
+    """Not offered: raises NotImplementedError, which names alternatives. There is no support for TPUs."""
 
     _asks = "Google Cloud's TPU service"
 
 
 class SageMakerClusterResolver(_NotOffered):
-    """Not offered: raises NotImplementedError, which says what to use. SageMaker has an MPI launcher of its own."""
+    """Not offered: raises NotImplementedError, which names alternatives. SageMaker has an MPI launcher of its own."""
 
     _asks = "SageMaker's variables SM_HOSTS and SM_CURRENT_HOST"

@@ -1,4 +1,4 @@
-"""Which rank has which task: ``jobs=`` and ``MPIDIST_JOBS``, dealt out in rank order."""
+"""The tasks of ranks: ``jobs=`` and ``MPIDIST_JOBS``, dealt out in rank order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def deal_tasks(jobs: Mapping[str, int] | None, size: int, source: str = "jobs") 
     Args:
         jobs: ``{job: number of tasks}``; None reads ``MPIDIST_JOBS``, without which every rank is a worker.
         size: The number of ranks.
-        source: Where ``jobs`` was given, for errors.
+        source: The name of the origin of ``jobs``, for errors.
 
     Raises:
         TypeError: Not a dict from strings to whole numbers.

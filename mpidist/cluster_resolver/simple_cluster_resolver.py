@@ -7,15 +7,15 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers with what it was given; nothing is looked up. Everything is local.
+    """A resolver with given answers; nothing is looked up. Everything is local.
 
     Args:
         cluster_spec: The cluster.
-        master: What :meth:`master` returns where it is not asked for one task.
+        master: The result of :meth:`master` where it is not asked for one task.
         task_type: The job of this process.
         task_id: The index of this process in its job.
-        environment: What :attr:`environment` returns.
-        num_accelerators: What :meth:`num_accelerators` returns, such as ``{"GPU": 4}``; None for ``{}``.
+        environment: The value of :attr:`environment`.
+        num_accelerators: The result of :meth:`num_accelerators`, such as ``{"GPU": 4}``; None for ``{}``.
         rpc_layer: The scheme of addresses.
 
     Raises:
@@ -58,7 +58,9 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, if both arguments name one, and else the ``master`` given.
+        """Return the address of the task named, or the ``master`` given.
+
+        A task is named by both arguments.
 
         Raises:
             ValueError: No such task.

@@ -13,7 +13,7 @@ from mpidist.cluster_resolver.slurm_layout import read_layout
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Gives the tasks of a Slurm job step their roles, in the order of their ranks. Everything is local.
+    """The tasks of a Slurm job step, in the order of their ranks. Everything is local.
 
     It works without MPI, but not everywhere: under ``mpirun`` Slurm's variables are those of mpirun's daemons, so the
     rank and the size come from ``OMPI_*`` or ``PMI_*``, and equal numbers of ranks on each host are assumed, unless
@@ -23,10 +23,10 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: ``{job: number of tasks}``, which together are all tasks, dealt out in this order (TensorFlow sorts the
             names); None reads ``MPIDIST_JOBS="ps:1,worker:3"``; without it all are workers.
         port_base: The address of the i-th task on a host is ``"host:(port_base + i)"``.
-        gpus_per_node: GPUs of each node; by default what ``SLURM_GPUS_ON_NODE`` says, else none are counted.
+        gpus_per_node: GPUs of each node; by default ``SLURM_GPUS_ON_NODE``, else none are counted.
         gpus_per_task: GPUs of each task; by default all that Slurm has bound to this task (``--gpus-per-task``,
             ``--gpu-bind``), else those of its node that ``CUDA_VISIBLE_DEVICES`` shows, shared out evenly.
-        tasks_per_node: Tasks of each node, or ``{host: tasks}``; by default what Slurm says.
+        tasks_per_node: Tasks of each node, or ``{host: tasks}``; by default Slurm's numbers.
         auto_set_gpu: Set ``CUDA_VISIBLE_DEVICES`` of this process to the GPUs of its task, unless there are fewer GPUs
             than tasks. Ranks that do not see one another's GPUs cannot copy between
             them: with False the strategies share the GPUs out and all ranks see all.
@@ -94,7 +94,10 @@ class SlurmClusterResolver(ClusterResolver):
         )
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return ``{"GPU": k}`` for the k GPUs of each task; where none are counted, those this process sees."""
+        """Return ``{"GPU": k}`` for the k GPUs of each task.
+
+        Where none are counted, those that this process sees.
+        """
         if self._gpus_per_task:
             return {"GPU": self._gpus_per_task}
         return super().num_accelerators(task_type, task_id)

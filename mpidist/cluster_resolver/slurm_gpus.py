@@ -1,4 +1,4 @@
-"""Which GPUs are those of a task of a Slurm job, by the environment of the task alone."""
+"""The GPUs of a Slurm task, by the environment of the task alone."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
 # The GPUs of the node that Slurm shows to this task: all that the job has there, or those that it has bound to it.
 _OF_STEP = "SLURM_STEP_GPUS"
-# What a resolver of this process has left in CUDA_VISIBLE_DEVICES: the GPUs of the task, not to be shared out again.
+# The content of CUDA_VISIBLE_DEVICES by a resolver of this process: GPUs of the task, not to be shared out again.
 _left: str | None = None
 
 
 def gpus_of_task(
     environ: Environ, layout: SlurmLayout, gpus_per_node: int | None, gpus_per_task: int | None
 ) -> list[str]:
-    """Return the GPUs of the task of this process, as CUDA_VISIBLE_DEVICES names them; none where none are counted.
+    """Return the GPUs of this task, as CUDA_VISIBLE_DEVICES names them.
+
+    Empty where none are counted.
 
     Args:
         environ: The environment to read.
-        layout: Where the tasks are.
-        gpus_per_node: GPUs of each node, instead of what Slurm says; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
+        layout: The hosts of the tasks.
+        gpus_per_node: GPUs of each node, instead of Slurm's number; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
             number of them.
-        gpus_per_task: How many the task is to have; all that are its own by default.
+        gpus_per_task: The number of GPUs for the task; all that are its own by default.
 
     Raises:
         ValueError: There are fewer than asked for, or a variable is malformed.
@@ -53,7 +55,7 @@ def gpus_of_task(
 
 
 def leave_gpus(gpus: list[str]) -> None:
-    """Let this process see these GPUs only."""
+    """Hide all GPUs but these from this process."""
     global _left
     _left = os.environ[_VISIBLE] = ",".join(gpus)
 
@@ -71,13 +73,16 @@ def _visible(environ: Environ, on_node: int) -> list[str]:
     if text is None:
         return [str(gpu) for gpu in range(on_node)]
     names = [name.strip() for name in text.split(",")]
-    # As CUDA reads it: what comes after a device that cannot be is hidden.
+    # As CUDA reads it: devices after one that cannot be are hidden.
     end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
     return names[:end]
 
 
 def _are_own(environ: Environ, on_node: int) -> bool:
-    """Whether what this process sees is its task's alone, and not what all tasks of the node see."""
+    """Return whether the GPUs that this process sees are its task's alone.
+
+    Otherwise all tasks of the node see them.
+    """
     if _left is not None and environ.get(_VISIBLE) == _left:
         return True
     shown = environ.get(_OF_STEP)

@@ -1,4 +1,4 @@
-"""Which task of a Slurm job is on which host, read from the environment of one of them."""
+"""The host of each task of a Slurm job, read from one task's environment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ASK_THE_RANKS = "or use MPIClusterResolver(), which asks the ranks where they a
 
 @dataclass(frozen=True)
 class SlurmLayout:
-    """The tasks of a job and where they are.
+    """The tasks of a job and their hosts.
 
     Attributes:
-        rank: Of this process.
+        rank: The rank of this process.
         size: The number of tasks.
         tasks_of_hosts: ``{host: number of tasks}``, in Slurm's order of hosts.
-        places: For each rank its host, and its position among the tasks of that host.
+        places: The host of each rank, and its position among the tasks of that host.
     """
 
     rank: int
@@ -34,11 +34,11 @@ class SlurmLayout:
 
 
 def read_layout(environ: Environ, tasks_per_node: int | Mapping[str, int] | None) -> SlurmLayout:
-    """Return the layout of the job that this process is a task of.
+    """Return the layout of the job of this process.
 
     Args:
         environ: The environment to read.
-        tasks_per_node: Tasks of each node, or ``{host: tasks}``, instead of what Slurm says.
+        tasks_per_node: Tasks of each node, or ``{host: tasks}``, instead of Slurm's numbers.
 
     Raises:
         TypeError: ``tasks_per_node`` is neither.
@@ -86,7 +86,7 @@ def _launcher(environ: Environ) -> LauncherInfo:
 
 
 def _expanded(environ: Environ, names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str, _List]:
-    """Return the variable that is set, and its list."""
+    """Return the name of the variable that is set, and its list."""
     name = next((name for name in names if environ.get(name)), None)
     if name is None:
         raise ValueError(
@@ -127,7 +127,10 @@ def _counts_given(tasks_per_node: int | Mapping[str, int], hosts: Sequence[str])
 
 
 def _even_counts(info: LauncherInfo, size: int, hosts: Sequence[str]) -> list[int]:
-    """Return equal numbers of ranks on all hosts, if what mpirun says of this one agrees."""
+    """Return equal numbers of ranks on all hosts.
+
+    Raises ValueError if the variables of mpirun on this one disagree.
+    """
     each, rest = divmod(size, len(hosts))
     if rest or (info.local_size is not None and info.local_size != each):
         on_this = "" if info.local_size is None else f", {info.local_size} of them on this host"

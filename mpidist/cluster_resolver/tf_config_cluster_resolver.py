@@ -13,7 +13,7 @@ from mpidist.cluster_resolver.roles import TASK_TYPES
 
 _VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host0:1", "host1:1"]}, "task": {"type": "worker", "index": 0}}'
-# What this class reads, and what TensorFlow's own RunConfig and Google's cloud write beside it.
+# The keys that this class reads, and those that TensorFlow's own RunConfig and Google's cloud write beside them.
 _KEYS = (
     "cluster",
     "task",
@@ -28,16 +28,18 @@ _KEYS = (
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads ``TF_CONFIG``, JSON with ``cluster``, ``task``, and if need be ``rpc_layer``, ``environment``,
-    ``session_master``. Everything is local; the variable is read anew each time.
+    """The cluster that the environment variable ``TF_CONFIG`` describes.
+
+    The variable is JSON with ``cluster``, ``task``, and if need be ``rpc_layer``, ``environment``, ``session_master``.
+    Everything is local; the variable is read anew each time.
 
     It tells who is who and nothing else: the ranks still find each other by MPI.
 
     Args:
-        task_type: Used instead of what the variable says; so are the others.
+        task_type: Used instead of the variable's; so are the others.
         task_id: The index of this process in its job.
         rpc_layer: The scheme of addresses.
-        environment: What :attr:`environment` returns.
+        environment: The value of :attr:`environment`.
 
     Every question raises ValueError where the variable is no JSON or not of this form, has a key that is not known or
     is there twice, a job that does not exist, two chiefs or evaluators, or a task that the cluster does not have.
@@ -73,7 +75,9 @@ class TFConfigClusterResolver(ClusterResolver):
         return self._read()[0]
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return ``session_master`` if there is one, ``""`` for a cluster of at most one task, else a task's address.
+        """Return the ``session_master``, or a task's address.
+
+        It is ``""`` for a cluster of at most one task without ``session_master``.
 
         Args:
             task_type: The job; that of this process by default.
@@ -100,45 +104,20 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """Where the program runs."""
-        return str(self._of_config("environment", self._environment) or "")
+        """The place of the program."""
+        return str((self._read()[1].get("environment") if self._environment is None else self._environment) or "")
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process."""
-        return self._task_type if self._task_type is not None else self._read()[1].get("task", {}).get("type")
+    def _own_task(self) -> tuple[str | None, int | None]:
+        task = self._read()[1].get("task", {})
+        index = task.get("index")
+        return task.get("type"), None if index is None else int(index)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job."""
-        if self._task_id is not None:
-            return self._task_id
-        index = self._read()[1].get("task", {}).get("index")
-        return None if index is None else int(index)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The scheme of addresses."""
-        layer = self._of_config("rpc_layer", self._rpc_layer)
+    def _own_rpc_layer(self) -> str | None:
+        layer = self._read()[1].get("rpc_layer")
         return None if layer is None else str(layer)
 
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    def _of_config(self, key: str, given: str | None) -> Any:
-        return self._read()[1].get(key) if given is None else given
-
     def _read(self) -> tuple[ClusterSpec, dict[str, Any]]:
-        """Return the cluster and all of what the variable holds, checked."""
+        """Return the cluster and the content of the variable, checked."""
         text = os.environ.get(_VARIABLE, "")
         if not text.strip():
             return ClusterSpec({}), {}
@@ -186,11 +165,14 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 class _DuplicateKeyError(Exception):
-    """An object of JSON has a key twice, of which Python would keep the last one."""
+    """The error for an object of JSON with a key twice.
+
+    Python would keep the last one.
+    """
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise _DuplicateKeyError(key)
@@ -198,5 +180,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _bad(text: str, what: str) -> ValueError:
-    return ValueError(f"{_VARIABLE}={text!r} {what}; expected for example: {_VARIABLE}='{_EXAMPLE}'")
+def _bad(text: str, problem: str) -> ValueError:
+    return ValueError(f"{_VARIABLE}={text!r} {problem}; expected for example: {_VARIABLE}='{_EXAMPLE}'")

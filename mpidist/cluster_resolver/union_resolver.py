@@ -10,7 +10,7 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """Merges the clusters of several resolvers; all else is asked of the first one.
+    """Several resolvers as one; the first answers all but the merged cluster.
 
     Collective where a resolver in it is.
 
@@ -62,7 +62,9 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merge(job, [cluster[job] for cluster in found if job in cluster]) for job in jobs})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, if both arguments name one, and else the master of the first resolver.
+        """Return the address of the task named, or the first resolver's master.
+
+        A task is named by both arguments.
 
         Raises:
             ValueError: No such task.
@@ -73,7 +75,7 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return what the first resolver says."""
+        """Return the accelerators of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     @property
@@ -81,32 +83,11 @@ class UnionResolver(ClusterResolver):
         """The environment of the first resolver."""
         return self._resolvers[0].environment
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+    def _own_task(self) -> tuple[str | None, int | None]:
+        return self._resolvers[0].task_type, self._resolvers[0].task_id
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The scheme of addresses."""
-        return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _own_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
 
 
 def _merge(job: str, parts: Sequence[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:

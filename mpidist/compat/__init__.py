@@ -1,1 +1,1 @@
-"""Older forms of TensorFlow's, which programs still have, and refusals that say what to use instead."""
+"""Older forms of TensorFlow's that programs still use, and refusals that name alternatives."""

@@ -1,44 +1,50 @@
-"""InputIterator: the iterators of ``tf.compat.v1``, which can be begun anew, and what they are made from."""
+"""InputIterator: the restartable iterators of ``tf.compat.v1``, and their datasets, whose batches replicas share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from mpidist.input.dataset import Dataset
-from mpidist.input.graph import INFINITE
+from mpidist.input.batching import last_batching
+from mpidist.input.dataset import Dataset, graph_and_options
+from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
+from mpidist.input.elements import as_element, row_count
+from mpidist.input.graph import INFINITE, Form, Pass, PassThrough
 from mpidist.input.input_options import InputReplicationMode
 from mpidist.input.input_workers import InputContext
 from mpidist.input.iteration import Optional
-from mpidist.input.sources import Stream
+from mpidist.input.sources import StreamSource
+
+_END = object()
 
 
 class InputIterator:
-    """Goes through a distributed dataset, from the beginning after each ``initialize`` (tf.distribute.InputIterator).
+    """Restartable iterator over a distributed dataset (tf.distribute.InputIterator).
 
-    Strategies of ``mpidist.v1`` make it. Its methods are collective: call them on every rank, in the same order.
+    ``initialize`` begins anew. Strategies of ``mpidist.v1`` make it. Its methods are collective: call them on every
+    rank, in the same order.
 
     Args:
         dataset: A dataset as strategies distribute it.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
-        self._iterator: Any = None
+        self._iterator: DistributedIterator | None = None
 
-    def initialize(self) -> list[Any]:
-        """Begin a new pass, and return an empty list, as there are no operations to be run.
+    def initialize(self) -> list[object]:
+        """Begin a new pass, and return an empty list: there are no operations to run.
 
         The first pass begins by itself if this is not called before the first element is taken.
         """
-        self.close()
-        self._iterator = iter(self._dataset)
+        self._begin()
         return []
 
     @property
-    def initializer(self) -> list[Any]:
-        """The same as :meth:`initialize`: asking for it begins a new pass."""
+    def initializer(self) -> list[object]:
+        """The result of :meth:`initialize`; asking for it begins a new pass."""
         return self.initialize()
 
     def get_next(self) -> Any:
@@ -55,8 +61,7 @@ class InputIterator:
 
     def get_next_as_optional(self) -> Optional:
         """Return the next element, or an Optional without value."""
-        found: Optional = self._begun().get_next_as_optional()
-        return found
+        return self._begun().get_next_as_optional()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -66,7 +71,7 @@ class InputIterator:
 
     @property
     def element_spec(self) -> Any:
-        """As that of the distributed dataset."""
+        """The element spec of the distributed dataset."""
         return self._dataset.element_spec
 
     def close(self) -> None:
@@ -77,16 +82,21 @@ class InputIterator:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._dataset if self._iterator is None else self._iterator}>"
 
-    def _begun(self) -> Any:
-        if self._iterator is None:
-            self.initialize()
+    def _begin(self) -> DistributedIterator:
+        self.close()
+        self._iterator = iter(self._dataset)
         return self._iterator
+
+    def _begun(self) -> DistributedIterator:
+        return self._begin() if self._iterator is None else self._iterator
 
 
 def dataset_fn_of(
-    input_fn: Callable[[InputContext], Any], replication_mode: InputReplicationMode
+    input_fn: Callable[[InputContext], object], replication_mode: InputReplicationMode
 ) -> Callable[[InputContext], Dataset]:
-    """Return the function that makes a Dataset of what ``input_fn`` returns: a Dataset, or a function of values.
+    """Return a function that makes a Dataset of the result of ``input_fn``.
+
+    That result is a Dataset, or a function of values.
 
     Raises:
         TypeError: ``input_fn`` is no function.
@@ -111,6 +121,68 @@ def dataset_fn_of(
                 "function without arguments that returns the value of a replica in a step"
             )
         name = getattr(made, "__name__", type(made).__name__)
-        return Dataset(Stream(lambda: (made() for _ in count()), f"input_fn({name})", None, INFINITE))
+        return Dataset(StreamSource(lambda: (made() for _ in count()), f"input_fn({name})", None, INFINITE))
 
     return dataset_fn
+
+
+@dataclass(eq=False, repr=False)
+class EvenBatches(PassThrough):
+    """The same batches, with their rows counted.
+
+    Only the last one may be no multiple of the number of replicas.
+
+    Args:
+        replicas: Number of replicas.
+    """
+
+    replicas: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = f"shared_by({self.replicas})"
+        if self.form is Form.ROWS:  # an element is a batch: its rows are counted once it is read
+            self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
+
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the batches.
+
+        Raises:
+            ValueError: One that is not the last cannot be shared equally, or one that is no smaller than a whole batch.
+        """
+        by_number = self.form is Form.BATCHES
+        batches: Iterator[Any] = self.source.items(run) if by_number else self.source.elements(run)
+        made = last_batching(self.source)
+        whole = 0 if made is None or made.size % self.replicas else made.size
+        for batch in batches:
+            rows = len(batch) if by_number else row_count(as_element(batch))
+            if rows % self.replicas and (rows >= whole or next(batches, _END) is not _END):
+                raise uneven(rows, self.replicas)
+            whole = max(whole, rows)
+            yield batch
+
+
+def with_even_batches(dataset: Dataset, replicas: int) -> Dataset:
+    """Return ``dataset`` with batches that replicas can share equally.
+
+    Batches whose size is not known beforehand are checked as they come.
+
+    Raises:
+        ValueError: The size is known, and no multiple of the number of replicas.
+    """
+    node, options = graph_and_options(dataset)
+    size = node.batch_size() if node.batched else None
+    if size is None:
+        return Dataset(EvenBatches((node,), replicas), options)
+    if size % replicas:
+        raise uneven(size, replicas)
+    return dataset
+
+
+def uneven(rows: int, replicas: int) -> ValueError:
+    """Return the error for a batch that replicas cannot share equally."""
+    return ValueError(
+        f"the dataset has batches of {rows} rows, which {replicas} replicas in sync cannot share equally; expected a "
+        f"multiple of {replicas}, or use make_input_fn_iterator(input_fn) or experimental_distribute_dataset(dataset), "
+        "which takes any size"
+    )

@@ -1,4 +1,4 @@
-"""TensorFlow's ``multi_worker_util``: which task of a cluster is the chief, which tasks count as workers."""
+"""TensorFlow's ``multi_worker_util``: the chief and the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normalize_cluster_spec(cluster_spec: Cluster | None) -> ClusterSpec:
 
 
 def task_count(cluster_spec: Cluster, task_type: str) -> int:
-    """Return the number of tasks of one job, 0 for a job that is not in the cluster.
+    """Return the number of tasks of one job, 0 for an unknown job.
 
     >>> task_count({"worker": ["a:1", "b:1"]}, "worker"), task_count({"worker": ["a:1"]}, "ps")
     (2, 0)
@@ -60,7 +60,7 @@ def _validated(cluster_spec: Cluster | None, task_type: str | None, task_id: int
 
 
 def is_chief(cluster_spec: Cluster | None = None, task_type: str | None = None, task_id: int | None = None) -> bool:
-    """Return whether a task is the chief: ``chief`` itself, or worker 0 of a cluster without one; local.
+    """Return whether a task is the chief: ``chief``, or worker 0 without one; local.
 
     The evaluator is outside the training cluster, also where ``cluster_spec`` has none, and so the chief of its own.
 
@@ -117,7 +117,7 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
 
 
 def has_worker(cluster_spec: Cluster) -> bool:
-    """Return whether anyone trains in this cluster: a chief or a worker; local.
+    """Return whether the cluster has a chief or a worker; local.
 
     Raises:
         ValueError: Neither a dict nor a ClusterSpec.
@@ -129,7 +129,9 @@ def has_worker(cluster_spec: Cluster) -> bool:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
-    """Return the device path of the task that leads collectives, or ``""`` where there are none; local.
+    """Return the device path of the leader of collectives, or ``""``; local.
+
+    That is the chief, or worker 0. There is none in an empty cluster and for the evaluator.
 
     That is the chief, or worker 0. There are none in an empty cluster and for the evaluator.
 

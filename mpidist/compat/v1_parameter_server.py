@@ -1,10 +1,9 @@
-"""ParameterServerStrategy as tf.compat.v1 has it: every worker runs the program, at its own pace."""
+"""ParameterServerStrategy as tf.compat.v1 has it, with a program on every worker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.compat.v1_strategies import StrategyV1
@@ -12,6 +11,7 @@ from mpidist.core import context, settings
 from mpidist.core.errors import MismatchError
 from mpidist.input import (
     Dataset,
+    DistributedDataset,
     InputContext,
     InputOptions,
     InputWorkers,
@@ -19,11 +19,11 @@ from mpidist.input import (
     distribute_from_function,
 )
 from mpidist.input.distribute import share_of
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralStorageExtended
-from mpidist.strategies.devices import check_devices
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.replica_devices import check_devices
 from mpidist.topology import world_topology
 from mpidist.values.placement import HOST
 
@@ -50,7 +50,7 @@ class WorkerExtended(ParameterServerExtended):
             )
 
     def barrier(self) -> None:
-        """Wait until every worker that has not left has come here; see ``ParameterServerStrategyV1``."""
+        """Wait for every worker that has not left; see ``ParameterServerStrategyV1``."""
         self._barriers += 1
         self._link.connections[0].control(
             "meet", (self._number, self._barriers), self._link.rank, doing="waiting for the other workers in barrier()"
@@ -74,23 +74,28 @@ class WorkerExtended(ParameterServerExtended):
         return self.should_checkpoint
 
     def _sharing_input(self) -> InputWorkers:
-        """Return the input workers for the next dataset: those that shuffle without a seed must do so alike."""
+        """Return the input workers for the next dataset.
+
+        Those that shuffle without a seed must do so alike.
+        """
         self._inputs += 1
         key = ("seeds", self._number, self._inputs)
         return replace(
             self.input_workers(), first_given=lambda seeds: self._link.agree(key, seeds, "distributing a dataset")
         )
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: this worker's share."""
+    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> DistributedDataset:
+        """Distribute this worker's share of a dataset; see ``StrategyExtended``."""
         if isinstance(dataset, Dataset):
             dataset = share_of(dataset, len(self._link.workers), self._worker_id)
         return distribute_dataset(dataset, self._sharing_input(), self.strategy, options)
 
-    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: the function is told which worker this is."""
+    def distribute_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
+    ) -> DistributedDataset:
+        """Distribute a function's datasets for this worker; see ``StrategyExtended``."""
 
-        def for_this_worker(context: InputContext) -> Any:
+        def for_this_worker(context: InputContext) -> Dataset:
             own = InputContext(len(self._link.workers), self._worker_id, context.num_replicas_in_sync)
             return dataset_fn(own)
 
@@ -106,11 +111,11 @@ class AloneExtended(CentralStorageExtended):
         self.cluster_resolver = resolver
 
     def barrier(self) -> None:
-        """Return: there is nobody to wait for."""
+        """Return at once: there is nobody to wait for."""
 
 
 class ParameterServerStrategyV1(StrategyV1):
-    """Asynchronous training: variables on servers, workers each at its own pace (the v1 ParameterServerStrategy).
+    """Asynchronous training with variables on servers (the v1 ParameterServerStrategy).
 
     Every worker runs the program by itself: synchronous over its local replicas, and without waiting for other
     workers. Variables are dealt to the servers in turn as they are created, on all workers in the same order; the first
@@ -123,11 +128,11 @@ class ParameterServerStrategyV1(StrategyV1):
     variables are on the host.
 
     Args:
-        cluster_resolver: Who is who; the roles of the MPI job by default
+        cluster_resolver: The roles of the ranks; those of the MPI job by default
             (``MPIDIST_JOBS="ps:1,worker:3"``).
         devices: Device strings of this worker's replicas; its share of the GPUs, or the CPU, by default. Extension.
-        max_staleness: How many steps, counted by ``apply_gradients``, a worker may be ahead of the slowest before it
-            waits; None for any number. The same on all workers. Extension.
+        max_staleness: The number of steps, counted by ``apply_gradients``, that a worker may be ahead of the slowest
+            before it waits; None for any number. The same on all workers. Extension.
 
     Raises:
         ValueError: A cluster without servers, or a rank that is no worker.
@@ -164,10 +169,10 @@ class ParameterServerStrategyV1(StrategyV1):
         super().__init__(WorkerExtended(self, link, local_devices, resolver, max_staleness))
 
     def barrier(self) -> None:
-        """Wait until every worker has called it as often as this one, or has closed the strategy or ended. Extension.
+        """Wait until every other worker has called it as often as this one.
 
-        For what has to be done once, by the chief say, before all go on: restoring a checkpoint, or looking at the
-        result.
+        Workers that have closed the strategy or ended do not count. Extension. For work that the chief, say, has to
+        do once before all go on: restoring a checkpoint, or looking at the result.
 
         Raises:
             CollectiveTimeoutError: The others did not come within ``MPIDIST_TIMEOUT``.

@@ -1,4 +1,4 @@
-"""The strategies as ``tf.compat.v1`` has them: ``reduce`` without an axis, iterators, ``experimental_run``."""
+"""The strategies of ``tf.compat.v1``: ``reduce`` without an axis, iterators, ``experimental_run``."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpidist.compat.input_iterator import InputIterator, dataset_fn_of
+from mpidist.compat.input_iterator import InputIterator, dataset_fn_of, with_even_batches
 from mpidist.core import context
 from mpidist.core.enums import ReduceOp
 from mpidist.input import Dataset, InputContext, InputReplicationMode
-from mpidist.input.even_batches import with_even_batches
+from mpidist.strategies.base import Strategy, Value
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpidist.strategies.strategy import Strategy, Value
 
 
 class StrategyV1(Strategy):
-    """What the v1 forms add to a strategy."""
+    """The additions of the v1 forms to a strategy."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None = None) -> Value:
-        """Do what ``Strategy.reduce`` does; ``axis`` may be left out (collective)."""
+        """Combine a value, as ``Strategy.reduce`` does; ``axis`` may be left out (collective)."""
         return super().reduce(reduce_op, value, axis)
 
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
@@ -49,10 +48,10 @@ class StrategyV1(Strategy):
 
     def make_input_fn_iterator(
         self,
-        input_fn: Callable[[InputContext], Any],
+        input_fn: Callable[[InputContext], object],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """Return an iterator over what ``input_fn`` makes on each rank (collective).
+        """Return an iterator over the results of ``input_fn`` on each rank (collective).
 
         Args:
             input_fn: Called once on each rank with an InputContext. Returns a Dataset, batched per replica, of which
@@ -67,14 +66,14 @@ class StrategyV1(Strategy):
         dataset_fn = dataset_fn_of(input_fn, replication_mode)
         return InputIterator(self._extended.distribute_from_function(dataset_fn, None))
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: InputIterator | None = None) -> Any:
-        """Do what ``run`` does, with the next element of an iterator as the argument of ``fn``.
+    def experimental_run(self, fn: Callable[..., object], input_iterator: InputIterator | None = None) -> Any:
+        """Run ``fn``, as ``run`` does, with the next element of an iterator.
 
         Collective where the iterator's ``get_next`` is: call it on every rank.
 
         Args:
             fn: The function; without arguments where there is no iterator.
-            input_iterator: What :meth:`make_dataset_iterator` or :meth:`make_input_fn_iterator` returned.
+            input_iterator: From :meth:`make_dataset_iterator` or :meth:`make_input_fn_iterator`.
 
         Raises:
             OutOfRangeError: The iterator has no element left.
@@ -93,7 +92,7 @@ class DefaultStrategyV1(StrategyV1):
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Do what ``Strategy.scope`` does."""
+        """Enter the scope, as ``Strategy.scope`` does."""
         with context.scope(self._extended.strategy):
             yield self
 
@@ -102,7 +101,9 @@ _default_strategy = DefaultStrategyV1(default_strategy.extended)
 
 
 def get_strategy() -> Any:
-    """Return the current strategy of this thread; the default strategy, where none is active, in its v1 form.
+    """Return the current strategy of this thread.
+
+    Where none is active that is the default strategy in its v1 form.
 
     >>> get_strategy().reduce("SUM", 2.0)
     np.float64(2.0)

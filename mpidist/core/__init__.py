@@ -1,1 +1,1 @@
-"""Ground floor: enums, errors, nests, device strings, settings and the context stack; no MPI, no arrays."""
+"""Ground floor: enums, errors, nests, devices, settings, the context stack; no MPI, no arrays."""

@@ -1,4 +1,4 @@
-"""What to type in place of names that other libraries have, and mpidist has not."""
+"""Advice on names that other libraries have and mpidist lacks."""
 
 from __future__ import annotations
 

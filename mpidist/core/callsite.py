@@ -18,12 +18,12 @@ _LIBRARIES = (
 
 
 def is_of_package(file: str) -> bool:
-    """Whether code of ``file`` is mpidist's own."""
+    """Return whether code of ``file`` is mpidist's own."""
     return file.startswith(_PACKAGE)
 
 
 def is_of_program(file: str) -> bool:
-    """Whether code of ``file`` is neither mpidist's nor that of a library."""
+    """Return whether code of ``file`` is neither mpidist's nor that of a library."""
     return not file.startswith(_LIBRARIES)
 
 
@@ -54,7 +54,9 @@ def user_call_site(frame: FrameType | None = None) -> str:
 
 
 def program_line(frame: FrameType) -> str:
-    """Return ``file:line (function)`` of the innermost frame that is neither of this package nor of a library.
+    """Return ``file:line (function)`` of the innermost frame of the user's program.
+
+    It is neither in this package nor in a library.
 
     Args:
         frame: Where to start; that of another thread, too.

@@ -1,4 +1,4 @@
-"""The stack, one per thread, that says which strategy is current and in which context code runs.
+"""The stack of contexts, one per thread: the current strategy and replica context.
 
 | where                        | get_strategy | has_strategy | get_replica_context | in_cross_replica_context |
 |------------------------------|--------------|--------------|---------------------|--------------------------|
@@ -16,11 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TypeVar
 
 from mpidist.core.enums import ReduceOp
 from mpidist.core.first_use import imported
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+
+Strategy = TypeVar("Strategy", bound=StrategyLike)
 
 
 class Frame:
@@ -43,7 +45,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.global_frame: Frame | None = None
-        self.creators: list[Callable[..., Any]] = []
+        self.creators: list[Callable[..., object]] = []
 
 
 _stack = _Stack()
@@ -56,21 +58,19 @@ def default_strategy_is_in(module: str) -> None:
     _home_of_default[:] = [module]
 
 
-def _default_frame() -> Frame:
-    if not _default:
-        imported(_home_of_default[0])
-    return _default[0]
-
-
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
-    """Make ``strategy`` what :func:`get_strategy` returns where nothing is active."""
+    """Make ``strategy`` the result of :func:`get_strategy` where nothing is active."""
     _default[:] = [Frame(strategy, replica_context)]
 
 
 def current_frame() -> Frame:
-    """Return the innermost frame of this thread, that of the default strategy where nothing is active."""
+    """Return the innermost frame of this thread, or the default strategy's."""
     frames = _stack.frames
-    return frames[-1] if frames else _default_frame()
+    if frames:
+        return frames[-1]
+    if not _default:
+        imported(_home_of_default[0])
+    return _default[0]
 
 
 def push(frame: Frame) -> None:
@@ -103,12 +103,12 @@ def get_strategy() -> StrategyLike:
 
 
 def is_default(strategy: StrategyLike) -> bool:
-    """Whether ``strategy`` is the default one."""
+    """Return whether ``strategy`` is the default one."""
     return bool(_default) and strategy is _default[0].strategy
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default one.
+    """Return whether the current strategy is another than the default one.
 
     >>> has_strategy()
     False
@@ -127,7 +127,7 @@ def get_replica_context() -> ReplicaContextLike | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code runs inside ``scope()``, a merge function or an update function.
+    """Return whether code runs inside ``scope()``, a merge function or an update function.
 
     >>> in_cross_replica_context()
     False
@@ -156,10 +156,10 @@ def get_loss_reduction() -> ReduceOp:
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
-    """Make ``strategy`` current for this thread without a ``with`` block; None goes back to the default.
+    """Make ``strategy`` current for this thread without a ``with`` block.
 
-    Call it on every rank (variables created afterwards are created collectively). What an earlier call set is
-    left first.
+    None goes back to the default. Call it on every rank (variables created afterwards are created collectively). A
+    strategy that an earlier call has set is left first.
 
     Raises:
         RuntimeError: A scope is open.
@@ -178,7 +178,7 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
 
 
 @contextmanager
-def scope(strategy: StrategyLike) -> Iterator[Any]:
+def scope(strategy: Strategy) -> Iterator[Strategy]:
     """Enter the cross-replica context of ``strategy``: the rules of ``Strategy.scope``.
 
     Raises:
@@ -229,7 +229,7 @@ def outside() -> Iterator[None]:
         _stack.frames = frames
 
 
-def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[Any]:
+def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[object]:
     """Return a block in which ``strategy`` is in scope, which it may be already."""
     is_inside = in_cross_replica_context() and get_strategy() is strategy
     return nullcontext() if is_inside else strategy.scope()
@@ -264,7 +264,7 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
     Args:
         strategy: Whose method it is.
         method: Name of the method, for the message.
-        instead: What to call in replica context.
+        instead: The call to make in replica context.
     """
     frames = _stack.frames
     if not frames:
@@ -304,7 +304,7 @@ def require_replica(context: ReplicaContextLike, method: str) -> None:
 
 
 @contextmanager
-def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
+def variable_creator_scope(creator: Callable[..., object]) -> Iterator[None]:
     """Pass the creation of variables in the block through ``creator(next_creator, **kwargs)``.
 
     >>> import mpidist
@@ -323,6 +323,6 @@ def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
         creators.remove(creator)
 
 
-def variable_creators() -> list[Callable[..., Any]]:
+def variable_creators() -> list[Callable[..., object]]:
     """Return the creators that are active in this thread, outermost first."""
     return _stack.creators

@@ -1,4 +1,4 @@
-"""Threads of mpidist's own: one that looks after things as long as there are any, and threads with one thing to do."""
+"""mpidist's own threads: they run one function, or serve a list of objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _thread = _Own()
 
 
 def mark_own_thread() -> None:
-    """Note that mpidist started this thread: it stays on the first GPU that it has to do with, and disturbs no graph.
+    """Mark this thread as one that mpidist started.
+
+    It stays on the first GPU that it uses, and does not disturb a CUDA graph.
 
     To be called at its begin, whether it will ever have to do with one or not: nothing is asked of CUDA yet.
     """
@@ -28,12 +30,12 @@ def mark_own_thread() -> None:
 
 
 def is_own_thread() -> bool:
-    """Whether mpidist started this thread."""
+    """Return whether mpidist started this thread."""
     return _thread.is_own
 
 
 def start_daemon(name: str, run: Callable[[], object]) -> threading.Thread:
-    """Start a thread of mpidist's own, which a program that ends does not wait for, and return it."""
+    """Start and return a thread of mpidist's own. A program that ends does not wait for it."""
 
     def marked() -> None:
         mark_own_thread()
@@ -45,15 +47,16 @@ def start_daemon(name: str, run: Callable[[], object]) -> threading.Thread:
 
 
 class DaemonThread(Generic[T]):
-    """A thread that looks after things, there as long as there is one. To be subclassed; made without arguments.
+    """A thread that serves ``watched`` objects, and runs while there are any.
 
-    A forked child, which has none of its parent's threads, makes it anew, with nothing to look after.
+    To be subclassed; made without arguments. A forked child, which has none of its parent's threads, makes it anew,
+    with an empty list.
 
     Args:
         name: Of the thread.
 
     Attributes:
-        watched: What it looks after.
+        watched: The objects that it serves.
         lock: Held while ``watched`` changes.
     """
 
@@ -67,11 +70,11 @@ class DaemonThread(Generic[T]):
         _daemons.add(self)
 
     def look(self) -> float | None:
-        """Look after all, once; return the seconds until the next time, None for when it is woken."""
+        """Serve all objects once. Return the seconds until the next time, or None to sleep until it is woken."""
         raise NotImplementedError
 
     def watch(self, thing: T) -> None:
-        """Look after ``thing`` from now on, at once; the first one starts the thread."""
+        """Serve ``thing`` from now on, at once; the first one starts the thread."""
         with self.lock:
             if thing not in self.watched:
                 self.watched.append(thing)
@@ -80,7 +83,7 @@ class DaemonThread(Generic[T]):
             self._wake.set()
 
     def forget(self, thing: T) -> None:
-        """Look after ``thing`` no more; the last one ends the thread."""
+        """Serve ``thing`` no more; the last one ends the thread."""
         with self.lock:
             if thing in self.watched:
                 self.watched.remove(thing)
@@ -93,12 +96,12 @@ class DaemonThread(Generic[T]):
             thread.join()
 
     def stop(self) -> None:
-        """Look after nothing more, and end the thread."""
+        """Forget all objects, and end the thread."""
         for thing in list(self.watched):
             self.forget(thing)
 
     def wake(self) -> None:
-        """Have the thread look at once."""
+        """Have the thread serve all objects at once."""
         self._wake.set()
 
     def _run(self, wake: threading.Event) -> None:

@@ -12,7 +12,9 @@ from mpidist.core.wording import tell_user
 
 
 class Deadline:
-    """A wait, from when it is made, that reports once and gives up; whoever waits checks it now and then.
+    """A wait that reports once and gives up in the end.
+
+    It begins when it is made; the code that waits checks it now and then.
 
     Args:
         report: Returns the text for the user, given the seconds waited; or None. Without it nothing is said.
@@ -65,7 +67,7 @@ class Deadline:
 
 
 def wait_until(is_over: Callable[[], bool], deadline: Deadline, nap_seconds: float, longest_nap: float = 0.0) -> None:
-    """Wait until ``is_over`` or the end of a deadline, with naps, which grow to ``longest_nap`` if that is longer."""
+    """Wait until ``is_over`` or the end of a deadline, with naps. Naps grow to ``longest_nap`` if that is longer."""
     while not is_over():
         deadline.check()
         time.sleep(nap_seconds)

@@ -61,5 +61,5 @@ def canonical_device(text: str) -> str:
 
 
 def looks_like_device(value: object) -> bool:
-    """Whether ``value`` is a string that names a device."""
+    """Return whether ``value`` is a string that names a device."""
     return isinstance(value, str) and _DEVICE.match(value) is not None

@@ -1,7 +1,7 @@
 """The exceptions that mpidist adds to Python's own.
 
 Wrong arguments raise ``ValueError``, ``TypeError`` or ``RuntimeError`` as in TensorFlow; the classes here are
-for what only a job of several ranks can suffer.
+for errors that only a job of several ranks can have.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ class MismatchError(ValueError):
     """Ranks entered one collective with different plans; raised on every rank with the same text.
 
     Args:
-        message: What each rank asked for and the line of user code it came from.
-        plans: ``{rank: description}`` of what every rank asked for.
+        message: The request of each rank and the line of user code it came from.
+        plans: ``{rank: description}`` of every rank's request.
     """
 
     def __init__(self, message: str, plans: dict[int, str] | None = None) -> None:
@@ -28,7 +28,7 @@ class CollectiveTimeoutError(TimeoutError):
         sequence: How many collectives this rank had issued on the communicator, this one included.
         waited_seconds: How long this rank waited.
         rank: The rank that gave up.
-        report: What the ranks were doing, where one of them could find out.
+        report: The state of the ranks, where one of them could find out.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RequestTimeoutError(CollectiveTimeoutError):
     """A parameter server did not answer within the deadline.
 
     Args:
-        request: What was asked of which server, as text.
+        request: The request and the server, as text.
         waited_seconds: How long this rank waited.
         rank: The rank that gave up.
     """
@@ -71,11 +71,11 @@ class PeerError(RuntimeError):
 
 
 class RankLostError(PeerError):
-    """The process of another rank is gone, and MPI has said so; ``mpidist.elastic.run`` goes on without it."""
+    """The process of another rank is gone, as MPI has said. ``mpidist.elastic.run`` goes on without it."""
 
 
 class LaunchError(RuntimeError):
-    """The processes of the job did not come up as one MPI world, or there is no usable MPI library."""
+    """The processes did not come up as one MPI world, or MPI is not usable."""
 
 
 class OutOfRangeError(Exception):
@@ -83,18 +83,18 @@ class OutOfRangeError(Exception):
 
 
 class AlgorithmError(ValueError):
-    """An algorithm was asked for by name that does not work where the ranks are; raised on all of them together."""
+    """A requested algorithm does not work where the ranks are; raised on all of them."""
 
 
 class DeviceError(RuntimeError):
-    """A GPU was asked for, and this process has none that it can use; the text says why and what to type."""
+    """A GPU was asked for, and this process can use none. The text says why, and the command to type."""
 
 
 class NcclFailure(RuntimeError):
-    """NCCL reported an error on this rank; whatever else its communicator was to do is lost.
+    """NCCL reported an error on this rank. Unfinished work of its communicator is lost.
 
     Args:
-        message: What was being done, and NCCL's own words.
+        message: The call that failed, and NCCL's own words.
         status: NCCL's ncclResult_t.
     """
 

@@ -69,7 +69,7 @@ def check_no_link(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
-    """Make the folder that an environment variable names, if need be, and name both in errors of the block.
+    """Make the folder that an environment variable names, if need be. Errors of the block name both.
 
     Raises:
         OSError: It is no folder, or the block cannot write there.
@@ -89,7 +89,7 @@ def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[N
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Give the descriptor of a new file, which takes the place of ``path`` at the end of the block.
+    """Give the descriptor of a new file that replaces ``path`` at the block's end.
 
     Whoever reads meanwhile finds the old file; an error in the block leaves it there.
 

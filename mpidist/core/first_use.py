@@ -1,4 +1,4 @@
-"""Names of a facade that are imported on first use (PEP 562), so that a program pays only for what it needs."""
+"""Names of a package that are imported on first use (PEP 562). A program pays only for the names that it uses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def imported(module: str) -> ModuleType:
 
 
 def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str, str] | None = None) -> Hooks:
-    """Return ``__getattr__`` and ``__dir__`` for a module that imports some of its names on first use.
+    """Return ``__getattr__`` and ``__dir__`` for a module that imports names on first use.
 
     The module names the same objects under ``if TYPE_CHECKING``, where type checkers and editors find them.
 
     Args:
         module: Its ``__name__``; its ``__all__`` lists all names, those that are imported at once too.
         homes: The module that each late name comes from; a submodule is its own home.
-        in_place_of: What to type in place of names that it does not have, and that users may look for in it.
+        in_place_of: Advice on names that it does not have, and that users may look for in it.
 
     Raises:
         AttributeError: From ``__getattr__``, for a name that the module does not have.

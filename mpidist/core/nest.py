@@ -1,7 +1,7 @@
 """Nested structures: lists, tuples, named tuples, dicts and attrs classes, with anything else as leaves.
 
 Dict entries are visited in the order of their sorted keys, so that ranks which built the same dict in another
-order still agree. What is rebuilt has the type and the key order of the structure it is built like.
+order still agree. A rebuilt structure has the type and the key order of its model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BRANCHES = (list, tuple, dict)
 
 
 class _KindOfType(dict[type, bool]):
-    """Whether the values of a type are structures; a memo, as this is asked for every leaf of every step."""
+    """Whether the values of a type are structures. A memo, as this is asked for every leaf of every step."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = is_structure = issubclass(kind, _BRANCHES) or hasattr(kind, "__attrs_attrs__")
@@ -28,18 +28,18 @@ _is_structure = _KindOfType()
 
 
 def is_nest(value: object) -> bool:
-    """Whether ``value`` is a structure rather than a leaf."""
+    """Return whether ``value`` is a structure rather than a leaf."""
     return _is_structure[type(value)]
 
 
-def _keys(mapping: dict[Any, Any]) -> list[Any]:
+def _keys(mapping: dict[Any, object]) -> list[Any]:
     try:
         return sorted(mapping)
     except TypeError:
         return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
 
 
-def _children(nest: Any) -> list[tuple[Any, Any]]:
+def _children(nest: Any) -> list[tuple[object, Any]]:
     """Return ``(key, child)`` pairs of one level, in visiting order."""
     if isinstance(nest, dict):
         return [(key, nest[key]) for key in _keys(nest)]
@@ -71,7 +71,7 @@ def _rebuild(like: Any, children: list[Any]) -> Any:
     return rebuilt
 
 
-def flatten(nest: Any) -> list[Any]:
+def flatten(nest: object) -> list[Any]:
     """Return the leaves of ``nest`` in visiting order; a leaf gives a list of itself.
 
     >>> flatten({"b": [1, 2], "a": (3,)})
@@ -82,8 +82,8 @@ def flatten(nest: Any) -> list[Any]:
     return [leaf for _, child in _children(nest) for leaf in flatten(child)]
 
 
-def flatten_with_path(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` in visiting order; paths look like ``"['a'][0]"``, that of a lone leaf is empty."""
+def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(path, leaf)`` in visiting order. Paths look like ``"['a'][0]"``; that of a lone leaf is empty."""
     if not is_nest(nest):
         yield path, nest
         return
@@ -91,7 +91,7 @@ def flatten_with_path(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten_with_path(child, f"{path}[{key!r}]")
 
 
-def pack_like(structure: Any, leaves: Iterable[Any]) -> Any:
+def pack_like(structure: object, leaves: Iterable[object]) -> Any:
     """Return ``structure`` with its leaves replaced, in visiting order, by ``leaves``.
 
     Raises:
@@ -106,7 +106,7 @@ def pack_like(structure: Any, leaves: Iterable[Any]) -> Any:
         raise ValueError(f"{len(leaves)} leaves for a structure of {count}")
     supply = iter(leaves)
 
-    def build(like: Any) -> Any:
+    def build(like: object) -> object:
         if not is_nest(like):
             return next(supply)
         return _rebuild(like, [build(child) for _, child in _children(like)])
@@ -114,7 +114,7 @@ def pack_like(structure: Any, leaves: Iterable[Any]) -> Any:
     return build(structure)
 
 
-def assert_same_structure(first: Any, second: Any, path: str = "") -> None:
+def assert_same_structure(first: object, second: object, path: str = "") -> None:
     """Raise ValueError unless both have the same types, lengths and keys, leaf against leaf."""
     where = f" at {path}" if path else ""
     if is_nest(first) != is_nest(second) or (is_nest(first) and type(first) is not type(second)):
@@ -134,7 +134,7 @@ def assert_same_structure(first: Any, second: Any, path: str = "") -> None:
         assert_same_structure(one, other, f"{path}[{key!r}]")
 
 
-def map_structure(fn: Callable[..., Any], *nests: Any) -> Any:
+def map_structure(fn: Callable[..., object], *nests: object) -> Any:
     """Apply ``fn`` to corresponding leaves of ``nests`` and return a structure like the first.
 
     Raises:
@@ -147,7 +147,7 @@ def map_structure(fn: Callable[..., Any], *nests: Any) -> Any:
     for other in nests[1:]:
         assert_same_structure(first, other)
 
-    def build(*parts: Any) -> Any:
+    def build(*parts: object) -> object:
         if not is_nest(parts[0]):
             return fn(*parts)
         columns = zip(*(_children(part) for part in parts), strict=True)
@@ -156,8 +156,8 @@ def map_structure(fn: Callable[..., Any], *nests: Any) -> Any:
     return build(*nests)
 
 
-def describe(nest: Any) -> str:
-    """Return the shape of the structure as text, leaves as ``*``: what two ranks compare.
+def describe(nest: object) -> str:
+    """Return the structure as text, leaves as ``*``, for ranks to compare.
 
     >>> describe({"a": [1, 2], "b": 3})
     "{'a': [*, *], 'b': *}"

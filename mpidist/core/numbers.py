@@ -1,4 +1,4 @@
-"""Numbers as text, read strictly: what Python also takes for one, such as ' 1', '+1', '1_000' and '٣', is an error."""
+"""Numbers as text, read strictly. Other text that Python accepts, such as ' 1', '+1', '1_000' and '٣', is an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole_number(text: str) -> int:
 
 
 def decimal_number(text: str) -> float:
-    """Return the number of at least 0 that a text is, such as ``1800``, ``0.5``, ``1e3`` or ``inf``.
+    """Return the number of at least 0 in a text such as ``1800`` or ``0.5``. ``1e3`` and ``inf`` are read, too.
 
     Raises:
         ValueError: There is something else in ``text``.

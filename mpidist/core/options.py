@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpidist.core.enums import CommunicationImplementation
 
@@ -21,7 +21,7 @@ class CommunicationOptions:
         timeout_seconds: Deadline of one collective; ``None`` takes ``MPIDIST_TIMEOUT`` (30 minutes).
         implementation: A ``CommunicationImplementation`` or its name.
         wire_dtype: ``"float16"`` or ``"bfloat16"`` halves the bytes of float32 sums on the wire. Extension.
-        error_feedback: Add what rounding to ``wire_dtype`` lost to the next call. Extension.
+        error_feedback: Add the rounding error of ``wire_dtype`` to the next call. Extension.
         deterministic: The same bits for the same inputs and the same places of ranks on nodes, from run to run and
             whatever is packed together, between nodes as well. Extension.
         algorithm: Force one algorithm by name instead of the one the table picks. Extension.
@@ -75,7 +75,7 @@ class CommunicationOptions:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options with the fields of ``other`` that differ from the defaults laid over them."""
+        """Return these options overridden by the fields of ``other`` that differ from the defaults."""
         if other is None:
             return self
         changed = {
@@ -89,7 +89,7 @@ class CommunicationOptions:
 _DEFAULTS = CommunicationOptions()
 
 
-def check_communication_options(options: Any) -> None:
+def check_communication_options(options: object) -> None:
     """Raise TypeError unless ``options`` is None or a CommunicationOptions."""
     if options is not None and not isinstance(options, CommunicationOptions):
         raise TypeError(
@@ -114,4 +114,4 @@ class RunOptions(NamedTuple):
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: Any = None
+    experimental_xla_options: object = None

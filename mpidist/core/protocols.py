@@ -1,14 +1,20 @@
-"""What lower rooms may ask of a strategy, a replica context and an extended object, without importing them."""
+"""The interfaces of strategies and contexts as lower rooms see them, without importing them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from mpidist.core.enums import ReduceOp
+from mpidist.core.options import CommunicationOptions, RunOptions
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class ReplicaContextLike(Protocol):
-    """What values and inputs need of a ReplicaContext."""
+    """The part of a ReplicaContext that values and inputs use."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -27,24 +33,28 @@ class ReplicaContextLike(Protocol):
         """The strategy that the replica runs under."""
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, merge_fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> Result:
         """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
 
     def meet(
-        self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Do what ``merge_call`` does; ``call`` must be equal on all local replicas."""
+        self,
+        call: tuple[object, ...],
+        merge_fn: Callable[..., Result],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Result:
+        """Do the work of ``merge_call``; ``call`` must be equal on all local replicas."""
 
-    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Value) -> Value:
         """Reduce over all replicas."""
 
-    def all_reduce_async(self, reduce_op: Any, value: Any) -> Any:
+    def all_reduce_async(self, reduce_op: ReduceOp | str, value: object) -> Any:
         """Start reducing over all replicas, and return a handle whose ``wait()`` gives the result."""
 
 
 class ExtendedLike(Protocol):
-    """What values, inputs and training need of a StrategyExtended."""
+    """The part of a StrategyExtended that values, inputs and training use."""
 
     @property
     def local_replica_ids(self) -> tuple[int, ...]:
@@ -68,48 +78,72 @@ class ExtendedLike(Protocol):
 
     @property
     def variable_names(self) -> Any:
-        """What its variables are called (a VariableNames)."""
+        """The names of its variables (a VariableNames)."""
 
     @property
     def is_central(self) -> bool:
         """Whether each variable has one copy, which all replicas share."""
 
-    def create_variable(self, array: Any, **properties: Any) -> Any:
+    def create_variable(self, array: Any, **properties: object) -> Any:
         """Create a variable as the strategy keeps it (collective)."""
 
-    def reduce_pairs(self, op: Any, pairs: Any, options: Any = None, note: str = "") -> list[Any]:
-        """Reduce many values; ``note`` says what they belong to, which all ranks must agree on."""
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[object, object]],
+        options: CommunicationOptions | None = None,
+        note: str = "",
+    ) -> list[Any]:
+        """Reduce many values. ``note`` describes their use; all ranks must agree on it."""
 
-    def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
+    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
         """Return, on every rank, the nest of arrays that rank ``root`` passed (collective)."""
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block around rank-local work whose errors every rank learns of."""
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that is about to be raised in place of a collective."""
+        """Announce an error to the other ranks that replaces this rank's collective."""
 
     def step_agreement(self) -> Any:
-        """Return what lets the ranks agree on a step (collective)."""
+        """Return the object by which ranks agree on a step (collective)."""
 
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block in which each rank changes a copy of its own; the ranks compare them afterwards."""
+        """Return a block in which each rank changes its own copy. The ranks compare the copies afterwards."""
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
-        """Have the ranks compare what each has done by itself, where there is no state to be compared."""
+        """Compare the ranks' results of rank-local work where there is no state to compare."""
 
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: object,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
         """Reduce over all replicas and place the result."""
 
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[object, object]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
         """Reduce many values in one go."""
 
-    def update(self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+        group: bool = True,
+    ) -> Any:
         """Run ``fn`` on each local component of ``var``."""
 
 
 class StrategyLike(Protocol):
-    """What lower rooms need of a Strategy."""
+    """The part of a Strategy that lower rooms use."""
 
     @property
     def extended(self) -> ExtendedLike:
@@ -119,14 +153,20 @@ class StrategyLike(Protocol):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose values are combined."""
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Make the strategy current."""
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
         """Reduce a value over replicas."""
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Result],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+        options: RunOptions | None = None,
+    ) -> Result:
         """Call ``fn`` once per local replica."""
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank."""

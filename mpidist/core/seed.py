@@ -1,4 +1,4 @@
-"""The one seed of the process, from which everything random takes its own unless it was given one."""
+"""The seed of the process. Random sources that were given no seed derive their own from it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def get_seed() -> int | None:
 
 
 def next_seed() -> int | None:
-    """Return a seed for something that was given none, another one each time; None where no seed was set.
+    """Return a new seed for a random source that was given none, or None.
 
-    Ranks that make the same calls get the same seeds.
+    None where no seed was set. Ranks that make the same calls get the same seeds.
 
     >>> set_seed(1)
     >>> next_seed() == next_seed()
@@ -55,7 +55,7 @@ def next_seed() -> int | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let what draws seeds in the block not change those that are drawn after it."""
+    """Restore the sequence of seeds after the block."""
     kept = copy.copy(_State.numbers)
     try:
         yield

@@ -6,22 +6,24 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from mpidist.core.numbers import decimal_number, whole_number
 
+Value = TypeVar("Value", covariant=True)
+
 
 @dataclass(frozen=True)
-class Setting:
-    """One environment variable: how to read it and what it means."""
+class Setting(Generic[Value]):
+    """One environment variable: its name, default, parser and meaning."""
 
     name: str
-    default: Any
-    parse: Callable[[str], Any]
+    default: Value
+    parse: Callable[[str], Value]
     expected: str
     meaning: str
 
-    def read(self) -> Any:
+    def read(self) -> Value:
         """Return the value in force.
 
         Raises:
@@ -80,7 +82,7 @@ ABORT_ON_EXCEPTION = Setting(
     "0 or 1",
     "1: an uncaught exception on one rank prints its traceback with the rank and ends the whole job",
 )
-JOBS = Setting(
+JOBS: Setting[dict[str, int] | None] = Setting(
     "MPIDIST_JOBS",
     None,
     _jobs,
@@ -94,7 +96,7 @@ PROGRESS_THREAD = Setting(
     "0 or 1",
     "1: a thread moves collectives on that were started and not yet waited for",
 )
-FLIGHT_RECORD = Setting(
+FLIGHT_RECORD: Setting[str | None] = Setting(
     "MPIDIST_FLIGHT_RECORD",
     None,
     str,
@@ -115,14 +117,14 @@ GUARD = Setting(
     "0 or 1",
     "1: a thread answers ranks that wait for this one, so that they can say what keeps them (docs/hangs.md)",
 )
-GPU_AWARE_MPI = Setting(
+GPU_AWARE_MPI: Setting[bool | None] = Setting(
     "MPIDIST_GPU_AWARE_MPI",
     None,
     _flag,
     "0 or 1",
     "whether MPI is given pointers to GPU memory (docs/gpu.md); found out by default, and no in doubt",
 )
-STAGING_BYTES = Setting(
+STAGING_BYTES: Setting[int | None] = Setting(
     "MPIDIST_STAGING_BYTES",
     None,
     _power_of_two,
@@ -130,7 +132,7 @@ STAGING_BYTES = Setting(
     "how much of an array on a GPU passes through host memory at a time on its way to other nodes; by default 4 MiB, "
     "8 MiB where all ranks have a network for RDMA of 100 Gb/s, 16 MiB where it has 200 Gb/s",
 )
-RANKS_PER_NODE = Setting(
+RANKS_PER_NODE: Setting[int | None] = Setting(
     "MPIDIST_RANKS_PER_NODE",
     None,
     _positive_int,
@@ -158,14 +160,14 @@ TIMEOUT = Setting(
     "seconds, more than 0",
     "how long a rank waits in one collective before CollectiveTimeoutError",
 )
-TRACE = Setting(
+TRACE: Setting[str | None] = Setting(
     "MPIDIST_TRACE",
     None,
     str,
     "a folder",
     "every rank writes there what its collectives do when, for Perfetto or chrome://tracing (docs/tracing.md)",
 )
-TUNING_FILE = Setting(
+TUNING_FILE: Setting[str | None] = Setting(
     "MPIDIST_TUNING_FILE",
     None,
     str,
@@ -180,7 +182,7 @@ WARN_AFTER = Setting(
     "how long a rank waits in one collective before it says so on stderr",
 )
 
-SETTINGS = {
+SETTINGS: dict[str, Setting[object]] = {
     s.name: s
     for s in (
         ABORT_ON_EXCEPTION,

@@ -1,4 +1,4 @@
-"""How the library speaks to its user: ranks and commands in messages, and what it says on stderr."""
+"""Text for the user: ranks and commands in messages, and lines on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return what to type for an extra of the package, also where there is only a checkout of it.
+    """Return the command that installs an extra of the package, in a checkout too.
 
     >>> print(pip_install("half"))
     pip install 'mpidist[half]' (in a checkout: pip install '.[half]')

@@ -1,4 +1,4 @@
-"""CrossDeviceOps: the base of all reduction classes, what they check and in which order things happen.
+"""CrossDeviceOps: the base of all reduction classes, with their checks and the order of steps.
 
 A reduction has two levels. The values of this rank's replicas are combined by ``reduce_implementation``, which
 a subclass may replace as in TensorFlow; the results of the ranks are then combined by ``between_ranks_implementation``:
@@ -58,7 +58,7 @@ class CrossDeviceOps:
             replicas of this rank are combined.
 
     Raises:
-        TypeError: The class overrides what happens on a rank and not what happens between ranks, and there are several.
+        TypeError: The class overrides the step on a rank and not the one between ranks, and there are several.
 
     >>> class Clipped(CrossDeviceOps):
     ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
@@ -85,7 +85,7 @@ class CrossDeviceOps:
         _check_steps(type(self), comm)
 
     def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
-        """Attach to the ranks of a strategy with ``devices``, unless the object came with ranks of its own.
+        """Attach to the ranks of a strategy, unless the object has its own.
 
         Raises:
             ValueError: It is attached to another strategy already.
@@ -113,7 +113,7 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine the values of all replicas and put the result on ``destinations`` (collective over the ranks).
+        """Combine the values of all replicas on ``destinations`` (collective over the ranks).
 
         Args:
             reduce_op: The operation, or its name.
@@ -187,7 +187,7 @@ class CrossDeviceOps:
         return place(tensor, destination_devices(destinations))
 
     def _gathered(self, value: ReplicaValues, destinations: Any) -> list[Array]:
-        """Return the arrays of this rank's replicas where they are to be combined: at the first destination."""
+        """Return the arrays of this rank's replicas, brought to the first destination."""
         where = place_at(destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
 
@@ -203,10 +203,10 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: The operation; MEAN here, where it was asked for.
-            arrays: What this rank has formed of the values of its replicas, one array for each value.
-            divisor: What a mean divides the sum over the ranks by: the number of replicas.
+            arrays: This rank's results, one array for each value.
+            divisor: The number of replicas, by which a mean divides the sum over the ranks.
             options: Packing, deadline and algorithm.
-            structure: What the arrays belong to, which all ranks must agree on; hand it on.
+            structure: The text of the nest of the arrays, on which all ranks must agree; hand it on.
 
         Returns:
             The totals, arrays of the same shapes and dtypes, the same on every rank.
@@ -238,7 +238,7 @@ class CrossDeviceOps:
         return not self._has_own_steps and self._is_plain()
 
     def _is_plain(self) -> bool:
-        """Whether the steps of this class come to the engine's all-reduce alone."""
+        """Return whether the steps of this class amount to the engine's all-reduce."""
         return True
 
     @property
@@ -269,7 +269,7 @@ class CrossDeviceOps:
     def reduce_pairs_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> Work | FinishedWork:
-        """Start :meth:`reduce_pairs`. What the engine does not do alone is done at once."""
+        """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
         if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
         reduced, dtypes = self._of_this_rank(op, pairs, options)
@@ -295,14 +295,20 @@ class CrossDeviceOps:
     def _among_devices(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
     ) -> list[Any] | None:
-        """Return the results on all devices of this process where a class has a way from all to all; None elsewhere."""
+        """Return the results on all devices of this process, or None.
+
+        A class overrides it that has a way from all devices to all.
+        """
         del op, pairs, divisor, options
         return None
 
     def _of_this_rank(
         self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[DType]]:
-        """Return this rank's contributions, in the dtype in which ``op`` is formed, and the dtypes of the results."""
+        """Return this rank's contributions and the dtypes of the results.
+
+        Contributions have the dtype in which ``op`` is formed.
+        """
         local: list[PerReplica] = []
         dtypes = []
         with self._shared_errors("the values of its replicas"):
@@ -375,7 +381,10 @@ class CrossDeviceOps:
         return _FORCED_OPTIONS[key]
 
     def close(self) -> None:
-        """Free what the object holds of devices; a strategy closes the object that it was given."""
+        """Free the resources of devices.
+
+        A strategy closes the object that it was given.
+        """
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         if not self.crosses_ranks:
@@ -408,12 +417,12 @@ def _share_memory(one: Array, other: Array) -> bool:
 
 
 def _has_own_steps(kind: type) -> bool:
-    """Whether a class replaces steps of one that knew what its own come to (``_is_plain``)."""
+    """Return whether a class replaces steps of a base that defines ``_is_plain`` for its own."""
     return _place_of_first(kind, *_ON_A_RANK, _BETWEEN_RANKS) < _place_of_first(kind, "_is_plain")
 
 
 def _check_steps(kind: type, comm: Communicator | None) -> None:
-    """Raise TypeError where a class replaces the step on a rank alone, and ``comm`` has several.
+    """Raise TypeError where a class of several ranks replaces only the step on one.
 
     It would work on one rank, and be passed by without a word where each rank has one replica.
     """
@@ -429,5 +438,5 @@ def _check_steps(kind: type, comm: Communicator | None) -> None:
 
 
 def _place_of_first(kind: type, *names: str) -> int:
-    """Return the place, in the order in which Python looks, of the first class that has one of ``names`` of its own."""
+    """Return the index in the MRO of the first class that defines one of ``names``."""
     return next(i for i, base in enumerate(kind.__mro__) if not base.__dict__.keys().isdisjoint(names))

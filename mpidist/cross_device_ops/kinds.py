@@ -1,4 +1,4 @@
-"""The reduction classes that are offered, and which of them a strategy uses when the user names none."""
+"""The reduction classes that are offered, and the choice among them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
 
 def _delivered(arrays: Sequence[Array], pair: tuple[ReplicaValues, Any]) -> Any:
-    """Return one result on its destinations; where that is an array's own device nothing is copied."""
+    """Return one result on its destinations.
+
+    Nothing is copied where that is an array's own device.
+    """
     value, destinations = pair
     restore = restorer(value.values[0])
     by_device = {place_of(array).device: array for array in arrays}
@@ -205,7 +208,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         super().__init__(comm)
         self.devices = tuple(canonical_device(device) for device in devices)
         self._num_replicas = group_size
-        self._options = options or CommunicationOptions()
+        self._options = options
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
@@ -222,7 +225,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         self, options: CommunicationOptions | None, on_device: bool = False
     ) -> CommunicationOptions | None:
         """Return ``options`` laid over those of the object."""
-        return self._options if options is None else self._options.merge(options)
+        return options if self._options is None else self._options.merge(options)
 
 
 class ReductionToOneDevice(CrossDeviceOps):

@@ -1,4 +1,4 @@
-"""All-reduce between the GPUs of one process by NCCL: arrays in one flat vector per dtype on each GPU."""
+"""All-reduce between the GPUs of one process by NCCL, in one flat vector per dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("mpidist")
 
 
 class LocalAllReduce:
-    """The GPUs of one process, each of which gets the reduction of the arrays of all.
+    """The all-reduce among the GPUs of one process.
 
     Closes itself when it is dropped, or at the end of the program. Where NCCL cannot be used that is said once, and
     :meth:`suits` is False.
@@ -44,7 +44,7 @@ class LocalAllReduce:
             _log.warning("mpidist: %s. The GPUs %s are reduced by copies to the first of them", error, self.devices)
 
     def suits(self, columns: Sequence[Sequence[Array]], op: ReduceOp) -> bool:
-        """Whether NCCL can reduce values, given as an array per GPU in the order of the devices."""
+        """Return whether NCCL can reduce values: columns of an array per GPU, in order."""
         return self._nccl is not None and all(
             [self._ops.device_of(array) for array in column] == self.devices
             and nccl_dtype(reduction_dtypes(column[0].dtype, op)[0], op) is not None
@@ -116,7 +116,7 @@ class LocalAllReduce:
             self._nccl.all_reduce([source[start:end] for source in sources], op, streams, into)
 
     def close(self) -> None:
-        """Free what NCCL holds, once its work is done; any number of times."""
+        """Free NCCL's resources, once its work is done; any number of times."""
         if self._release is not None:
             self._release()
         self._nccl = None

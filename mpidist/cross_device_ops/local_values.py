@@ -1,4 +1,4 @@
-"""Values of one rank: on which of its devices they are, and combining those of its replicas.
+"""Values of one rank: their devices, and combining those of its replicas.
 
 Replicas are combined in their order, in the dtype in which the sum is formed.
 """
@@ -51,7 +51,7 @@ def destination_devices(destinations: Any) -> tuple[str, ...]:
 
 
 def device_of(value: Any, on_host: str = HOST.device) -> str:
-    """Return the device on which ``value`` lies, a number, an array or IndexedSlices; ``on_host`` for the CPU."""
+    """Return the device of a number, an array or IndexedSlices; ``on_host`` for the CPU."""
     array = value.values if isinstance(value, IndexedSlices) else value
     if is_device_array(array):
         return device_name(array)
@@ -61,7 +61,10 @@ def device_of(value: Any, on_host: str = HOST.device) -> str:
 
 
 def place(value: Any, devices: tuple[str, ...]) -> Any:
-    """Return ``value`` on one device, a Mirrored with a copy on each of several; itself where it is there already."""
+    """Return ``value`` on a device, or a Mirrored with a copy on each of several.
+
+    It is not copied where it is on the one device already.
+    """
     first = put(value, devices[0])
     if len(devices) == 1:
         return first
@@ -97,7 +100,9 @@ def formed(array: Array, op: ReduceOp) -> Array:
 
 
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine arrays of one shape and dtype where the first is, first to last; the sum where ``op`` is MEAN.
+    """Combine arrays of one shape and dtype, first to last.
+
+    They are brought to the place of the first. MEAN gives the sum.
 
     >>> import numpy as np
     >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)

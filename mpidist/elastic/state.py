@@ -1,4 +1,4 @@
-"""State: values and objects that a training goes on from after ranks were lost, in the memory of every rank."""
+"""Values and objects to go on from after ranks were lost, in every rank's memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import extended_of
 from mpidist.checkpoint.alignment import describe_container
-from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, tracked_by
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, tracked_by
+from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.restoring import Read
-from mpidist.checkpoint.saving import describe_tensors
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import limited
@@ -54,7 +53,7 @@ class _Commit(NamedTuple):
 
 
 class State:
-    """Named values, and objects of a strategy, of which :meth:`commit` keeps a copy in the memory of every rank.
+    """Values and objects of which :meth:`commit` keeps a copy on every rank.
 
     Values are given here: numbers, strings, arrays, lists and dicts of them, or anything else that can be pickled; the
     same on all ranks. They are attributes, live as long as the state, and are those of the last commit again after
@@ -75,14 +74,14 @@ class State:
     1
     """
 
-    _values: dict[str, Any]
+    _values: dict[str, object]
     _tracked: TrackedObjects | None
     _last: _Commit
     _commits: int
-    # What all ranks have said to have in common.
+    # The description of the objects on which all ranks have agreed.
     _agreed: str
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         for name in values:
             _check_name(name)
         first = _Commit(0, _pickled(values), None)
@@ -100,7 +99,7 @@ class State:
             return self._tracked.objects[name]
         raise AttributeError(f"the state has no object {name!r}; it has {self._names()}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._values:
             self._values[name] = value
         elif self._tracked is not None and name in self._tracked.objects:
@@ -113,10 +112,10 @@ class State:
 
     @property
     def commits(self) -> int:
-        """How many commits there have been."""
+        """The number of commits so far."""
         return self._commits
 
-    def track(self, **objects: Any) -> None:
+    def track(self, **objects: object) -> None:
         """Take up objects of the present strategy, and give them their last commit.
 
         Collective: call it on every rank, once in each call of the training function, after the objects are made and
@@ -205,7 +204,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _pickled(values: dict[str, Any]) -> bytes:
+def _pickled(values: dict[str, object]) -> bytes:
     try:
         return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever the pickling of an object raises
@@ -216,7 +215,7 @@ def _pickled(values: dict[str, Any]) -> bytes:
 
 
 def take_snapshot(tracked: TrackedObjects) -> Snapshot:
-    """Return a copy of all that ``tracked`` would save, whole on every rank; collective."""
+    """Return a copy of all values of ``tracked``, whole on every rank; collective."""
     leaves = tracked.collect("keeping", is_to_save=True)
     with in_scope_of(tracked.strategy("keeping a snapshot")):
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}

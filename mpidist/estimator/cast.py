@@ -1,4 +1,4 @@
-"""Cast: which rank of the job has which part in training and evaluation."""
+"""The roles of the ranks of a job in training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Told = tuple[str | None, int | None, str]
 
 @dataclass(frozen=True)
 class Cast:
-    """The parts of all ranks, the same on all but for ``rank``.
+    """The roles of all ranks, the same on all but for ``rank``.
 
     Args:
         tasks: Job and index of every rank.
@@ -52,7 +52,7 @@ class Cast:
 
     @property
     def chief(self) -> int:
-        """The rank of the chief: of the job of that name, else the first worker."""
+        """The rank of the chief, else of the first worker."""
         return min(self.trainers, key=lambda rank: self.tasks[rank])
 
     @property
@@ -62,7 +62,7 @@ class Cast:
         return jobs.index("evaluator") if "evaluator" in jobs else self.chief
 
     def name(self, rank: int) -> str:
-        """Return how a rank is called in messages: ``worker 1 (rank 2)``."""
+        """Return the name of a rank in messages: ``worker 1 (rank 2)``."""
         job, index = self.tasks[rank]
         return f"{job} {index} (rank {rank})"
 
@@ -73,7 +73,7 @@ def ranks_of(resolver: ClusterResolver) -> MPI.Intracomm:
 
 
 def find_cast(resolver: ClusterResolver, train_spec: TrainSpec, comm: MPI.Intracomm) -> Cast:
-    """Return the parts of all ranks (collective over ``comm``).
+    """Return the roles of all ranks (collective over ``comm``).
 
     Raises:
         ValueError: The roles do not fit, or ranks were given different directories; on all ranks.
@@ -88,7 +88,7 @@ def find_cast(resolver: ClusterResolver, train_spec: TrainSpec, comm: MPI.Intrac
 
 
 def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAINING_JOBS) -> Cast:
-    """Return the parts of all ranks, by the tasks that they told.
+    """Return the roles of all ranks, by the tasks that they told.
 
     Raises:
         ValueError: The roles do not fit, or ranks were given different directories.

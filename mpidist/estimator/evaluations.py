@@ -1,4 +1,4 @@
-"""Evaluations: finds new checkpoints, has them evaluated on this rank, and keeps the results in a file."""
+"""Find new checkpoints, evaluate them on this rank, and keep the results in a file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.storage import checkpoints_in, read_manifest
 from mpidist.core.context import outside
 from mpidist.core.deadline import Deadline, wait_until
@@ -35,7 +34,7 @@ class Evaluations:
     """The evaluations of the checkpoints of one directory, one after the other.
 
     Args:
-        spec: How to evaluate.
+        spec: The evaluation.
         directory: Where the checkpoints are.
 
     Attributes:
@@ -99,7 +98,7 @@ class Evaluations:
             result = self._evaluate(*newest)
 
     def newest_id(self) -> Id | None:
-        """Return which checkpoint is the newest here."""
+        """Return name and sequence of the newest checkpoint here, or None."""
         newest = self._newest()
         return None if newest is None else (newest[0].name, newest[1].sequence)
 
@@ -115,7 +114,7 @@ class Evaluations:
         return self._evaluated == (manifest.sequence, manifest.saved_at)
 
     def _evaluate(self, path: Path, manifest: Manifest) -> EvalResult | None:
-        """Return the result; None where the checkpoint was removed or replaced meanwhile."""
+        """Evaluate a checkpoint, and return the result, or None if it was removed meanwhile."""
         begin = time.monotonic()
         self._next_evaluation = begin + self._spec.throttle_secs
         steps = {} if self._spec.steps is None else {"steps": self._spec.steps}
@@ -168,7 +167,7 @@ def _is_still_there(path: Path, manifest: Manifest) -> bool:
 # Results ----------------------------------------------------------------------------------------------------------
 
 
-def plain_metrics(returned: object) -> dict[str, Any]:
+def plain_metrics(returned: object) -> dict[str, object]:
     """Return the result of ``eval_fn`` as numbers, strings, None, lists and dicts.
 
     Raises:
@@ -197,7 +196,7 @@ def append(directory: Path, result: EvalResult) -> None:
         os.fsync(stream.fileno())
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> object:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""TrainSpec, EvalSpec, TrainContext and EvalResult: the arguments of train_and_evaluate and of its functions."""
+"""The arguments of train_and_evaluate, and those of its functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidist.core.context import get_replica_context, has_strategy
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """How to train (tf.estimator.TrainSpec).
+    """The training (tf.estimator.TrainSpec).
 
     Args:
         train_fn: Called with a TrainContext on every rank that trains. It makes strategy, variables and dataset,
@@ -35,7 +35,7 @@ class TrainSpec:
     100
     """
 
-    train_fn: Callable[[TrainContext], Any]
+    train_fn: Callable[[TrainContext], object]
     checkpoint_dir: str | os.PathLike[str]
     max_steps: int | None = None
     train_jobs: Sequence[str] = ("chief", "worker")
@@ -50,7 +50,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """How checkpoints are evaluated (tf.estimator.EvalSpec).
+    """The evaluation of checkpoints (tf.estimator.EvalSpec).
 
     Args:
         eval_fn: Called with the path of a checkpoint on one rank alone: it restores it (``Checkpoint.restore``) and
@@ -70,11 +70,11 @@ class EvalSpec:
     30.0
     """
 
-    eval_fn: Callable[..., Mapping[str, Any]]
+    eval_fn: Callable[..., Mapping[str, object]]
     steps: int | None = None
     throttle_secs: float = 30.0
     start_delay_secs: float = 0.0
-    on_result: Callable[[EvalResult], Any] | None = None
+    on_result: Callable[[EvalResult], object] | None = None
 
     def __post_init__(self) -> None:
         check_function("eval_fn", self.eval_fn, "def evaluate(checkpoint_path): ...")
@@ -106,7 +106,7 @@ class TrainContext:
     task_type: str
     task_id: int
     is_chief: bool
-    _evaluate: Callable[[], Any]
+    _evaluate: Callable[[], EvalResult | None]
 
     def evaluate(self) -> EvalResult | None:
         """Evaluate the newest checkpoint in between, where no evaluator does.
@@ -124,8 +124,7 @@ class TrainContext:
         """
         if has_strategy() and get_replica_context() is not None:
             raise RuntimeError("context.evaluate() was called inside strategy.run(); call it outside, on every rank")
-        result: EvalResult | None = self._evaluate()
-        return result
+        return self._evaluate()
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class EvalResult:
         return json.dumps({**self.__dict__, "metrics": _without_nan(self.metrics)}, allow_nan=False)
 
 
-def _without_nan(value: Any) -> Any:
+def _without_nan(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):

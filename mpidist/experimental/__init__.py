@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
     from mpidist.checkpoint.termination import TerminationConfig
     from mpidist.experimental import coordinator, partitioners
+    from mpidist.parameter_server.parameter_server_strategy import ParameterServerStrategy
     from mpidist.parameter_server.remote import cache_variable_reads
     from mpidist.parameter_server.sharded_variable import ShardedVariable
-    from mpidist.parameter_server.strategy import ParameterServerStrategy
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "ParameterServerStrategy": "mpidist.parameter_server.strategy",
+            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
             "PreemptionCheckpointHandler": "mpidist.checkpoint.preemption",
             "ShardedVariable": "mpidist.parameter_server.sharded_variable",
             "TerminationConfig": "mpidist.checkpoint.termination",

@@ -1,4 +1,4 @@
-"""How data reaches the replicas: Dataset, InputContext, the dealing rules and DistributedDataset."""
+"""The input of replicas: Dataset, InputContext, the dealing rules and DistributedDataset."""
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values

@@ -1,6 +1,6 @@
-"""Tables of Apache Arrow and Parquet files: rows by number, of which only the parts of a file that hold them are read.
+"""Tables of Apache Arrow and Parquet files, whose rows are read by number.
 
-pyarrow is imported here, and only once somebody has given an object of it.
+Only the parts of a file that hold the rows are read. pyarrow is imported here, and only for an object of it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
 from mpidist.input.elements import owned, stack
 from mpidist.input.row_indices import RowIndex, as_array
-from mpidist.input.tables import Table
+from mpidist.input.tables import RowTable
 
-# Its number of rows, and what loads it as a table or record batch of pyarrow.
+# Its number of rows, and a function that loads it as a table or record batch of pyarrow.
 _Piece = tuple[int, Callable[[], Any]]
-Columns = dict[str, np.ndarray[Any, Any]]
+Columns = dict[str, Array]
 
 _KINDS = ("Table", "RecordBatch", "FileSystemDataset", "InMemoryDataset", "UnionDataset", "ParquetFile")
 # Bytes of pieces, record batches or row groups, that are kept unpacked; at least one piece.
 _KEPT_BYTES = 128 << 20
 
 
-def is_arrow(source: Any) -> bool:
-    """Whether ``source`` is a table or dataset of pyarrow."""
+def is_arrow(source: object) -> bool:
+    """Return whether ``source`` is a table or dataset of pyarrow."""
     return type(source).__module__.split(".")[0] == "pyarrow" and type(source).__name__ in _KINDS
 
 
-def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[Any]]:
-    """Return the table of an object that ``is_arrow``; of one that can only be gone through, a function that does.
+def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable | Callable[[], Iterator[object]]:
+    """Return the table of an object that ``is_arrow``.
+
+    Of an object without row numbers, return a function that yields its rows.
 
     Raises:
         ValueError: There is no column of a name in ``columns``.
@@ -60,7 +63,10 @@ def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowTable 
 
 
 def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:
-    """Return the row groups of a dataset of Parquet files, None if it is none or has been filtered."""
+    """Return the row groups of a dataset of Parquet files, or None.
+
+    None stands for a dataset of other files, and for one that has been filtered.
+    """
     from pyarrow.dataset import ParquetFileFragment
 
     try:
@@ -78,20 +84,20 @@ def _row_groups(dataset: Any, columns: list[str]) -> list[_Piece] | None:
     ]
 
 
-def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dataset, which can only be gone through from its beginning."""
+def _stream(dataset: Any, columns: list[str]) -> Iterator[dict[str, object]]:
+    """Yield the rows of a dataset from its beginning."""
     for batch in dataset.to_batches(columns=columns):
         arrays = {name: _to_numpy(name, batch.column(name)) for name in columns}
         for i in range(batch.num_rows):
             yield _row(arrays, i)
 
 
-class ArrowTable(Table):
-    """Rows of pieces one after the other; a row is a dict of its columns.
+class ArrowTable(RowTable):
+    """Rows of consecutive pieces; a row is a dict of its columns.
 
     Args:
-        pieces: For each its number of rows, and what loads it as a table or record batch of pyarrow.
-        kind: What it is.
+        pieces: The number of rows of each, and a function that loads it as a table or record batch of pyarrow.
+        kind: The name of the source's type.
     """
 
     def __init__(self, pieces: Sequence[_Piece], kind: str) -> None:
@@ -103,7 +109,7 @@ class ArrowTable(Table):
         self._lock = threading.Lock()
 
     def _piece(self, number: int) -> Columns:
-        """Return the columns of a piece, and keep it for the next time; several passes may ask at once."""
+        """Return the columns of a piece, and keep it for the next time. Several passes may ask at once."""
         with self._lock:
             if number not in self._kept:
                 loaded = self._loaders[number]()
@@ -128,36 +134,36 @@ class ArrowTable(Table):
         back[order] = np.arange(len(order))
         return {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0]}
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index``."""
-        return self.some(range(index, index + 1))[0]
+        return self.rows(range(index, index + 1))[0]
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
         columns = self._rows(index)
         return [_row(columns, i) for i in range(len(index))]
 
-    def read(self, index: RowIndex) -> Any:
-        """Return the rows of ``index`` of each column; texts, lists and structs as those of any other source."""
+    def read(self, index: RowIndex) -> object:
+        """Return the rows of ``index`` of each column. Texts, lists and structs are those of any other source."""
         columns = self._rows(index)
         return {name: _stacked(column) for name, column in columns.items()}
 
 
-def _row(columns: Columns, number: int) -> dict[str, Any]:
+def _row(columns: Columns, number: int) -> dict[str, object]:
     row = {name: column[number] for name, column in columns.items()}
     # Lists are views of pyarrow's memory.
     return {name: owned(value) if columns[name].dtype == object else value for name, value in row.items()}
 
 
-def _stacked(column: np.ndarray[Any, Any]) -> Any:
+def _stacked(column: Array) -> object:
     # An array of fixed-size bytes would lose zeros at their ends.
     if column.dtype != object or any(isinstance(value, bytes) for value in column):
         return column
     return stack(column.tolist())
 
 
-def _to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
-    """Return a column of pyarrow as an array with one row per row, without a copy where its memory allows it."""
+def _to_numpy(name: str, column: Any) -> Array:
+    """Return a column of pyarrow as an array, without a copy where possible."""
     import pyarrow as pa
 
     if isinstance(column, pa.ChunkedArray):
@@ -167,7 +173,7 @@ def _to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if hasattr(column, "to_numpy_ndarray"):
-        tensors: np.ndarray[Any, Any] = column.to_numpy_ndarray()
+        tensors: Array = column.to_numpy_ndarray()
         return tensors
     kind = column.type
     fixed = pa.types.is_fixed_size_list(kind)

@@ -1,4 +1,4 @@
-"""Steps that put elements together and cut them up again: batch, padded_batch, unbatch and window."""
+"""Steps that stack elements and cut them up again: batch, padded_batch, unbatch, window."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec
@@ -25,7 +27,7 @@ class Batched(GraphNode):
     """Groups of consecutive elements, stacked; of rows only the numbers are grouped.
 
     Args:
-        size: Of a group.
+        size: The size of a group.
         drop_remainder: Leave out a last group that is smaller.
         padding: Brings the elements of a group to one shape, for which all of them must be read; None: they have one.
     """
@@ -51,7 +53,7 @@ class Batched(GraphNode):
         drop = ", drop_remainder=True" if self.drop_remainder else ""
         return f"batch({size}{drop})" if self.padding is None else f"padded_batch({size}, {self.padding}{drop})"
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the row numbers of each batch, or the batches."""
         if self.form is Form.BATCHES:
             yield from row_indices.batch(self.source.items(run), self.size, self.drop_remainder)
@@ -62,25 +64,28 @@ class Batched(GraphNode):
             if len(group) == self.size or not self.drop_remainder:
                 yield stacked(group)
 
-    def spec(self) -> Any:
-        """Return that of the input with the batch in front."""
+    def spec(self) -> object:
+        """Return the spec of the input with the batch axis in front."""
         spec = self.source.spec()
         if spec is not None and self.padding is not None:
             spec = self.padding.spec(spec)
         return None if spec is None else batched(spec, self.size if self.drop_remainder else None)
 
     def batch_size(self) -> int | None:
-        """Return the size that was asked for."""
+        """Return the requested size."""
         return self.size
 
     def row_count(self) -> int:
-        """Return the number of elements of the input, without those of a batch that is dropped."""
+        """Return the number of rows of the input, without those of a dropped batch."""
         count = self.source.cardinality
         return self.cardinality * self.size if self.drop_remainder and count >= 0 else count
 
 
 def last_batching(node: GraphNode) -> Batched | None:
-    """Return the ``batch`` that makes the elements of the graph, None where something else may choose among them."""
+    """Return the ``batch`` that makes the elements of the graph, or None.
+
+    None where another step may choose among the batches.
+    """
     while isinstance(node, (Mapped, Prefetched)):
         node = node.source
     return node if isinstance(node, Batched) else None
@@ -88,25 +93,25 @@ def last_batching(node: GraphNode) -> Batched | None:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """How elements are made one shape: which one, and what is put behind the values that they have.
+    """The padding of elements: their common shape, and the values behind their own.
 
     Args:
-        shapes: For each array its shape, a tuple or list; None or -1 in it for the longest one of the batch. None: that
+        shapes: The shape of each array, a tuple or list; None or -1 in it for the longest one of the batch. None: that
             on all axes.
-        values: For each array what it is padded with, or one number or text for all. None: 0, or an empty text.
+        values: The padding of each array, or one number or text for all. None: 0, or an empty text.
 
     >>> Padding(None, -1).stack([[1, 2], [3]])
     array([[ 1,  2],
            [ 3, -1]])
     """
 
-    shapes: Any
-    values: Any
+    shapes: object
+    values: object
 
     def __str__(self) -> str:
         return f"padded_shapes={self.shapes!r}, padding_values={self.values!r}"
 
-    def stack(self, elements: Sequence[Any]) -> Any:
+    def stack(self, elements: Sequence[object]) -> object:
         """Return one element whose leaves are those of ``elements``, padded and stacked.
 
         Raises:
@@ -121,19 +126,22 @@ class Padding:
             *(shapes, values, *converted),
         )
 
-    def spec(self, spec: Any) -> Any:
-        """Return what an element of ``spec`` looks like in a batch; sizes that are not given are unknown."""
+    def spec(self, spec: object) -> object:
+        """Return the spec of a batch of elements of ``spec``. Sizes that are not given are unknown."""
         leaves = map_spec(Hidden, spec)
         shapes, _ = self._for_leaves(leaves)
 
-        def pad(leaf: Hidden, shape: Hidden) -> ArraySpec:
+        def pad(leaf: Hidden[ArraySpec], shape: Hidden[list[int] | None]) -> ArraySpec:
             sizes = shape.value or [-1] * len(leaf.value.shape)
             return ArraySpec(tuple(None if size == -1 else size for size in sizes), leaf.value.dtype)
 
         return nest.map_structure(pad, leaves, shapes)
 
-    def _for_leaves(self, element: Any) -> tuple[Any, Any]:
-        """Return nests like ``element`` of what was given as shape and as value, None where nothing was."""
+    def _for_leaves(self, element: object) -> tuple[object, object]:
+        """Return nests of shapes and of values, both in the structure of ``element``.
+
+        None stands in the places for which nothing was given.
+        """
         nothing = nest.map_structure(lambda _: Hidden(None), element)
         shapes = nothing if self.shapes is None else _below(element, self.shapes, "padded_shapes")
         shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
@@ -142,14 +150,14 @@ class Padding:
         return shapes, nest.map_structure(lambda _: Hidden(self.values), element)
 
 
-def _below(structure: Any, given: Any, name: str) -> Any:
-    """Return a nest like ``structure`` of what ``given`` has in the places of its leaves."""
+def _below(structure: Any, given: object, name: str) -> object:
+    """Return a nest like ``structure`` whose leaves are the parts of ``given``."""
     if not nest.is_nest(structure):
         return Hidden(given)
     if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
         return {key: _below(child, given[key], name) for key, child in structure.items()}
     if isinstance(structure, tuple) and isinstance(given, (tuple, list)) and len(given) == len(structure):
-        children = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
+        children: list[Any] = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
         return type(structure)(*children) if hasattr(structure, "_fields") else tuple(children)
     raise ValueError(
         f"{name} has {given!r} for elements of {nest.describe(structure)}; expected one for each array, in the same "
@@ -157,7 +165,7 @@ def _below(structure: Any, given: Any, name: str) -> Any:
     )
 
 
-def _checked_shape(shape: Any) -> list[int] | None:
+def _checked_shape(shape: object) -> list[int] | None:
     if shape is None:
         return None
     sizes = [-1 if size is None else size for size in shape] if isinstance(shape, (tuple, list)) else None
@@ -166,7 +174,7 @@ def _checked_shape(shape: Any) -> list[int] | None:
     return [int(size) for size in sizes]
 
 
-def _padded(arrays: list[np.ndarray[Any, Any]], shape: list[int] | None, value: Any) -> np.ndarray[Any, Any]:
+def _padded(arrays: list[Array], shape: list[int] | None, value: object) -> Array:
     dims = {array.ndim for array in arrays}
     if len(dims) > 1 or (shape is not None and dims != {len(shape)}):
         raise ValueError(
@@ -188,7 +196,7 @@ def _padded(arrays: list[np.ndarray[Any, Any]], shape: list[int] | None, value: 
     return padded if longest else np.stack(arrays)
 
 
-def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+def _fill(value: object, dtype: DType) -> object:
     if value is None:
         return np.zeros((), dtype)[()]
     given = np.asarray(value)
@@ -211,19 +219,19 @@ class Unbatched(GraphNode):
         # Nothing is known of the axis that is the first one now.
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the rows of each element."""
         for element in map(as_element, self.source.elements(run)):
             for row in range(_rows_of(element)):
                 yield nest.map_structure(itemgetter(row), element)
 
-    def spec(self) -> Any:
-        """Return that of the input without its first axis."""
+    def spec(self) -> object:
+        """Return the spec of the input without its first axis."""
         spec = self.source.spec()
         return None if spec is None else map_spec(_without_rows, spec)
 
 
-def _rows_of(element: Any) -> int:
+def _rows_of(element: object) -> int:
     sizes = {np.shape(leaf)[:1] for leaf in nest.flatten(element)}
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(str(np.shape(leaf)) for leaf in nest.flatten(element))
@@ -242,12 +250,14 @@ def _without_rows(leaf: ArraySpec) -> ArraySpec:
 
 @dataclass(eq=False, repr=False)
 class Windows(GraphNode):
-    """Datasets of elements that are near each other; of a structure of arrays, the structure of a dataset for each.
+    """Windows: datasets of neighbouring elements.
+
+    Of a structure of arrays, a window is the structure of a dataset for each array.
 
     Args:
         size: Elements in a window.
-        shift: How many elements further the next window begins.
-        stride: How many elements further the next element in a window is.
+        shift: The distance in elements from a window's beginning to the next.
+        stride: The distance in elements between neighbours in a window.
         drop_remainder: Leave out windows that the end cuts off.
         dataset_of: Makes a dataset of a node.
     """
@@ -256,7 +266,7 @@ class Windows(GraphNode):
     shift: int
     stride: int
     drop_remainder: bool
-    dataset_of: Callable[[GraphNode], Any]
+    dataset_of: Callable[[GraphNode], object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,10 +279,10 @@ class Windows(GraphNode):
         self.batched = False
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the windows; of the elements only those are held that the next windows have."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the windows. Only the elements that the next windows need are held."""
         elements = self.source.elements(run)
-        held: deque[Any] = deque()
+        held: deque[object] = deque()
         while True:
             held.extend(map(as_element, islice(elements, self.span - len(held))))
             if not held or (self.drop_remainder and len(held) < self.span):
@@ -283,10 +293,10 @@ class Windows(GraphNode):
             for _ in islice(elements, max(0, self.shift - self.span)):
                 pass
 
-    def _window(self, *leaves: Any) -> Any:
+    def _window(self, *leaves: object) -> object:
         return self.dataset_of(TableRows(SequenceTable(list(leaves))))
 
-    def spec(self) -> Any:
-        """Return that of the datasets."""
+    def spec(self) -> object:
+        """Return the spec of the windows."""
         spec = self.source.spec()
         return None if spec is None else map_leaves(DatasetSpec, spec, leaf=ArraySpec)

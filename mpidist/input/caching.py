@@ -1,7 +1,7 @@
-"""Elements that are computed once and kept, in memory or in a file, for all later passes.
+"""Elements that are kept in memory or in a file for all later passes.
 
-What is kept does not depend on the pass in which it is computed: the source is always gone through as in its first pass
-of all. So a pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
+They do not depend on the pass that computes them: the source is always gone through as in its first pass of all. So a
+pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
 
 A file has a line of JSON for each element, and the bytes of its arrays; nothing in it is ever carried out.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.dtypes import DType, as_dtype
 from mpidist.core.files import open_regular, replacing
 from mpidist.input.elements import as_element, as_numpy, map_leaves, owned
 from mpidist.input.graph import Form, Pass, PassThrough, Seed, array_samples
@@ -29,20 +29,21 @@ _FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 @dataclass(eq=False, repr=False)
 class Cached(PassThrough):
-    """Elements in the order of the first pass: of rows and batches of rows each row is read once.
+    """Elements in the order of the first pass, kept in memory.
 
-    Other elements are kept when one pass over the input has come to its end, and computed again until then.
+    Of rows and batches of rows each row is read once. Other elements are kept when one pass over the input has come to
+    its end, and computed again until then.
     """
 
     # The seeds of all steps before, and the elements that come of them.
-    kept: tuple[list[tuple[int, ...]], list[Any]] | None = field(init=False, default=None)
+    kept: tuple[list[tuple[int, ...]], list[object]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = "cache()"
         self.table = None if self.table is None else self.table.cached()
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of the first pass."""
         if self.form is not Form.ELEMENTS:
             return self.source.items(run.first())
@@ -51,8 +52,8 @@ class Cached(PassThrough):
             return map(owned, self.kept[1])
         return self._keeping(run, seeds)
 
-    def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[Any]:
-        kept: list[Any] = []
+    def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[object]:
+        kept: list[object] = []
         for element in self.source.elements(run.first()):
             kept.append(owned(element))
             if len(kept) == self.cardinality:  # whoever knows that does not ask for one more
@@ -60,20 +61,20 @@ class Cached(PassThrough):
             yield element
         self.kept = (seeds, kept)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Datasets travel to workers, which keep what they read themselves.
+    def __getstate__(self) -> dict[str, object]:
+        # Datasets travel to workers, which keep the elements that they read themselves.
         return {**self.__dict__, "kept": None}
 
 
 @dataclass(eq=False, repr=False)
 class CachedFile(PassThrough):
-    """Elements in an order that is the same in every program, kept in a file when a pass over them has ended.
+    """Elements in one order for every program, kept in a file.
 
-    Shuffles before it that were given no seed have a fixed one, so that the file is right whoever has written it: any
-    rank, any program.
+    The file is written when a pass has come to its end. Shuffles before it that were given no seed have a fixed one, so
+    that the file is right whoever has written it: any rank, any program.
 
     Args:
-        filename: What the name of the file begins with; the rest tells graphs apart.
+        filename: The beginning of the file's name; the rest tells graphs apart.
     """
 
     filename: str
@@ -88,8 +89,11 @@ class CachedFile(PassThrough):
         samples = ",".join(map(str, array_samples(self.source)))
         return f"{self.filename}.{sha256(f'{self.source} {samples}'.encode()).hexdigest()[:16]}"
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements of the file, or those of the input while the file is being written."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the elements of the file.
+
+        While the file is being written, yield those of the input.
+        """
         path = self.path()
         if os.path.lexists(path):
             return read_elements(path)
@@ -97,7 +101,7 @@ class CachedFile(PassThrough):
         seeds = {seed: (number,) for number, seed in enumerate(drawn)}
         return self._keeping(path, replace(run.first(), seeds=seeds))
 
-    def _keeping(self, path: str, run: Pass) -> Iterator[Any]:
+    def _keeping(self, path: str, run: Pass) -> Iterator[object]:
         with ExitStack() as whole:
             # Several ranks may do this at once, with the same result.
             writer = ElementWriter(whole.enter_context(replacing(path)))
@@ -111,12 +115,14 @@ class CachedFile(PassThrough):
                 writer.finish()
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield nothing: no seed of a program changes the order."""
+        """Yield no seed: the order does not depend on the seeds of a program."""
         return iter(())
 
 
-def storable(element: Any) -> Any:
-    """Return ``element`` as it comes out of a file: its numbers and arrays NumPy's, texts and bytes as they are.
+def storable(element: object) -> object:
+    """Return ``element`` in the form in which a file keeps it.
+
+    Numbers and arrays are NumPy's; texts and bytes stay as they are.
 
     Raises:
         TypeError: Something in it is neither, or it has other structure than tuples and dicts with texts or whole
@@ -130,7 +136,7 @@ def storable(element: Any) -> Any:
     return map_leaves(_storable_leaf, element)
 
 
-def _check_structure(value: Any) -> None:
+def _check_structure(value: object) -> None:
     if type(value) is tuple:
         for child in value:
             _check_structure(child)
@@ -146,7 +152,7 @@ def _check_structure(value: Any) -> None:
         )
 
 
-def _storable_leaf(leaf: Any) -> Any:
+def _storable_leaf(leaf: object) -> object:
     if isinstance(leaf, (str, bytes)):
         return str(leaf) if isinstance(leaf, str) else bytes(leaf)
     array = np.asarray(as_numpy(leaf))
@@ -155,38 +161,41 @@ def _storable_leaf(leaf: Any) -> Any:
     return array[()]
 
 
-def _name(dtype: np.dtype[Any]) -> str:
+def _name(dtype: DType) -> str:
     return str(dtype.name if dtype.kind == "V" else dtype.str)
 
 
-def _named(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype that the name of ``dtype`` gives in a file; None for Python objects and structures."""
+def _named(dtype: DType) -> DType | None:
+    """Return the dtype that a file reads from the name of ``dtype``, or None.
+
+    None for Python objects and structures.
+    """
     if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0:
         return None
     return as_dtype(_name(dtype))
 
 
 class ElementWriter:
-    """Writes elements, as :func:`storable` returns them.
+    """Writer of elements that :func:`storable` returned.
 
     Args:
-        descriptor: Of a new file.
+        descriptor: The descriptor of a new file.
 
     Attributes:
-        count: How many have been written.
+        count: The number of elements written.
         is_finished: Whether the end has been written.
     """
 
     def __init__(self, descriptor: int) -> None:
-        # No file object: one that outlives the descriptor writes what it holds into the file that has its number then.
+        # No file object: one that outlives the descriptor writes its buffer into the file that has its number then.
         self._descriptor = descriptor
         self._held = bytearray(_FIRST_LINE)
         self.count = 0
         self.is_finished = False
 
-    def add(self, element: Any) -> None:
+    def add(self, element: object) -> None:
         """Write an element."""
-        leaves: list[Any] = []
+        leaves: list[object] = []
         payloads: list[bytes] = []
         structure = _described(element, leaves, payloads)
         head = {"structure": structure, "leaves": leaves}
@@ -197,7 +206,7 @@ class ElementWriter:
         self.count += 1
 
     def finish(self) -> None:
-        """Write the end, without which a file is not whole."""
+        """Write the end marker, without which a file is incomplete."""
         self._held += json.dumps({"elements": self.count}).encode() + b"\n"
         self._write_held()
         self.is_finished = True
@@ -210,8 +219,11 @@ class ElementWriter:
         self._held = bytearray()
 
 
-def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
-    """Return the structure of ``value``, its leaves as their numbers, and add these to both lists."""
+def _described(value: object, leaves: list[object], payloads: list[bytes]) -> object:
+    """Return the structure of ``value`` with its leaves numbered.
+
+    The leaves and their bytes are appended to the two lists.
+    """
     if isinstance(value, tuple):
         return ["tuple", [_described(child, leaves, payloads) for child in value]]
     if isinstance(value, dict):
@@ -227,7 +239,7 @@ def _described(value: Any, leaves: list[Any], payloads: list[bytes]) -> Any:
     return len(leaves) - 1
 
 
-def read_elements(path: str) -> Iterator[Any]:
+def read_elements(path: str) -> Iterator[object]:
     """Yield the elements of a file as new arrays.
 
     Raises:
@@ -253,7 +265,7 @@ def read_elements(path: str) -> Iterator[Any]:
             ) from error
 
 
-def _read(file: BinaryIO, head: Any) -> Any:
+def _read(file: BinaryIO, head: dict[str, Any]) -> object:
     leaves = []
     for kind, shape, size in head["leaves"]:
         payload = file.read(size)
@@ -266,7 +278,7 @@ def _read(file: BinaryIO, head: Any) -> Any:
     return _rebuilt(head["structure"], leaves)
 
 
-def _rebuilt(structure: Any, leaves: list[Any]) -> Any:
+def _rebuilt(structure: Any, leaves: Sequence[object]) -> object:
     if isinstance(structure, int):
         return leaves[structure]
     kind, children = structure

@@ -1,4 +1,4 @@
-"""Steps that choose and order elements without looking at them: take, skip, shard, repeat and shuffle.
+"""Steps that choose and order elements unseen: take, skip, shard, repeat, shuffle.
 
 Of rows and batches that are known by row numbers they choose numbers, and nothing is read.
 """
@@ -9,21 +9,21 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mpidist.input import row_indices
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed
-
-_DRAWN_AHEAD = 1024
+from mpidist.input.graph import DRAWN_AHEAD, INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T
 
 
 class Chosen(PassThrough):
     """Some of the elements, each maybe several times, in some order."""
 
     def row_count(self) -> int:
-        """Return that of the batches that are chosen, if it depends on their number alone."""
+        """Return the number of rows of the chosen batches.
+
+        It is unknown where it depends on more than the number of batches.
+        """
         rows, size, count = self.source.row_count(), self.source.batch_size(), self.source.cardinality
         if self.cardinality < 0 or rows < 0 or not count:
             return self.cardinality if self.cardinality < 0 else UNKNOWN if self.cardinality else 0
@@ -38,15 +38,15 @@ class Sliced(Chosen):
     """The elements that a slice chooses from all of them."""
 
     def choose(self, chosen: slice, text: str) -> None:
-        """Set what is chosen, the last part of making a node."""
+        """Set the slice and the text; the last part of making a node."""
         self.chosen, self.text = chosen, text
         if self.cardinality >= 0:
             self.cardinality = len(range(self.cardinality)[chosen])
         elif chosen.stop is not None and (chosen.stop == 0 or self.cardinality == INFINITE):
             self.cardinality = chosen.stop
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the items that are chosen."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the chosen items."""
         if self.chosen.stop == 0:
             return iter(())
         cut = row_indices.cut if self.form is Form.ROWS else itertools.islice
@@ -88,7 +88,7 @@ class Shard(Sliced):
 
 
 class ShardHint(Chosen):
-    """A shard that is chosen when the dataset is distributed with AutoShardPolicy.HINT."""
+    """A shard that is filled in when the dataset is distributed with AutoShardPolicy.HINT."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +96,8 @@ class ShardHint(Chosen):
         if self.cardinality > 0:  # it depends on the number of workers
             self.cardinality = UNKNOWN
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Raise ValueError: nobody has said which shard."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Raise ValueError: the numbers of the shard are not known."""
         raise ValueError(
             "shard(SHARD_HINT, SHARD_HINT) waits for the number of ranks, which only experimental_distribute_dataset() "
             "fills in, for dataset.with_options(auto_shard_policy=AutoShardPolicy.HINT); anywhere else write the "
@@ -107,7 +107,7 @@ class ShardHint(Chosen):
 
 @dataclass(eq=False, repr=False)
 class Repeated(Chosen):
-    """The elements over and over: ``times`` times, or without end where that is None."""
+    """The elements repeated ``times`` times, or without end for None."""
 
     times: int | None
 
@@ -120,7 +120,7 @@ class Repeated(Chosen):
             each = self.cardinality
             self.cardinality = INFINITE if self.times is None else each if each < 0 else each * self.times
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of each repetition.
 
         Raises:
@@ -146,10 +146,10 @@ class Shuffled(Chosen):
     """The elements in random order, the same for the same seed and pass.
 
     Args:
-        buffer_size: How many elements of a stream are held to choose from; None holds them all. With ``block_size``,
-            how many rows are mixed at a time.
-        seed: Where the order comes from.
-        block_size: How many consecutive rows stay together until they are mixed; None mixes all rows at once.
+        buffer_size: The number of elements of a stream that are held to choose from; None holds them all. With
+            ``block_size``, the number of rows that are mixed at a time.
+        seed: The seed of the order.
+        block_size: The number of consecutive rows that stay together until they are mixed; None mixes all rows at once.
     """
 
     buffer_size: int | None
@@ -164,7 +164,7 @@ class Shuffled(Chosen):
             f"{'' if self.block_size is None else blocks})"
         )
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all items in another order, or draw from a buffer of them."""
         generator, source = self.seed.generator(run), self.source
         if self.form is not Form.ROWS:
@@ -172,7 +172,7 @@ class Shuffled(Chosen):
         elif source.cardinality == INFINITE:
             numbers = self._drawn(row_indices.rows(source.items(run)), generator)
             while True:
-                yield np.fromiter(itertools.islice(numbers, _DRAWN_AHEAD), np.int64, _DRAWN_AHEAD)
+                yield np.fromiter(itertools.islice(numbers, DRAWN_AHEAD), np.int64, DRAWN_AHEAD)
         else:
             rows = row_indices.Joined(list(source.items(run)))
             if self.block_size is None:
@@ -182,8 +182,8 @@ class Shuffled(Chosen):
                 order = row_indices.order_in_windows(len(rows), self.block_size, window, generator)
             yield from map(rows.at, order)
 
-    def _drawn(self, items: Iterator[Any], generator: np.random.Generator) -> Iterator[Any]:
-        """Yield the items, each drawn from a buffer that the next item then fills up again."""
+    def _drawn(self, items: Iterator[T], generator: np.random.Generator) -> Iterator[T]:
+        """Yield the items in random order, drawn from a buffer that is filled up again."""
         buffer = list(itertools.islice(items, self.buffer_size))
         for item in items:
             chosen = int(generator.integers(len(buffer)))
@@ -193,7 +193,7 @@ class Shuffled(Chosen):
             yield buffer[chosen]
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the input, and its own."""
+        """Yield the seeds of the input, then its own."""
         yield from super().seeds()
         yield self.seed
 

@@ -1,4 +1,4 @@
-"""Dataset: a small re-iterable input pipeline in the manner of tf.data, for NumPy and any Python source."""
+"""Dataset: a re-iterable input pipeline like tf.data's, for NumPy and any Python source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,13 @@ from mpidist.input.threads import AUTOTUNE, checked_calls
 # How many elements are kept ready where that is left to mpidist: one is used, one is ready, and one is being read.
 _READY = 2
 
+P = TypeVar("P")
+
 
 class Dataset(Generic[E_co]):
-    """Elements that can be gone through again and again, each a nest of arrays and numbers (tf.data.Dataset).
+    """A re-iterable collection of elements (tf.data.Dataset).
+
+    An element is a nest of arrays and numbers.
 
     Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
     :meth:`list_files` or :meth:`range` and chain transforms; each returns a new dataset. Sources whose rows can be read
@@ -53,19 +57,19 @@ class Dataset(Generic[E_co]):
     def _passes(self) -> Passes:
         return Passes(self._node, self._options)
 
-    def _then(self, node: GraphNode) -> Dataset[Any]:
+    def _then(self, node: GraphNode) -> Dataset:
         return type(self)(node, self._options)
 
     # Sources
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset[Any]:
+    def from_tensor_slices(tensors: object) -> Dataset:
         """Return the dataset of the rows of arrays.
 
         Args:
             tensors: A nest of arrays of shape (rows, ...), with the same number of rows each: NumPy arrays,
-                ``np.memmap``, arrays of h5py or zarr (read by slices, never whole), whatever ``np.asarray``
-                takes. Tuples and dicts are structure; a list, also one of arrays, is one array.
+                ``np.memmap``, arrays of h5py or zarr (read by slices, never whole), anything that
+                ``np.asarray`` takes. Tuples and dicts are structure; a list, also one of arrays, is one array.
 
         Raises:
             ValueError: A value without axes, or different numbers of rows.
@@ -76,7 +80,7 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(array_table(tensors)))
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset[Any]:
+    def from_tensors(tensors: object) -> Dataset:
         """Return the dataset of one element, ``tensors`` as they are.
 
         Args:
@@ -88,7 +92,7 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(element_table(tensors)))
 
     @staticmethod
-    def from_source(source: Any, columns: Sequence[str] | None = None) -> Dataset[Any]:
+    def from_source(source: object, columns: Sequence[str] | None = None) -> Dataset:
         """Return the dataset of any object that holds data.
 
         Args:
@@ -99,7 +103,7 @@ class Dataset(Generic[E_co]):
                 ``__getitems__`` where it has that, only for the rows that are needed); an object with ``__iter__``,
                 such as a PyTorch ``IterableDataset`` (gone through anew in each pass); or a Dataset, which is
                 returned.
-            columns: Of a source of pyarrow, the columns that are read; None for all.
+            columns: The columns that are read of a source of pyarrow; None for all.
 
         Raises:
             TypeError: None of these, or an iterator, which could be read only once; ``columns`` of something else
@@ -115,19 +119,19 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def from_generator(
-        generator: Callable[..., Iterable[Any]],
-        output_types: Any = None,
-        output_shapes: Any = None,
-        args: Sequence[Any] | None = None,
-        output_signature: Any = None,
-    ) -> Dataset[Any]:
-        """Return the dataset of what a generator function yields.
+        generator: Callable[..., Iterable[object]],
+        output_types: object = None,
+        output_shapes: object = None,
+        args: Sequence[object] | None = None,
+        output_signature: object = None,
+    ) -> Dataset:
+        """Return the dataset of the elements that a generator function yields.
 
         Args:
             generator: Called at the start of each pass; returns a new iterable.
             output_types: The older form of a signature, with ``output_shapes``: the nest of the dtypes of an element.
             output_shapes: The shape for each of them, with None for sizes that differ.
-            args: What ``generator`` is called with.
+            args: The arguments of ``generator``.
             output_signature: The nest of ``ArraySpec`` that every element has; elements are converted to its
                 dtypes. None: each element is taken as it comes, and questions about the elements are answered
                 from the first one.
@@ -147,15 +151,15 @@ class Dataset(Generic[E_co]):
         return Dataset(sources.generator_node(generator, signature, () if args is None else tuple(args)))
 
     @staticmethod
-    def from_files(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> Dataset[Any]:
-        """Return the dataset of what a function reads from files, file after file.
+    def from_files(paths: Iterable[P], reader: Callable[[P], Iterable[S]]) -> Dataset[S]:
+        """Return the dataset of the elements that a function reads from files, in their order.
 
         Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
         with ``with_options(auto_shard_policy=AutoShardPolicy.DATA)`` every rank reads all files and keeps its part of
         each batch.
 
         Args:
-            paths: Of the files, on all ranks the same ones in the same order (sort what ``glob`` finds).
+            paths: The paths of the files, on all ranks the same ones in the same order (sort the result of ``glob``).
             reader: Called with a path, as it was given, when its turn comes in each pass; returns the elements as
                 an iterable, such as a generator.
 
@@ -174,8 +178,12 @@ class Dataset(Generic[E_co]):
         return Dataset(sources.files_node(paths, reader))
 
     @staticmethod
-    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset[str]:
-        """Return the dataset of the paths of files, for ``map`` or ``interleave`` with what reads one.
+    def list_files(
+        file_pattern: sources.Pattern | Iterable[sources.Pattern], shuffle: bool | None = None, seed: int | None = None
+    ) -> Dataset[str]:
+        """Return the dataset of the paths of files.
+
+        ``map`` or ``interleave`` with a reader come after it.
 
         Distributed, whole files are dealt to the ranks as those of :meth:`from_files`: file i of the sorted names goes
         to rank i mod W in every pass, and shuffles order each rank's own files.
@@ -184,7 +192,7 @@ class Dataset(Generic[E_co]):
             file_pattern: A pattern as ``glob`` takes it, or several; looked up now.
             shuffle: Whether each pass has the files in another order; None means True, as in TensorFlow. Without, they
                 are sorted by name.
-            seed: Of that order.
+            seed: The seed of that order.
 
         Raises:
             TypeError: A pattern is none.
@@ -215,8 +223,8 @@ class Dataset(Generic[E_co]):
         return Dataset(TableRows(RangeTable(range(*args))))
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset[Any]:
-        """Return the dataset whose elements are those of several datasets side by side.
+    def zip(*datasets: object) -> Dataset:
+        """Return the dataset of tuples or dicts of the elements of several datasets.
 
         It ends with the shortest one.
 
@@ -231,16 +239,16 @@ class Dataset(Generic[E_co]):
         [(0, 5), (1, 6), (2, 7)]
         """
         structure = datasets[0] if len(datasets) == 1 else datasets
-        leaves: list[Any] = []
+        leaves: list[object] = []
 
-        def number(leaf: Any) -> int:
+        def number(leaf: object) -> int:
             leaves.append(leaf)
             return len(leaves) - 1
 
         places = map_leaves(number, structure)
         nodes, options = _together("zip", leaves, "a tuple or dict of datasets, or several datasets")
 
-        def build(parts: list[Any]) -> Any:
+        def build(parts: list[object]) -> object:
             return map_leaves(parts.__getitem__, places)
 
         tables = [node.row_table() for node in nodes if isinstance(node, TableRows)]
@@ -265,7 +273,7 @@ class Dataset(Generic[E_co]):
                 on its arguments alone. After ``batch`` it gets whole batches, and when the dataset is
                 distributed every rank computes the whole global batch and then keeps its part: put it before
                 where you can.
-            num_parallel_calls: How many calls may run at once, each in a thread; -1 for as many as there are
+            num_parallel_calls: The number of calls at once, each in a thread; -1 for as many as there are
                 cores. It gains time where the function waits or leaves Python (reading, decoding, NumPy on large
                 arrays). Before ``batch`` the rows of a batch are shared among the threads. None: calls run one
                 after the other in the thread that reads. Threads end with the pass as those of ``prefetch``.
@@ -289,21 +297,21 @@ class Dataset(Generic[E_co]):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset[S]:
-        """Return the elements of several datasets in turn, each made by ``map_func`` of an element.
+        """Return the elements of several datasets in turn, each made by ``map_func``.
 
         The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first dataset that
         is open, then of the next; one that ends makes room for the next element's, which begins in the next round.
         Shuffles without a seed in these datasets have an order of their own in each, the same on all ranks. The
-        elements of :meth:`list_files` are dealt as files; other elements are, if what ``map_func`` makes of the first
-        one reads files.
+        elements of :meth:`list_files` are dealt as files; other elements are, if the dataset of the first one reads
+        files.
 
         Args:
             map_func: Gets an element, a tuple as several arguments; returns a Dataset.
-            cycle_length: How many datasets are open at a time; None or -1 for 4, the same on every machine.
-            block_length: How many elements come from one dataset in a round.
-            num_parallel_calls: How many threads call ``map_func`` and read the datasets, -1 for as many as there are
-                cores: the next block of each one that is open, and the first of as many that come next as there are
-                threads. The order stays. None: they are read in turn in the thread that reads.
+            cycle_length: The number of datasets that are open at a time; None or -1 for 4, the same on every machine.
+            block_length: The number of elements that come from one dataset in a round.
+            num_parallel_calls: The number of threads that call ``map_func`` and read the datasets, -1 for as many as
+                there are cores: the next block of each one that is open, and the first of as many that come next as
+                there are threads. The order stays. None: they are read in turn in the thread that reads.
             deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
 
         Raises:
@@ -319,23 +327,25 @@ class Dataset(Generic[E_co]):
         if cycle < 1 or operator.index(block_length) < 1:
             raise ValueError(f"cycle_length is {cycle_length} and block_length {block_length}; expected 1 or more")
 
-        def node_of(*element: Any) -> GraphNode:
+        def node_of(*element: object) -> GraphNode:
             made = map_func(*element)
             if not isinstance(made, Dataset):
                 raise TypeError(
                     f"map_func of interleave() returned {made!r} of type {type(made).__name__}; expected a Dataset, "
                     "for example lambda path: Dataset.from_files([path], reader)"
                 )
-            return made._node
+            return graph_and_options(made)[0]
 
         calls = checked_calls(num_parallel_calls)
         return self._then(Interleaved((self._node,), node_of, cycle, block_length, Seed.of(None, True), calls))
 
     def flat_map(self, map_func: Callable[..., Dataset[S]]) -> Dataset[S]:
-        """Return the elements of several datasets, one after the other, each made by ``map_func`` of an element.
+        """Return the elements of several datasets, one after the other.
+
+        Each is made by ``map_func`` of an element.
 
         Args:
-            map_func: As that of :meth:`interleave`, of which this is the case ``cycle_length=1``.
+            map_func: See :meth:`interleave`, of which this is the case ``cycle_length=1``.
 
         >>> [int(x) for x in Dataset.range(1, 4).flat_map(Dataset.range)]
         [0, 0, 1, 0, 1, 2]
@@ -352,7 +362,7 @@ class Dataset(Generic[E_co]):
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
         return self._then(Enumerated((self._node,), operator.index(start)))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset[E_co]:
+    def filter(self, predicate: Callable[..., object]) -> Dataset[E_co]:
         """Return the dataset of the elements for which ``predicate`` is true.
 
         How many there are is not known beforehand, and a rank must read all elements to tell.
@@ -372,7 +382,7 @@ class Dataset(Generic[E_co]):
         drop_remainder: bool = False,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
-    ) -> Dataset[Any]:
+    ) -> Dataset:
         """Return the dataset of consecutive elements stacked along a new first axis.
 
         Args:
@@ -395,20 +405,20 @@ class Dataset(Generic[E_co]):
     def padded_batch(
         self,
         batch_size: int,
-        padded_shapes: Any = None,
-        padding_values: Any = None,
+        padded_shapes: object = None,
+        padding_values: object = None,
         drop_remainder: bool = False,
-    ) -> Dataset[Any]:
-        """Return the dataset of consecutive elements, padded to one shape and stacked along a new first axis.
+    ) -> Dataset:
+        """Return the dataset of consecutive elements, padded to one shape and stacked.
 
         Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
 
         Args:
-            batch_size: As that of :meth:`batch`.
+            batch_size: See :meth:`batch`.
             padded_shapes: The shape of each array, in the structure of an element: a list or tuple of sizes, with None
                 or -1 for the size of the longest element of the batch. None: that on all axes.
-            padding_values: What each array is padded with, in the same structure, or one value for all arrays. None:
-                0, or the empty text.
+            padding_values: The value behind each array's own, in the same structure, or one value for all arrays.
+                None: 0, or the empty text.
             drop_remainder: Leave out a last batch that is smaller.
 
         Raises:
@@ -423,8 +433,8 @@ class Dataset(Generic[E_co]):
         size = _batch_size("padded_batch", batch_size)
         return self._then(Batched((self._node,), size, bool(drop_remainder), Padding(padded_shapes, padding_values)))
 
-    def unbatch(self) -> Dataset[Any]:
-        """Return the dataset of the rows of each element: what ``batch`` puts together, one by one.
+    def unbatch(self) -> Dataset:
+        """Return the dataset of the rows of each element; the opposite of ``batch``.
 
         Raises:
             ValueError: While iterating, an array without axes, or arrays of one element with different first sizes.
@@ -434,9 +444,7 @@ class Dataset(Generic[E_co]):
         """
         return self._then(Unbatched((self._node,)))
 
-    def window(
-        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
-    ) -> Dataset[Any]:
+    def window(self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False) -> Dataset:
         """Return the dataset of windows, each a dataset of ``size`` elements.
 
         Of a structure of arrays a window is the same structure of datasets. ``flat_map`` makes arrays of windows, which
@@ -444,8 +452,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             size: Elements in a window.
-            shift: How many elements further the next window begins; None for ``size``.
-            stride: How many elements further the next element in a window is.
+            shift: The distance in elements from a window's beginning to the next; None for ``size``.
+            stride: The distance in elements between neighbours in a window.
             drop_remainder: Leave out windows at the end that have fewer elements.
 
         Raises:
@@ -460,15 +468,15 @@ class Dataset(Generic[E_co]):
             raise ValueError(f"window() got size={size}, shift={shift}, stride={stride}; expected 1 or more for each")
         return self._then(Windows((self._node,), size, step, stride, bool(drop_remainder), type(self)))
 
-    def cache(self, filename: Any = "") -> Dataset[E_co]:
-        """Return the same dataset, whose elements are computed once and kept: what comes before is done once.
+    def cache(self, filename: sources.FilePath = "") -> Dataset[E_co]:
+        """Return the same dataset, whose elements are computed once and kept.
 
-        The order is that of the first pass for ever; shuffle after it. Rows that are read by number are kept one by one
-        as they are read, on each rank its own. Other elements are kept when a pass over them has come to its end; what
-        a pass has seen that ends earlier is dropped.
+        The steps before it run once. The order is that of the first pass for ever; shuffle after it. Rows that are read
+        by number are kept one by one as they are read, on each rank its own. Other elements are kept when a pass over
+        them has come to its end; those of a pass that ends earlier are dropped.
 
         Args:
-            filename: Of a file to keep them in, for other programs too; empty for memory. Its name gets an ending
+            filename: The file that keeps them, for other programs too; empty for memory. Its name gets an ending
                 that differs where the steps before or their data do, as far as the text of a dataset tells: functions
                 do not count, so remove ``filename.*`` when one has changed. Every rank reads all of the file. Ranks
                 may share it. Shuffles before it that were given no seed have a fixed one. Structure is tuples and
@@ -513,13 +521,14 @@ class Dataset(Generic[E_co]):
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
     ) -> Dataset[S]:
-        """Return the dataset each of whose elements is the next one of a dataset that is drawn.
+        """Return the dataset whose elements come from randomly drawn datasets.
 
-        Distributed datasets are drawn from in the same order on all ranks, also without a seed.
+        Each element is the next one of the dataset drawn. Distributed datasets are drawn from in the same order on all
+        ranks, also without a seed.
 
         Args:
             datasets: With elements of the same structure and dtypes.
-            weights: How likely each of them is drawn; None for all alike. They need not sum to 1.
+            weights: The likelihood of each of them; None for all alike. They need not sum to 1.
             seed: A whole number that fixes the draws; None draws one (see ``mpidist.set_seed``).
             stop_on_empty_dataset: End when a dataset is drawn that has nothing left; else go on with the others.
             rerandomize_each_iteration: Whether each pass has draws of its own; None: where there is no seed.
@@ -551,7 +560,7 @@ class Dataset(Generic[E_co]):
         ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
 
         Args:
-            buffer_size: How many elements are kept ready at most; batches, of a dataset of batches. -1
+            buffer_size: The largest number of elements kept ready; batches, of a dataset of batches. -1
                 (``mpidist.input.AUTOTUNE``) for 2.
 
         Raises:
@@ -604,7 +613,7 @@ class Dataset(Generic[E_co]):
         return self._then(Shuffled((self._node,), buffer_size, Seed.of(seed, reshuffles), block_size))
 
     def repeat(self, count: int | None = None) -> Dataset[E_co]:
-        """Return the dataset gone through ``count`` times, without end for None or -1.
+        """Return the dataset repeated ``count`` times, without end for None or -1.
 
         >>> [int(x) for x in Dataset.range(2).repeat(2)]
         [0, 1, 0, 1]
@@ -660,8 +669,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             options: TensorFlow's form: ``Options`` with the policy that ``auto_shard_policy`` says without them.
-            auto_shard_policy: How it is divided over ranks; see ``AutoShardPolicy``.
-            assignment: Which part of a global batch that all ranks share (DATA) goes where. ``"tf"``: part j to rank
+            auto_shard_policy: The division over ranks; see ``AutoShardPolicy``.
+            assignment: The ranks of the parts of a global batch that all share (DATA). ``"tf"``: part j to rank
                 j mod W, TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks'
                 parts are contiguous, and the only way where ranks have different numbers of replicas.
 
@@ -699,7 +708,7 @@ class Dataset(Generic[E_co]):
         return DatasetIterator(self._passes)
 
     def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
-        """Return what ``reduce_func`` makes of all elements of one pass.
+        """Return the result of ``reduce_func`` over all elements of one pass.
 
         Args:
             initial_state: The first state, of any kind; returned where there is no element.
@@ -716,7 +725,9 @@ class Dataset(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of ``ArraySpec`` of an element; where only an element can tell, one is read.
+        """The nest of ``ArraySpec`` of an element.
+
+        An element is read where only an element can tell.
 
         Raises:
             ValueError: There is no element to tell from.
@@ -742,7 +753,9 @@ class Dataset(Generic[E_co]):
         return length
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """Return an iterator over a pass whose arrays are NumPy's, in host memory, and numbers NumPy's scalars.
+        """Return an iterator over the elements of a pass as NumPy arrays and scalars.
+
+        The arrays are in host memory.
 
         Raises:
             TypeError: While iterating, an element that holds something else than arrays, numbers, texts and bytes.
@@ -752,7 +765,7 @@ class Dataset(Generic[E_co]):
         """
         return (nest.map_structure(as_numpy, element) for element in iter(self))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise dataset_as_array()
 
     def __bool__(self) -> bool:
@@ -762,21 +775,23 @@ class Dataset(Generic[E_co]):
         return f"<{type(self).__name__} {self._node}>"
 
 
-def graph_and_options(dataset: Dataset[Any]) -> tuple[GraphNode, DatasetOptions]:
-    """Return what a dataset is made of."""
+def graph_and_options(dataset: Dataset) -> tuple[GraphNode, DatasetOptions]:
+    """Return the graph and the options of a dataset."""
     return dataset._node, dataset._options
 
 
 def _together(
-    method: str, datasets: Sequence[Any], expected: str = "a list of one or more"
+    method: str, datasets: Sequence[object], expected: str = "a list of one or more"
 ) -> tuple[tuple[GraphNode, ...], DatasetOptions]:
-    """Return the nodes and the options of datasets of which ``method`` makes one."""
+    """Return the nodes and the options of datasets that ``method`` combines."""
+    parts: list[tuple[GraphNode, DatasetOptions]] = []
     for dataset in datasets:
         if not isinstance(dataset, Dataset):
             raise TypeError(f"{method}() got {dataset!r} of type {type(dataset).__name__}; expected Dataset objects")
-    if not datasets:
+        parts.append(graph_and_options(dataset))
+    if not parts:
         raise ValueError(f"{method}() got no datasets; expected {expected}")
-    nodes, options = zip(*map(graph_and_options, datasets), strict=True)
+    nodes, options = zip(*parts, strict=True)
     return nodes, common_options(options, method)
 
 
@@ -793,7 +808,7 @@ def _batch_size(method: str, batch_size: int) -> int:
     return size
 
 
-def _require_callable(name: str, value: Any) -> None:
-    """Raise TypeError if ``value``, the argument ``name``, is no function."""
+def _require_callable(name: str, value: object) -> None:
+    """Raise TypeError unless ``value``, the argument ``name``, is a function."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a function")

@@ -1,4 +1,4 @@
-"""Which rows go to which replica: rules A and B, as functions of numbers alone.
+"""The rows of each replica: rules A and B, as functions of numbers alone.
 
 Rule A: a batch of B rows is cut into n parts of ceil(B / n) rows; the last parts may be short or empty.
 TensorFlow deals part j to worker j mod W; the block assignment gives part j to the worker that owns replica
@@ -32,7 +32,7 @@ def replica_parts(replica_counts: Sequence[int], worker_id: int, assignment: str
 
     Args:
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
         assignment: ``"tf"`` or ``"block"``.
 
     >>> replica_parts((2, 2), 1, "tf"), replica_parts((2, 2), 1, "block")
@@ -66,7 +66,7 @@ def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> 
 
 
 def idle_replicas(batch_size: int, num_replicas: int) -> int:
-    """Return how many replicas get no row of a global batch (rule A).
+    """Return the number of replicas without a row of a global batch (rule A).
 
     >>> idle_replicas(4, 3), idle_replicas(5, 3)
     (1, 0)
@@ -78,12 +78,12 @@ def idle_replicas(batch_size: int, num_replicas: int) -> int:
 def local_rows(
     batch_size: int, replica_counts: Sequence[int], worker_id: int, assignment: str
 ) -> list[tuple[int, int]]:
-    """Return the ``(start, stop)`` rows of a global batch for each local replica of a worker.
+    """Return the ``(start, stop)`` rows of a global batch for each local replica.
 
     Args:
         batch_size: Rows in this batch, which may be a last, smaller one.
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
         assignment: ``"tf"`` or ``"block"``.
 
     Source: TensorFlow's autosharding by DATA after its rebatching (rule A).
@@ -105,7 +105,7 @@ def sub_batch_sizes(batch_size: int, replica_counts: Sequence[int], worker_id: i
     Args:
         batch_size: Rows that all replicas take together in a step.
         replica_counts: Local replicas of every worker.
-        worker_id: Which worker.
+        worker_id: The number of the worker.
 
     Source: TensorFlow's ``batch_sizes_for_worker``.
 
@@ -125,7 +125,7 @@ def sub_batch_sizes(batch_size: int, replica_counts: Sequence[int], worker_id: i
 
 
 def count_sub_batches(rows: int, sizes: Sequence[int]) -> int:
-    """Return into how many sub-batches a stream of ``rows`` rows is cut by sizes that repeat.
+    """Return the number of sub-batches in ``rows`` rows, for sizes that repeat.
 
     >>> count_sub_batches(10, [2, 2]), count_sub_batches(9, [2, 1, 2, 2])
     (5, 5)

@@ -1,4 +1,6 @@
-"""Batches on their way to devices: read into page-locked memory by a thread, and copied from there ahead of use.
+"""Batches on their way to devices, by way of page-locked memory.
+
+A thread reads them into that memory, from where they are copied ahead of use.
 
 The memory of a batch on the device is taken on the caller's stream, when the batch before it is handed out: whatever
 had that memory before was used by work that the copy waits for, and CuPy may hand it out again when the caller drops
@@ -12,7 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,7 +42,10 @@ class _Buffer:
         """When the device has read it; None where it is not being read."""
 
     def take(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return copies of ``arrays`` in this memory, once the device has read what was there before."""
+        """Return copies of ``arrays`` in this memory.
+
+        Waits until the device has read the previous ones.
+        """
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
@@ -62,7 +67,7 @@ class _Buffer:
 class _Staged(NamedTuple):
     """A batch of one replica with its arrays in page-locked memory."""
 
-    batch: Any
+    batch: object
     indices: list[int]
     arrays: list[Array]
     buffer: _Buffer
@@ -77,8 +82,8 @@ class _Transfer:
         self._free: deque[_Buffer] = deque()
         self._made: list[_Buffer] = []
 
-    def stage(self, batch: Any) -> Any:
-        """Put the arrays of a batch into page-locked memory; in the reading thread."""
+    def stage(self, batch: object) -> object:
+        """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
         try:
@@ -88,8 +93,11 @@ class _Transfer:
             self._made.append(buffer)
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
-    def send(self, staged: _Staged) -> tuple[Any, Event]:
-        """Start copying, and return the batch on the device with the event when it is there; in the caller's thread."""
+    def send(self, staged: _Staged) -> tuple[object, Event]:
+        """Start copying a batch, and return it with the event of its arrival.
+
+        Runs in the caller's thread.
+        """
         ops, device = self.place.ops, self.place.number
         leaves = nest.flatten(staged.batch)
         with self.place.current():
@@ -112,25 +120,27 @@ class _Transfer:
         self.place.ops.current_stream(self.place.number).wait(event)
 
     def drain(self) -> None:
-        """Wait until the device has read all that is on its way to it."""
+        """Wait until the device has read all pending batches."""
         for buffer in self._made:
             if buffer.copied is not None:
                 buffer.copied.synchronize()
 
 
-class DeviceFeed(Iterator[list[Any]]):
-    """The steps of a pass with the batch of each local replica on its device, some of them copied ahead of use.
+class DeviceFeed(Iterator[list[object]]):
+    """The steps of a pass with each batch on the device of its replica.
+
+    Some steps are copied ahead of use.
 
     Args:
         open_steps: Returns the steps, lists with a batch per local replica; called in a thread that reads them.
-        places: Where the batches of each replica go; those of the host stay as they are.
-        size: How many steps are held ready on the devices.
+        places: The targets of each replica's batches; those of the host stay as they are.
+        size: The number of steps that are held ready on the devices.
         readers: The threads of the pass.
     """
 
     def __init__(
         self,
-        open_steps: Callable[[], Iterator[list[Any]]],
+        open_steps: Callable[[], Iterator[list[object]]],
         places: Sequence[Place],
         size: int,
         readers: Readers,
@@ -139,12 +149,12 @@ class DeviceFeed(Iterator[list[Any]]):
         self._transfers: list[_Transfer | None] = transfers
         self._size = size
         self._source = readers.open(lambda: (_staged(step, transfers) for step in open_steps()), size)
-        self._on_the_way: deque[list[tuple[Any, Event | None]]] = deque()
+        self._on_the_way: deque[list[tuple[object, Event | None]]] = deque()
         self._end: Exception | None = None
         # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
         self._finalizer = weakref.finalize(self, _drain, [transfer for transfer in transfers if transfer is not None])
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> list[object]:
         if not self._on_the_way:
             self._raise_end()
             self._on_the_way.append(self._sent(next(self._source)))
@@ -158,7 +168,7 @@ class DeviceFeed(Iterator[list[Any]]):
         return step
 
     def _send_ahead(self) -> None:
-        """Start the copies of what has been read already, for up to ``size`` steps."""
+        """Start the copies of steps that have been read already, up to ``size`` steps."""
         while len(self._on_the_way) < self._size and self._end is None and self._source.has_ready():
             try:
                 self._on_the_way.append(self._sent(next(self._source)))
@@ -173,19 +183,19 @@ class DeviceFeed(Iterator[list[Any]]):
         finally:
             del end  # its traceback holds this frame
 
-    def _sent(self, step: list[Any]) -> list[tuple[Any, Event | None]]:
+    def _sent(self, step: list[object]) -> list[tuple[object, Event | None]]:
         return [
             transfer.send(part) if transfer is not None and isinstance(part, _Staged) else (part, None)
             for transfer, part in zip(self._transfers, step, strict=True)
         ]
 
     def close(self) -> None:
-        """Let go of the steps that are held ready, once their copies are done."""
+        """Drop the steps that are held ready, once their copies are done."""
         self._finalizer()
         self._on_the_way.clear()
 
 
-def _staged(step: list[Any], transfers: Sequence[_Transfer | None]) -> list[Any]:
+def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[object]:
     return [
         batch if transfer is None or batch is MISSING else transfer.stage(batch)
         for transfer, batch in zip(transfers, step, strict=True)
@@ -198,11 +208,11 @@ def _drain(transfers: Sequence[_Transfer]) -> None:
 
 
 def _can_travel(dtype: DType) -> bool:
-    """Whether a device can hold elements of ``dtype``; text and objects stay on the host."""
+    """Return whether a device can hold elements of ``dtype``. Text and objects stay on the host."""
     return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
 
 
-def on_place(place: Place, batch: Any) -> Any:
+def on_place(place: Place, batch: object) -> object:
     """Return ``batch`` with its arrays brought to ``place``."""
     return nest.map_structure(
         lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype) else leaf, batch
@@ -210,7 +220,10 @@ def on_place(place: Place, batch: Any) -> Any:
 
 
 def fetch_places(workers: InputWorkers, options: InputOptions | None) -> list[Place] | None:
-    """Return where the batches of the local replicas are to be copied; None where they all stay."""
+    """Return the device places of the batches of the local replicas, or None.
+
+    None where all batches stay on the host.
+    """
     if options is not None and options.experimental_fetch_to_device is False:
         return None
     places = [place_at(device) for device in workers.devices]

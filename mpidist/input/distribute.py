@@ -1,4 +1,4 @@
-"""What strategies call: distributing a dataset, the datasets of a function, and the values of a function."""
+"""Distribution of a dataset, of the datasets of a function, and of its values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mpidist.values.placement import place_at
 
 _log = logging.getLogger("mpidist")
 
-# Pipelines that every rank goes through, which the log has told of.
-_told_of: set[str] = set()
+# Pipelines that every rank reads whole, and that have been warned of.
+_warned_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
     "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
@@ -38,17 +38,17 @@ _HOW_TO_MAKE_ONE = (
 def distribute_dataset(
     dataset: Dataset, workers: InputWorkers, strategy: StrategyLike, options: InputOptions | None = None
 ) -> DistributedDataset:
-    """Divide a dataset that is the same on all ranks over their replicas (experimental_distribute_dataset).
+    """Divide a dataset over the replicas of all ranks (experimental_distribute_dataset).
 
-    Collective: call it on every rank, in the same order. How it is divided is its AutoShardPolicy; shuffles without a
-    seed get one that all ranks share. Each rank logs a line "rank r of W reads ..." (logger ``mpidist``, level INFO);
-    rank 0 warns there of arrays that are not batched, of a batch size that leaves replicas without rows, and of streams
-    that all ranks go through although no policy was given.
+    The dataset is the same on all ranks. Collective: call it on every rank, in the same order. How it is divided is its
+    AutoShardPolicy; shuffles without a seed get one that all ranks share. Each rank logs a line "rank r of W reads ..."
+    (logger ``mpidist``, level INFO); rank 0 warns there of arrays that are not batched, of a batch size that leaves
+    replicas without rows, and of streams that all ranks go through although no policy was given.
 
     Args:
         dataset: Batched with the global batch size.
-        workers: Who shares it.
-        strategy: For whom.
+        workers: The workers that share it.
+        strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
 
     Raises:
@@ -99,7 +99,7 @@ def distribute_from_function(
     options: InputOptions | None = None,
     per_replica_allowed: bool = False,
 ) -> DistributedDataset:
-    """Give each rank's replicas the batches of the dataset that the rank builds for itself.
+    """Give each rank's replicas the batches of the rank's own dataset.
 
     Collective: call it on every rank, in the same order. Nothing is cut or divided: the next batches go to the
     local replicas in turn (distribute_datasets_from_function). Ranks may have different amounts of data.
@@ -107,8 +107,8 @@ def distribute_from_function(
     Args:
         dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
             batched with the batch size of one replica.
-        workers: Who shares the input.
-        strategy: For whom.
+        workers: The workers that share the input.
+        strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
         per_replica_allowed: Whether the strategy takes PER_REPLICA.
 
@@ -148,7 +148,7 @@ def distribute_from_function(
 
 
 def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Dataset[E_co]:
-    """Return the part of one of several workers that take whole batches, each at its own pace.
+    """Return the share of a worker that takes whole batches at its own pace.
 
     Raises:
         ValueError: The policy does not suit the dataset.
@@ -166,15 +166,15 @@ def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Datase
     return shared.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else shared
 
 
-def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWorkers) -> Any:
-    """Return the values of a function, called once for each local replica, as PerReplica values.
+def distribute_values(value_fn: Callable[[ValueContext], object], workers: InputWorkers) -> Any:
+    """Return the results of a function for the local replicas, as PerReplica values.
 
     Nothing is communicated (experimental_distribute_values_from_function).
 
     Args:
         value_fn: Called outside of any strategy's scope with a ValueContext, with the replica's device current;
             returns anything.
-        workers: Who the replicas are.
+        workers: The workers with the replicas.
 
     Raises:
         TypeError: ``value_fn`` is not callable.
@@ -195,7 +195,10 @@ def distribute_values(value_fn: Callable[[ValueContext], Any], workers: InputWor
 
 
 def _gives_single_rows(node: GraphNode) -> bool:
-    """Whether each element is a row of arrays, or what functions make of one; other sources may give batches."""
+    """Return whether each element is a row of arrays or a function's result for one.
+
+    Other sources may give batches.
+    """
     for step in node.graph():
         source_of_rows = isinstance(step, TableRows) and step.row_table().is_cut_from_arrays()
         if isinstance(step, (Batched, Interleaved)) or not (step.inputs or source_of_rows):
@@ -204,7 +207,7 @@ def _gives_single_rows(node: GraphNode) -> bool:
 
 
 def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
-    """Say where full global batches are dealt such that some replicas get nothing of any of them."""
+    """Warn where full global batches leave some replicas without rows."""
     if batch_size is None or not idle_replicas(batch_size, replicas):
         return
     # Multiples of the number of replicas suit, so there is one within reach.
@@ -218,13 +221,13 @@ def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
 
 
 def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
-    """Say, once, where every rank goes through all of a stream, and nobody has asked for that."""
+    """Warn once where all ranks read a whole stream, which nobody has asked for."""
     streams = any(isinstance(step, Interleaved) or not (step.inputs or step.form is Form.ROWS) for step in node.graph())
     text = str(node)
     # Files beside other sources have a warning of their own.
-    if not streams or next(node.files(), None) is not None or text in _told_of:
+    if not streams or next(node.files(), None) is not None or text in _warned_of:
         return
-    _told_of.add(text)
+    _warned_of.add(text)
     _log.warning(
         "mpidist: each of the %d ranks goes through all of %s and keeps its part of every batch, as there are no files "
         "and no rows read by number to deal. If that is meant, say "
@@ -253,7 +256,7 @@ def per_replica_refused(strategy: StrategyLike) -> NotImplementedError:
 
 
 def replication_mode(options: InputOptions | None) -> InputReplicationMode:
-    """Return the mode that ``options`` asks for, after checking their type."""
+    """Return the replication mode of ``options``, after checking their type."""
     if options is None:
         return InputReplicationMode.PER_WORKER
     if not isinstance(options, InputOptions):

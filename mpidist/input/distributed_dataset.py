@@ -1,4 +1,4 @@
-"""DistributedDataset: batches for the replicas of a strategy, pass after pass, and the iterator of a pass.
+"""DistributedDataset: batches for the replicas of a strategy, and the iterator of a pass.
 
 In every step of a pass each replica gets a batch, or an empty one.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DistributedDataset(Generic[E_co]):
-    """Batches for the replicas of a strategy, anew with each ``iter`` (tf.distribute.DistributedDataset).
+    """Batches for the replicas of a strategy, re-iterable (tf.distribute.DistributedDataset).
 
     Strategies make it: ``experimental_distribute_dataset`` and ``distribute_datasets_from_function``.
     Elements have the structure of the dataset's own; each leaf is a PerReplica of this rank's replicas, or
@@ -78,7 +78,7 @@ class DistributedDataset(Generic[E_co]):
         )
 
     def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
-        """Return what ``reduce_func`` makes of all elements of one pass, each rank for itself.
+        """Return the result of ``reduce_func`` over one pass, each rank for itself.
 
         Collective as iterating is: call it on every rank, in the same order. The states are not combined: for a
         result of all ranks, let ``reduce_func`` use ``strategy.reduce``, or reduce the last state.
@@ -114,7 +114,10 @@ class DistributedDataset(Generic[E_co]):
         return self._distribution.element_spec()
 
     def cardinality(self) -> int:
-        """Return the number of steps in a pass, equal on all ranks: -1 without end, -2 unknown."""
+        """Return the number of steps in a pass, equal on all ranks.
+
+        -1 stands for endless, -2 for unknown.
+        """
         return self._distribution.steps
 
     def __len__(self) -> int:
@@ -151,7 +154,7 @@ class DistributedIterator(Generic[E_co]):
         self._readers = Readers()
         run = remainder.run(self._readers)
 
-        def steps() -> Iterator[list[Any]]:
+        def steps() -> Iterator[list[object]]:
             # Sources are opened where an error reaches all ranks: in the first step.
             yield from batches.open(run, remainder.start)
 
@@ -201,13 +204,13 @@ class DistributedIterator(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """As that of the dataset."""
+        """The element spec of the dataset."""
         return self._distribution.element_spec()
 
     def state(self) -> dict[str, Any]:
-        """Return where this iterator stands, for :meth:`restore`, in types that JSON has.
+        """Return the position of this iterator for :meth:`restore`, in types that JSON has.
 
-        Equal on all ranks; not collective. What has been read ahead does not count as taken.
+        Equal on all ranks; not collective. Batches that have been read ahead do not count as taken.
 
         >>> import mpidist
         >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -219,20 +222,20 @@ class DistributedIterator(Generic[E_co]):
         """
         return self._remainder.after(self._taken).to_json()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the iterator stood whose ``state()`` this is; collective: call it on every rank.
+    def restore(self, state: dict[str, object]) -> None:
+        """Continue from a ``state()``; collective: call it on every rank.
 
         The dataset must be made of the same steps over the same data, on any number of ranks and replicas. The pass
         goes on with the element that comes next, and later passes are shuffled as they would have been. On as many
         ranks and replicas each goes on in its own part. On others the global batches stay the same and are cut for the
-        replicas there are now; what each rank read for itself (FILE, HINT, OFF and functions) every rank then reads
-        for all until the pass ends, and elements of functions go to the replicas in turn. With AutoShardPolicy.DATA
-        the batch size may be another one.
+        replicas there are now; elements that each rank read for itself (FILE, HINT, OFF and functions) every rank then
+        reads for all until the pass ends, and elements of functions go to the replicas in turn. With
+        AutoShardPolicy.DATA the batch size may be another one.
 
         Rows that are read by number are not read again; of a stream everything before is read and dropped.
 
         Args:
-            state: What ``state()`` returned, the same on every rank.
+            state: From ``state()``, the same on every rank.
 
         Raises:
             TypeError: ``state`` is no dict.
@@ -261,13 +264,14 @@ class DistributedIterator(Generic[E_co]):
                 # A rank whose data ran out before this step sees no batch of its own any more.
                 distribution.learn_spec()
         self.close()
-        distribution.go_on_from(remainder.position)
+        distribution.continue_from(remainder.position)
         self._begin(remainder)
 
     def close(self) -> None:
-        """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading.
+        """End the pass and the threads of ``prefetch``.
 
-        Nothing is exchanged: where ranks are to end a pass early they all call it, at the same step.
+        Waits for the elements that they are reading. Nothing is exchanged: where ranks are to end a pass early they all
+        call it, at the same step.
         """
         self._ended = True
         self._close_readers()
@@ -302,7 +306,7 @@ class DistributedIterator(Generic[E_co]):
     def _next_step(self) -> Optional[E_co]:
         workers = self._distribution.workers
         several = workers.num_workers > 1
-        step: list[Any] | None = None
+        step: list[object] | None = None
         if not (several and self._taken == self._steps_left):
             with workers.shared_errors("reading the next batch"):
                 step = next(self._steps, None)
@@ -318,13 +322,16 @@ class DistributedIterator(Generic[E_co]):
         with workers.shared_errors("making up the batches of a step"):
             return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
 
-    def _remember_spec(self, step: list[Any] | None) -> None:
+    def _remember_spec(self, step: list[object] | None) -> None:
         if step is not None and self._distribution.spec is None:
             element = next(part for part in step if part is not MISSING)
             self._distribution.spec = with_rows(spec_of(element), None)
 
-    def _vote(self, step: list[Any] | None) -> bool:
-        """Return whether any rank has data, and learn from it what its batches look like if need be."""
+    def _vote(self, step: list[object] | None) -> bool:
+        """Return whether any rank has data.
+
+        Learns the spec of its batches from it where need be.
+        """
         distribution, communicator = self._distribution, self._distribution.workers.communicator
         assert communicator is not None
         ballot = np.array([step is not None, distribution.spec is None], dtype=np.int64)
@@ -333,7 +340,7 @@ class DistributedIterator(Generic[E_co]):
             distribution.gather_spec()
         return bool(someone_has_data)
 
-    def _complete(self, step: list[Any]) -> Any:
+    def _complete(self, step: list[object]) -> Any:
         workers = self._distribution.workers
         if any(part is MISSING for part in step):
             empty = empty_batch(self._distribution.spec)
@@ -346,7 +353,7 @@ class DistributedIterator(Generic[E_co]):
 
 
 def _require_same(remainder: Remainder, communicator: Communicator) -> None:
-    """Raise MismatchError on all ranks unless all go on alike."""
+    """Raise MismatchError on all ranks unless all continue alike."""
     told = communicator.all_gather_object((remainder.position, remainder.previous_pipelines()))
     if any(other != told[0] for other in told):
         plans = {rank: f"{position}, {'; '.join(pipelines)}" for rank, (position, pipelines) in enumerate(told)}
@@ -359,10 +366,13 @@ def _require_same(remainder: Remainder, communicator: Communicator) -> None:
         )
 
 
-def require_outside_replica_function(strategy: StrategyLike, what: str) -> None:
-    """Raise ValueError inside a replica function; ``what`` is what was called."""
+def require_outside_replica_function(strategy: StrategyLike, call: str) -> None:
+    """Raise ValueError inside a replica function.
+
+    ``call`` is the method and its object, for the message.
+    """
     if context.has_strategy() and context.get_replica_context() is not None:
         raise ValueError(
-            f"{what} was called inside a replica function of {type(strategy).__name__}; take the element "
+            f"{call} was called inside a replica function of {type(strategy).__name__}; take the element "
             "before, in strategy.run(fn, args=(next(iterator),))"
         )

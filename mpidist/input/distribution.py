@@ -1,25 +1,24 @@
-"""A dataset that is distributed, and what workers agree on for it: seeds, number of steps, what elements look like."""
+"""A distributed dataset and the agreement of its workers on seeds, steps and spec."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.device_feed import fetch_places
 from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
-from mpidist.input.graph import UNKNOWN, array_samples
+from mpidist.input.graph import UNKNOWN, array_samples, combined
 from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers
-from mpidist.input.local_batches import LocalBatches, longest
+from mpidist.input.local_batches import LocalBatches
 from mpidist.input.position import (
     Pipeline,
     Position,
     first_position,
-    going_on,
     last_batch_size,
+    next_beginning,
     pipelines_of,
     seeded_as,
 )
@@ -29,22 +28,22 @@ _log = logging.getLogger("mpidist")
 
 
 class Distribution:
-    """A dataset that is distributed: all that the passes over it have in common.
+    """The common state of all passes over a distributed dataset.
 
     Args:
-        batches: What this worker reads.
-        workers: Who shares the input.
-        dealing: How the dataset is divided.
-        strategy: For whom.
+        batches: The batches that this worker reads.
+        workers: The workers that share the input.
+        dealing: The division of the dataset.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
 
     Attributes:
         steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; as the two below,
             this worker's own until the workers agree, and equal on all of them from then on.
-        beginning: Where the next pass begins, but for its number.
-        spec: What a local batch looks like, None until one has been seen.
-        passes: How many have been begun.
-        places: Where the batches of the local replicas are copied; None where they stay.
+        beginning: The beginning of the next pass, but for its number.
+        spec: That of a local batch, None until one has been seen.
+        passes: The number of passes begun.
+        places: The targets of the batches of the local replicas; None where they stay.
         buffer_size: Batches that are held ready on each device.
     """
 
@@ -62,13 +61,15 @@ class Distribution:
         self.strategy = strategy
         self.steps = batches.steps
         self.beginning = first_position(batches, pipelines_of(batches))
-        self.spec: Any = None
+        self.spec: object = None
         self.passes = 0
         self.places = fetch_places(workers, options)
         self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
 
     def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:
-        """Let all workers agree (collective where there are several that meet: one small exchange, or two).
+        """Let all workers agree.
+
+        Collective where several workers meet: one small exchange, or two.
 
         Args:
             same_everywhere: The graphs must be the same on all workers.
@@ -111,26 +112,34 @@ class Distribution:
         # take a part of one order.
         every = [pipeline for _, _, pipelines, *_ in told for pipeline in pipelines]
         self.beginning = replace(first_position(batches, every, own_orders and same), batch_size=told[0][3])
-        self.steps = longest(steps)
+        self.steps = combined(max, steps)
         if self.steps not in (0, UNKNOWN) and 0 in steps:
             self.learn_spec()
 
     def learn_spec(self) -> None:
-        """Let every worker know what a local batch looks like, from the first one that can tell (collective)."""
+        """Tell every worker the spec of a local batch (collective).
+
+        It comes from the first worker that can tell.
+        """
         with self.workers.shared_errors("reading an element to tell what the elements look like"):
             specs = self.batches.local_specs() if self.batches.steps else None
             self.spec = None if specs is None else with_rows(specs[0], None)
         self.gather_spec()
 
     def gather_spec(self) -> None:
-        """Take the spec of the first worker that knows one, unless it is known here (collective)."""
+        """Take the spec of the first worker that knows one (collective).
+
+        A spec that is known here already stays.
+        """
         assert self.workers.communicator is not None
         told = self.workers.communicator.all_gather_object(self.spec)
         if self.spec is None:
             self.spec = next((spec for spec in told if spec is not None), None)
 
-    def element_spec(self) -> Any:
-        """Return the nest of PerReplicaSpec of an element, or of ArraySpec where elements come bare.
+    def element_spec(self) -> object:
+        """Return the nest of PerReplicaSpec of an element.
+
+        It is one of ArraySpec where elements come bare.
 
         Raises:
             ValueError: This rank's dataset has no element to tell from.
@@ -149,10 +158,10 @@ class Distribution:
         """Return pass ``number`` from its beginning."""
         return Remainder(self.batches, 0, replace(self.beginning, pass_number=number))
 
-    def go_on_from(self, position: Position) -> None:
-        """Let the passes that are begun from here on be those that follow the one of ``position``."""
+    def continue_from(self, position: Position) -> None:
+        """Make ``position``'s pass the one that the next passes follow."""
         self.passes = position.pass_number + 1
-        self.beginning = going_on(self.beginning, position)
+        self.beginning = next_beginning(self.beginning, position)
 
     def __str__(self) -> str:
         first, *more = self.batches.nodes

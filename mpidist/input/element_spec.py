@@ -1,13 +1,15 @@
-"""What the elements of a dataset look like: ArraySpec, PerReplicaSpec, and empty batches made from them."""
+"""Specs of the elements of a dataset: ArraySpec, PerReplicaSpec, and empty batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
 
@@ -24,12 +26,14 @@ class ArraySpec(NamedTuple):
     """
 
     shape: tuple[int | None, ...]
-    dtype: np.dtype[Any]
+    dtype: DType
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What the elements of a dataset look like that is itself an element, as those of ``window`` (tf.data.DatasetSpec).
+    """The spec of a dataset that is itself an element (tf.data.DatasetSpec).
+
+    The elements of ``window`` are such datasets.
 
     Args:
         element_spec: The nest of ArraySpec of its elements.
@@ -52,8 +56,8 @@ class PerReplicaSpec(NamedTuple):
     specs: tuple[ArraySpec, ...]
 
 
-def spec_of(element: Any) -> Any:
-    """Return the nest of ArraySpec that describes ``element``, all sizes as they are in it.
+def spec_of(element: object) -> object:
+    """Return the nest of ArraySpec of ``element``, with all sizes known.
 
     >>> spec_of({"x": np.zeros((2, 3)), "y": 1})["x"].shape
     (2, 3)
@@ -61,7 +65,7 @@ def spec_of(element: Any) -> Any:
     return nest.map_structure(_leaf_spec, as_element(element))
 
 
-def _leaf_spec(leaf: Any) -> ArraySpec | DatasetSpec:
+def _leaf_spec(leaf: object) -> ArraySpec | DatasetSpec:
     inside = getattr(leaf, "element_spec", None)
     if inside is not None:
         return DatasetSpec(inside)
@@ -72,14 +76,14 @@ def _leaf_spec(leaf: Any) -> ArraySpec | DatasetSpec:
     return ArraySpec(tuple(shape), dtype)
 
 
-def map_spec(fn: Any, spec: Any) -> Any:
+def map_spec(fn: Callable[[ArraySpec], object], spec: object) -> Any:
     """Apply ``fn`` to every ArraySpec of the nest ``spec``.
 
     Raises:
         TypeError: Some leaf is a dataset.
     """
 
-    def of_array(leaf: Any) -> Any:
+    def of_array(leaf: ArraySpec | DatasetSpec) -> object:
         if isinstance(leaf, DatasetSpec):
             raise dataset_as_array()
         return fn(leaf)
@@ -87,25 +91,27 @@ def map_spec(fn: Any, spec: Any) -> Any:
     return map_leaves(of_array, spec, leaf=ArraySpec)
 
 
-def flatten_spec(spec: Any) -> list[ArraySpec]:
+def flatten_spec(spec: object) -> list[ArraySpec]:
     """Return the ArraySpecs of the nest ``spec``."""
     leaves: list[ArraySpec] = []
     map_spec(leaves.append, spec)
     return leaves
 
 
-def batched(spec: Any, size: int | None) -> Any:
-    """Return ``spec`` with one more axis of ``size`` (None: unknown) in front of each shape."""
+def batched(spec: object, size: int | None) -> object:
+    """Return ``spec`` with an axis of ``size`` (None: unknown) before each shape."""
     return map_spec(lambda leaf: ArraySpec((size, *leaf.shape), leaf.dtype), spec)
 
 
-def with_rows(spec: Any, rows: int | None) -> Any:
+def with_rows(spec: object, rows: int | None) -> object:
     """Return ``spec`` with the first axis of each shape replaced by ``rows``; scalars stay."""
     return map_spec(lambda leaf: ArraySpec((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, spec)
 
 
-def common_spec(specs: Sequence[Any], step: str) -> Any:
-    """Return the spec that all elements have, sizes that differ unknown; None where there are no specs.
+def common_spec(specs: Sequence[object], step: str) -> object:
+    """Return the common spec of all elements, or None for no specs.
+
+    Sizes that differ are unknown.
 
     Raises:
         TypeError: Structures, dtypes or numbers of axes differ.
@@ -127,11 +133,11 @@ def common_spec(specs: Sequence[Any], step: str) -> Any:
     return map_spec(merge, specs[0])
 
 
-def _kind_of_array(dtype: np.dtype[Any]) -> str:
+def _kind_of_array(dtype: DType) -> str:
     return "text" if dtype.kind in "SU" else str(dtype)  # of any length
 
 
-def conform(element: Any, signature: Any) -> Any:
+def conform(element: object, signature: object) -> object:
     """Return ``element`` as new arrays of the dtypes that ``signature`` promises.
 
     Raises:
@@ -141,7 +147,7 @@ def conform(element: Any, signature: Any) -> Any:
     array([1., 2.], dtype=float32)
     """
 
-    def check(leaf: Any, expected: Hidden) -> np.ndarray[Any, Any]:
+    def check(leaf: object, expected: Hidden[ArraySpec]) -> Array:
         array = np.array(leaf, expected.value.dtype)
         wanted = expected.value.shape
         if len(wanted) != array.ndim or any(
@@ -156,8 +162,10 @@ def conform(element: Any, signature: Any) -> Any:
     return nest.map_structure(check, as_element(element), map_spec(Hidden, signature))
 
 
-def empty_batch(spec: Any) -> Any:
-    """Return a batch without rows: first axis 0, other axes as in ``spec``, 0 where ``spec`` does not know.
+def empty_batch(spec: object) -> object:
+    """Return a batch without rows.
+
+    The first axis is 0; other axes are as in ``spec``, 0 where it does not know.
 
     Raises:
         ValueError: A leaf has no axes and so no rows.
@@ -166,7 +174,7 @@ def empty_batch(spec: Any) -> Any:
     (0, 3)
     """
 
-    def build(leaf: ArraySpec) -> np.ndarray[Any, Any]:
+    def build(leaf: ArraySpec) -> Array:
         if not leaf.shape:
             require_array(leaf.dtype)
             raise unbatched(f"single values of {leaf.dtype}, and some replica has none left")

@@ -1,7 +1,7 @@
-"""One element of a dataset, a nest of arrays or values: converting its lists, stacking and cutting it.
+"""One element of a dataset: converting its lists, stacking and cutting it.
 
-In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array, as
-in tf.data, so a nest that leaves here has no lists in it.
+In this room tuples, named tuples, dicts and attrs classes are structure, and a list is one array, as in tf.data, so a
+nest that leaves here has no lists in it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import restorer, to_array
+from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 
+T = TypeVar("T")
 
-def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) -> Any:
+
+def map_leaves(fn: Callable[[Any], object], value: Any, leaf: type = np.ndarray) -> Any:
     """Apply ``fn`` to the leaves of ``value``, lists among them, and return the same structure.
 
     Args:
@@ -41,15 +44,15 @@ def map_leaves(fn: Callable[[Any], Any], value: Any, leaf: type = np.ndarray) ->
     return fn(value)
 
 
-class Hidden:
-    """Hides a value that may look like structure from functions that walk through nests."""
+class Hidden(Generic[T]):
+    """Wrapper that hides a value like a structure from functions that walk through nests."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: T) -> None:
         self.value = value
 
 
-def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Return the array that a list of numbers, lists or arrays of one shape stands for.
+def list_to_array(values: list[object]) -> Array:
+    """Return the array of a list of numbers, lists or arrays of one shape.
 
     Raises:
         ValueError: Their shapes differ.
@@ -68,17 +71,20 @@ def list_to_array(values: list[Any]) -> np.ndarray[Any, Any]:
     )
 
 
-def owned(value: Any) -> Any:
-    """Return a copy of what user code handed over, as it may go on writing into its arrays and lists.
+def owned(value: T) -> T:
+    """Return a copy of a value from user code.
+
+    The user's code may go on writing into its own arrays and lists.
 
     >>> kept = np.zeros(2)
     >>> owned({"x": kept})["x"] is kept
     False
     """
-    return map_leaves(_owned_leaf, value)
+    copied: T = map_leaves(_owned_leaf, value)
+    return copied
 
 
-def _owned_leaf(leaf: Any) -> Any:
+def _owned_leaf(leaf: object) -> object:
     if isinstance(leaf, (int, float, complex, str, bytes, np.generic)):
         return leaf
     if isinstance(leaf, list):
@@ -94,15 +100,15 @@ def _owned_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def as_element(value: Any) -> Any:
+def as_element(value: object) -> object:
     """Return ``value`` with its lists made arrays; other leaves stay as they are."""
     if type(value) is np.ndarray:  # most elements are
         return value
     return map_leaves(lambda leaf: list_to_array(leaf) if isinstance(leaf, list) else leaf, value)
 
 
-def call(fn: Callable[..., Any], element: Any) -> Any:
-    """Return ``fn`` of ``element``; a plain tuple is handed over as several arguments, as tf.data does.
+def call(fn: Callable[..., T], element: object) -> T:
+    """Return ``fn`` of ``element``. A plain tuple is passed as several arguments, as in tf.data.
 
     Raises:
         RuntimeError: ``fn`` raised StopIteration, which would end the pass as if there were no more elements.
@@ -113,12 +119,12 @@ def call(fn: Callable[..., Any], element: Any) -> Any:
         raise stopped(getattr(fn, "__name__", repr(fn))) from error
 
 
-def stopped(what: str) -> RuntimeError:
-    """Return the error for StopIteration out of something that only gives one element."""
-    return RuntimeError(f"{what} raised StopIteration; expected an element, or another exception")
+def stopped(source: str) -> RuntimeError:
+    """Return the error for StopIteration raised by something that gives one element."""
+    return RuntimeError(f"{source} raised StopIteration; expected an element, or another exception")
 
 
-def stack(elements: Sequence[Any]) -> Any:
+def stack(elements: Sequence[object]) -> object:
     """Return one element whose leaves are those of ``elements``, stacked along a new first axis.
 
     Args:
@@ -142,7 +148,7 @@ def stack(elements: Sequence[Any]) -> Any:
     return nest.pack_like(first, [_stack_leaves(*pair) for pair in zip(paths, columns, strict=True)])
 
 
-def _stack_leaves(path: str, leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
+def _stack_leaves(path: str, leaves: Sequence[object]) -> Array:
     if dataclasses.is_dataclass(leaves[0]):
         raise unknown_structure(f"batch() got {_kind(leaves[0])}{' at ' + path if path else ''}")
     arrays = [np.asarray(leaf) for leaf in leaves]
@@ -156,7 +162,7 @@ def _stack_leaves(path: str, leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
     return np.stack(arrays)
 
 
-def row_count(batch: Any) -> int:
+def row_count(batch: object) -> int:
     """Return the size of the first axis, which all leaves of ``batch`` must share.
 
     Raises:
@@ -189,8 +195,11 @@ def unbatched(given: str) -> ValueError:
     )
 
 
-def require_array(dtype: np.dtype[Any], kind: str = "Python objects") -> None:
-    """Raise TypeError if a value of ``dtype`` is no array or number, but an object that nothing can look into."""
+def require_array(dtype: DType, kind: str = "Python objects") -> None:
+    """Raise TypeError unless values of ``dtype`` are arrays or numbers.
+
+    Nothing can look into other objects.
+    """
     if dtype.hasobject:
         raise unknown_structure(f"the dataset gives {kind}")
 
@@ -204,8 +213,8 @@ def unknown_structure(given: str) -> TypeError:
     )
 
 
-def as_numpy(leaf: Any) -> Any:
-    """Return a number or array as NumPy has it, in host memory; texts and bytes stay as they are.
+def as_numpy(leaf: object) -> object:
+    """Return a number or array as NumPy's, in host memory. Texts and bytes stay as they are.
 
     Raises:
         TypeError: It is something else.
@@ -225,26 +234,30 @@ def dataset_as_array() -> TypeError:
     )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     name = type(value).__name__
     return f"the dataclass {name}" if dataclasses.is_dataclass(value) else f"an object of type {name}"
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all ``batches``, each of at least one row, as new arrays.
+def join(batches: Sequence[T]) -> T:
+    """Return one batch with the rows of all ``batches``.
+
+    Each has at least one row; the arrays are new.
 
     >>> join([(np.arange(2),), (np.arange(1),)])
     (array([0, 1, 0]),)
     """
-    return nest.map_structure(_join_leaves, *batches)
+    joined: T = nest.map_structure(_join_leaves, *batches)
+    return joined
 
 
-def _join_leaves(*leaves: Any) -> Any:
+def _join_leaves(*leaves: object) -> object:
     restore = restorer(leaves[0])
     joined = np.concatenate([leaf if restore is None else to_array(leaf) for leaf in leaves])
     return joined if restore is None else restore(joined)
 
 
-def cut(batch: Any, start: int, stop: int) -> Any:
+def cut(batch: T, start: int, stop: int) -> T:
     """Return the rows ``start`` to ``stop`` of every leaf, as views."""
-    return nest.map_structure(lambda leaf: leaf[start:stop], batch)
+    rows: T = nest.map_structure(lambda leaf: leaf[start:stop], batch)
+    return rows

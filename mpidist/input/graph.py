@@ -1,7 +1,7 @@
-"""The graph of a dataset: a node for each step, all of one family, whose base class is here.
+"""The graph of a dataset: its nodes, one for each step, and their base class.
 
 A node hands on its elements in one of three forms: rows of a table, and batches of such rows, as row numbers, so that
-whoever needs a part of a batch reads that part only; and other elements, such as those of streams, as they are. Steps
+a user of a part of a batch reads that part only; and other elements, such as those of streams, as they are. Steps
 keep to row numbers as long as they can.
 """
 
@@ -20,18 +20,22 @@ import numpy as np
 from mpidist.core.seed import next_seed
 from mpidist.input import row_indices
 from mpidist.input.element_spec import flatten_spec
-from mpidist.input.tables import ArrayTable, Table
+from mpidist.input.tables import ArrayTable, RowTable
 from mpidist.input.threads import Readers
 
 INFINITE = -1
 UNKNOWN = -2
+# Row numbers that are drawn one by one come in blocks of so many.
+DRAWN_AHEAD = 1024
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Seed:
-    """Where the random choices of a step come from; copies of the step in other graphs share this object.
+    """The origin of the random choices of a step.
+
+    Copies of the step in other graphs share this object.
 
     Args:
         number: The seed.
@@ -45,7 +49,9 @@ class Seed:
 
     @staticmethod
     def of(seed: int | None, is_renewed: bool) -> Seed:
-        """Return the one that a user gave, or one drawn at random for None (see ``mpidist.set_seed``).
+        """Return the seed that a user gave, or a random one for None.
+
+        Random ones follow ``mpidist.set_seed``.
 
         Raises:
             ValueError: It is negative.
@@ -58,7 +64,7 @@ class Seed:
         return Seed(secrets.randbits(63) if drawn is None else drawn, False, is_renewed)
 
     def entropy(self, run: Pass) -> tuple[int, ...]:
-        """Return what stands in for it in a pass, or itself."""
+        """Return the entropy that stands for the seed in a pass, or the seed itself."""
         return run.seeds.get(self, (self.number,))
 
     def generator(self, run: Pass) -> np.random.Generator:
@@ -68,11 +74,11 @@ class Seed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over a dataset: with the graph, all that its random choices depend on.
+    """One pass over a dataset: with the graph, the origin of its random choices.
 
     Args:
-        key: Which pass it is, then which repetition inside it, one number for each ``repeat``.
-        seeds: What stands in for seeds that were not given; ranks agree on it.
+        key: The number of the pass, then of the repetition inside it, one for each ``repeat``.
+        seeds: The entropy of seeds that were not given; ranks agree on it.
         readers: Holds the threads of the pass. None, for a look at an element: nothing is read ahead.
     """
 
@@ -81,7 +87,7 @@ class Pass:
     readers: Readers | None = field(default=None, compare=False)
 
     def repetition(self, number: int) -> Pass:
-        """Return the pass that repetition ``number`` makes."""
+        """Return the pass of repetition ``number``."""
         return Pass((*self.key, number), self.seeds, self.readers)
 
     def first(self) -> Pass:
@@ -89,7 +95,10 @@ class Pass:
         return replace(self, key=(0,))
 
     def read_ahead(self, open_source: Callable[[], Iterator[T]], size: int) -> Iterator[T]:
-        """Return the iterator of ``open_source``, of which a thread keeps ``size`` elements ready; 0: no thread."""
+        """Return an iterator whose next ``size`` elements a thread keeps ready.
+
+        For 0 there is no thread.
+        """
         if size == 0 or self.readers is None:
             return open_source()
         return self.readers.open(open_source, size)
@@ -115,7 +124,7 @@ class GraphNode(ABC):
         cardinality: Number of elements in a pass, -1 without end, -2 unknown.
         form: In which form ``items`` come.
         table: The table whose rows are numbered; None where the items are elements.
-        read_ahead: How many elements are read ahead when rows are read by number.
+        read_ahead: The number of elements that are read ahead when rows are read by number.
         batched: Whether the elements went through ``batch``.
         dynamic: Whether the first axis of the elements may differ from element to element.
         keeps_batches: Whether the elements are those of the inputs, although maybe others are left out or between them.
@@ -127,7 +136,7 @@ class GraphNode(ABC):
     text: str = field(init=False, default="")
     cardinality: int = field(init=False, default=UNKNOWN)
     form: Form = field(init=False, default=Form.ELEMENTS)
-    table: Table | None = field(init=False, default=None)
+    table: RowTable | None = field(init=False, default=None)
     read_ahead: int = field(init=False, default=0)
     batched: bool = field(init=False, default=False)
     dynamic: bool = field(init=False, default=False)
@@ -145,14 +154,17 @@ class GraphNode(ABC):
 
     @property
     def identity(self) -> str:
-        """As ``text``, for comparing graphs of several jobs, which may find their files in other folders."""
+        """The text without folders, for comparing the graphs of several jobs.
+
+        Jobs may find their files in other folders.
+        """
         return self.text
 
     @abstractmethod
     def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements of a pass in the form that the node has."""
+        """Yield the elements of a pass in the form of the node."""
 
-    def elements(self, run: Pass) -> Iterator[Any]:
+    def elements(self, run: Pass) -> Iterator[object]:
         """Yield the elements of a pass."""
         if self.form is Form.ELEMENTS:
             return self.items(run)
@@ -161,24 +173,27 @@ class GraphNode(ABC):
             return run.read_ahead(lambda: table.each(row_indices.rows(self.items(run))), self.read_ahead)
         return run.read_ahead(lambda: map(table.read, self.items(run)), self.read_ahead)
 
-    def row_table(self) -> Table:
-        """Return the table, of a node whose items are row numbers."""
+    def row_table(self) -> RowTable:
+        """Return the table of a node whose items are row numbers."""
         assert self.table is not None
         return self.table
 
-    def spec(self) -> Any:
-        """Return the nest of ArraySpec of an element, None if there is none to tell from; may read one."""
+    def spec(self) -> object:
+        """Return the nest of ArraySpec of an element, or None without an element.
+
+        May read an element.
+        """
         return self.row_table().spec() if self.form is Form.ROWS else self.source.spec()
 
     def with_inputs(self, inputs: Sequence[GraphNode]) -> GraphNode:
-        """Return the same step after other inputs, as many as it has."""
+        """Return the same step with other inputs, as many as it has."""
         return replace(self, inputs=tuple(inputs)) if inputs else self
 
     def batch_size(self) -> int | None:
-        """Return how many rows an element has that is not the last of its batches, None where nothing says so.
+        """Return the number of rows of an element, or None if unknown.
 
-        As TensorFlow finds it: in the shapes, if no element may be smaller, and else in ``batch``, through steps that
-        leave elements as they are.
+        The last batch may have fewer. As TensorFlow finds it: in the shapes, if no element may be smaller, and else in
+        ``batch``, through steps that leave elements as they are.
         """
         if self.dynamic:
             keeps = self.keeps_batches and self.form is not Form.ROWS
@@ -188,7 +203,10 @@ class GraphNode(ABC):
         return next(iter(shapes.pop()), None) if len(shapes) == 1 else None
 
     def row_count(self) -> int:
-        """Return the number of rows of all batches of a pass together: -1 without end, -2 unknown."""
+        """Return the number of rows of all batches of a pass.
+
+        -1 stands for endless, -2 for unknown.
+        """
         return UNKNOWN if self.cardinality else 0
 
     def graph(self) -> Iterator[GraphNode]:
@@ -203,7 +221,7 @@ class GraphNode(ABC):
             yield from node.seeds()
 
     def files(self) -> Iterator[str]:
-        """Yield the paths of the files that the whole graph reads, in the order of the inputs."""
+        """Yield the paths of the files that the whole graph reads."""
         for node in self.inputs:
             yield from node.files()
 
@@ -211,8 +229,22 @@ class GraphNode(ABC):
         return described(self.text, [str(node) for node in self.inputs])
 
 
+def combined(combine: Callable[[Sequence[int]], int], counts: Sequence[int]) -> int:
+    """Return ``combine`` of several cardinalities.
+
+    Endless wins over unknown, and unknown over any number.
+
+    >>> combined(max, [3, -2, 5]), combined(sum, [3, 5])
+    (-2, 8)
+    """
+    for special in (INFINITE, UNKNOWN):
+        if special in counts:
+            return special
+    return combine(counts)
+
+
 def described(text: str, inputs: Sequence[str]) -> str:
-    """Return the text of a step after those of its inputs.
+    """Return the text of a step after the texts of its inputs.
 
     >>> described("map", ["range(3)"]), described("zip", ["a", "b"])
     ('range(3).map', 'zip(a, b)')
@@ -225,17 +257,17 @@ def described(text: str, inputs: Sequence[str]) -> str:
 class TableRows(GraphNode):
     """All rows of a table in their own order."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: RowTable) -> None:
         super().__init__(())
         self.form, self.table, self.cardinality, self.text = Form.ROWS, table, table.length, table.text
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all row numbers."""
         return iter((range(self.cardinality),))
 
 
 class PassThrough(GraphNode):
-    """A step that hands on the elements of its input as they are, in the same form; here all of them."""
+    """A step that hands on elements unchanged, in the same form; here all of them."""
 
     keeps_batches = True
 
@@ -244,12 +276,12 @@ class PassThrough(GraphNode):
         self.form, self.table, self.read_ahead = self.source.form, self.source.table, self.source.read_ahead
 
     def row_count(self) -> int:
-        """Return that of the input."""
+        """Return the number of rows of the input."""
         return self.source.row_count()
 
 
 def array_samples(node: GraphNode) -> Iterator[int]:
-    """Yield a checksum of some rows of each nest of arrays that a graph reads."""
+    """Yield a checksum of some rows of each nest of arrays in a graph."""
     for step in node.graph():
         if isinstance(step, TableRows) and isinstance(step.table, ArrayTable):
             yield step.table.sample()

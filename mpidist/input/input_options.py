@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 
 
 class InputReplicationMode(Enum):
-    """How often ``dataset_fn`` is called (tf.distribute.InputReplicationMode).
+    """The number of calls of ``dataset_fn`` (tf.distribute.InputReplicationMode).
 
     ``PER_WORKER``: once on each rank, whose replicas take successive batches. ``PER_REPLICA``: once for each
     replica, each with a pipeline of its own; MirroredStrategy only.
@@ -19,7 +19,7 @@ class InputReplicationMode(Enum):
 
 
 class AutoShardPolicy(IntEnum):
-    """How a dataset that is the same on all ranks is divided (tf.data.experimental.AutoShardPolicy).
+    """The division of a dataset over ranks that all have it (tf.data.experimental.AutoShardPolicy).
 
     ``AUTO``: ``FILE`` if all its sources are files, else ``DATA``. ``FILE``: file i goes to rank i mod W, and each rank
     goes on with its own files as if there were no others; fewer files than ranks are an error. ``DATA``: each
@@ -41,7 +41,7 @@ SHARD_HINT = -1
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How input reaches the devices (tf.distribute.InputOptions).
+    """Options of the way of input to devices (tf.distribute.InputOptions).
 
     Args:
         experimental_fetch_to_device: Copy NumPy arrays of batches to the replica's GPU ahead of use; None means True.
@@ -89,7 +89,7 @@ class InputOptions:
 
 
 class DistributeOptions:
-    """What ``Options.experimental_distribute`` holds (tf.data.experimental.DistributeOptions).
+    """The type of ``Options.experimental_distribute`` (tf.data.experimental.DistributeOptions).
 
     Attributes:
         auto_shard_policy: An ``AutoShardPolicy``; None leaves that of the dataset.
@@ -105,10 +105,10 @@ class DistributeOptions:
 
 
 class Options:
-    """Options for ``Dataset.with_options`` (tf.data.Options); of TensorFlow's those that mpidist has a use for.
+    """Options for ``Dataset.with_options`` (tf.data.Options). Those of TensorFlow's that mpidist has a use for.
 
     Attributes:
-        experimental_distribute: How a distributed dataset is divided over ranks.
+        experimental_distribute: The division of a distributed dataset over ranks.
 
     >>> options = Options()
     >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
@@ -127,14 +127,14 @@ class Options:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """What ``Dataset.with_options`` set."""
+    """The options that ``Dataset.with_options`` has set."""
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     assignment: str | None = None
 
 
 def common_options(options: Iterable[DatasetOptions], step: str) -> DatasetOptions:
-    """Return the options of a dataset that is made of several by ``step``.
+    """Return the options of a dataset that ``step`` makes of several.
 
     Raises:
         ValueError: Several of them have options, and not the same.

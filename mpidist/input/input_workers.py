@@ -1,4 +1,4 @@
-"""Who shares the input: InputWorkers, as strategies tell this room, and the contexts that functions of users get."""
+"""The workers that share the input, and the contexts that functions of users get."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerLayout:
-    """How many replicas each worker has, and one of the workers.
+    """The number of replicas of each worker, and one of the workers.
 
     Args:
         num_workers: Number of workers, W.
-        worker_id: Which of them is meant, 0 ... W - 1.
+        worker_id: The number of one of them, 0 ... W - 1.
         replica_counts: Local replicas of every worker.
 
     Raises:
@@ -64,8 +64,8 @@ class InputWorkers(WorkerLayout):
         communicator: Joins the workers in the order of their ids; None where there is only one.
         wrap: Whether elements come as PerReplica values also for a lone local replica.
         devices: Device strings of this worker's replicas; the CPU by default.
-        first_given: Where several programs share the data without meeting: returns what the first of them gave that
-            made this call as its n-th.
+        first_given: For several programs that share the data without meeting: returns the argument of the program that
+            was the first to make this n-th call.
 
     Raises:
         ValueError: Numbers that do not fit together, or several workers without a communicator.
@@ -77,7 +77,7 @@ class InputWorkers(WorkerLayout):
     communicator: Communicator | None
     wrap: bool
     devices: tuple[str, ...] = ()
-    first_given: Callable[[Any], Any] | None = None
+    first_given: Callable[[object], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,17 +90,17 @@ class InputWorkers(WorkerLayout):
             raise ValueError("wrap is False with several replicas; only a lone replica gets bare elements")
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return the context in which an error of this worker's own work reaches all workers."""
+        """Return the context that brings an error of this worker to all workers."""
         return nullcontext() if self.communicator is None else self.communicator.shared_errors(doing)
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """Tells ``dataset_fn`` which input pipeline it builds (tf.distribute.InputContext).
+    """The input pipeline that ``dataset_fn`` builds (tf.distribute.InputContext).
 
     Args:
         num_input_pipelines: Number of pipelines, one for each rank, or for each replica with PER_REPLICA.
-        input_pipeline_id: Which of them this is.
+        input_pipeline_id: The number of this one.
         num_replicas_in_sync: Number of replicas whose values are combined.
 
     >>> InputContext(2, 1, 4)
@@ -134,7 +134,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Tells ``value_fn`` which replica its value is for (tf.distribute.experimental.ValueContext).
+    """The replica for which ``value_fn`` is called (tf.distribute.experimental.ValueContext).
 
     Args:
         replica_id_in_sync_group: Global id of the replica.

@@ -1,4 +1,7 @@
-"""Interleaved: the elements of several datasets in turn, each made from an element of the input, maybe in threads."""
+"""Interleaved: the elements of several datasets in turn, maybe read in threads.
+
+Each dataset is made from an element of the input.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from mpidist.input.elements import call
 from mpidist.input.graph import UNKNOWN, GraphNode, Pass, Seed
 from mpidist.input.threads import ending, taken_ahead
 
-Opener = Callable[[], Iterator[Any]]
+Opener = Callable[[], Iterator[object]]
 
 
 @dataclass(eq=False, repr=False)
 class Interleaved(GraphNode):
-    """The datasets that a function makes of the elements of the input, ``cycle_length`` of them open at a time.
+    """The elements of datasets that a function makes, ``cycle_length`` open at a time.
 
     Places in the cycle are visited in turn; each gives ``block_length`` elements of its dataset, then it is the turn of
     the next. A dataset that ends leaves its place to the next one of the input, which begins when the place is visited
@@ -26,10 +28,10 @@ class Interleaved(GraphNode):
 
     Args:
         node_fn: Makes the node of a dataset from an element of the input.
-        cycle_length: How many datasets are open at a time.
-        block_length: How many elements come from one before it is the turn of the next.
+        cycle_length: The number of datasets that are open at a time.
+        block_length: The number of elements from one before it is the turn of the next.
         seed: Stands in for seeds in the datasets that were not given, so that ranks can agree.
-        calls: How many threads read them; 1: they are read by the thread that asks.
+        calls: The number of threads that read them; 1: they are read by the thread that asks.
     """
 
     node_fn: Callable[..., GraphNode]
@@ -46,7 +48,7 @@ class Interleaved(GraphNode):
         self.batched = False
         self.dynamic = True
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of the datasets in turn."""
         if self.calls == 1 or run.readers is None:
             return self._in_turn(run)
@@ -57,9 +59,9 @@ class Interleaved(GraphNode):
         )
         return interleave_in_threads(openers, self.cycle_length, self.block_length, threads, self.calls)
 
-    def _in_turn(self, run: Pass) -> Iterator[Any]:
+    def _in_turn(self, run: Pass) -> Iterator[object]:
         inputs = enumerate(self.source.elements(run))
-        cycle: list[Iterator[Any] | None] = [None] * self.cycle_length
+        cycle: list[Iterator[object] | None] = [None] * self.cycle_length
         more, empty_places = True, 0
         place = 0
         while more or empty_places < self.cycle_length:
@@ -79,20 +81,20 @@ class Interleaved(GraphNode):
                     cycle[place] = None
             place = (place + 1) % self.cycle_length
 
-    def _open(self, element: Any, run: Pass) -> Iterator[Any]:
+    def _open(self, element: object, run: Pass) -> Iterator[object]:
         node: GraphNode = call(self.node_fn, element)
         own = (*self.seed.entropy(run), *run.key[-1:])
         seeds = {seed: (*own, number) for number, seed in enumerate(node.seeds()) if not seed.given}
         return node.elements(replace(run, seeds=seeds) if seeds else run)
 
     def first(self) -> GraphNode | None:
-        """Return the dataset of the first element of the input, None where there is none."""
+        """Return the dataset of the first element of the input, or None."""
         if self._first is None:
             self._first = next((call(self.node_fn, element) for element in self.source.elements(Pass())), None)
         return self._first
 
-    def spec(self) -> Any:
-        """Return that of the first dataset that has an element."""
+    def spec(self) -> object:
+        """Return the spec of the first dataset that has an element."""
         for element in self.source.elements(Pass()):
             spec = call(self.node_fn, element).spec()
             if spec is not None:
@@ -100,28 +102,31 @@ class Interleaved(GraphNode):
         return None
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the input, and what stands in for those of the datasets."""
+        """Yield the seeds of the input, then the one for the datasets."""
         yield from super().seeds()
         yield self.seed
 
 
 class _Reading:
-    """One dataset that is open, of which a thread reads one block ahead."""
+    """An open dataset of which a thread reads one block ahead."""
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
         self._opener: Opener | None = opener
-        self._elements: Iterator[Any] = iter(())
+        self._elements: Iterator[object] = iter(())
         self._size = size
         self._threads = threads
-        self.go_on()
+        self.read_next()
 
-    def go_on(self) -> None:
+    def read_next(self) -> None:
         """Let a thread read the next block."""
-        self._values: list[Any] = []
+        self._values: list[object] = []
         self._block: Future[None] = self._threads.submit(self._read)
 
-    def take(self) -> tuple[list[Any], Exception | None]:
-        """Return the block, and the error that came after it; not to be held here, as its traceback holds this."""
+    def take(self) -> tuple[list[object], Exception | None]:
+        """Return the block, and the error that came after it.
+
+        The error is not held here, as its traceback holds this object.
+        """
         block = self._block
         del self._block
         error = block.exception()
@@ -137,18 +142,18 @@ class _Reading:
 
 def interleave_in_threads(
     openers: Iterable[Opener], cycle_length: int, block_length: int, threads: ThreadPoolExecutor, ahead: int
-) -> Iterator[Any]:
-    """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn; see ``Interleaved``.
+) -> Iterator[object]:
+    """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn.
 
-    Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead`` datasets that come
-    next. Ends ``threads``.
+    See ``Interleaved``. Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead``
+    datasets that come next. Ends ``threads``.
 
     Args:
-        openers: For each dataset a function, called in a thread, that returns its elements.
-        cycle_length: How many datasets are open at a time.
-        block_length: How many elements come from one before it is the turn of the next.
-        threads: Where they are read.
-        ahead: How many more are opened before it is their turn.
+        openers: A function for each dataset, called in a thread, that returns its elements.
+        cycle_length: The number of datasets that are open at a time.
+        block_length: The number of elements from one before it is the turn of the next.
+        threads: The threads that read them.
+        ahead: The number of datasets that are opened before it is their turn.
     """
     coming = taken_ahead((_Reading(opener, block_length, threads) for opener in openers), ahead)
     cycle: list[_Reading | None] = [None] * cycle_length
@@ -161,7 +166,7 @@ def interleave_in_threads(
                 values, error = reading.take()
                 cycle[place] = None
                 if error is None and len(values) == block_length:
-                    reading.go_on()
+                    reading.read_next()
                     cycle[place] = reading
                 yield from values
                 if error is not None:

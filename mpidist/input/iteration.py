@@ -1,4 +1,4 @@
-"""Going through a dataset in this process alone: the iterator of a pass, and how passes follow one another."""
+"""Iteration over a dataset in this process alone: a pass, and the order of passes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpidist.input.input_options import DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.local_batches import DealtBatches
 from mpidist.input.policies import dealt_batches
-from mpidist.input.position import Position, first_position, going_on, pipelines_of, seeds_for
+from mpidist.input.position import Position, first_position, next_beginning, pipelines_of, seeds_for
 from mpidist.input.resuming import Dealing, Remainder
 from mpidist.input.threads import Readers
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # The type of an element; whoever writes no type says nothing about it.
+    # The type of an element; Any where none is written.
     E_co = TypeVar("E_co", covariant=True, default=Any)
 else:
     from typing import TypeVar
@@ -34,13 +34,16 @@ _ALONE = WorkerLayout(1, 0, (1,))
 
 
 class Optional(Generic[E_co]):
-    """A value that may be missing (tf.experimental.Optional): what ``get_next_as_optional`` returns."""
+    """A value that may be missing (tf.experimental.Optional).
+
+    ``get_next_as_optional`` returns it.
+    """
 
     def __init__(self, *value: E_co) -> None:
         self._value = value
 
     def has_value(self) -> bool:
-        """Whether there is a value.
+        """Return whether there is a value.
 
         >>> Optional().has_value(), Optional(3).get_value()
         (False, 3)
@@ -59,7 +62,7 @@ class Optional(Generic[E_co]):
 
 
 class Passes:
-    """The passes over a dataset: how many have been begun, and how the next one begins.
+    """The passes over a dataset: the number begun, and the beginning of the next.
 
     Args:
         node: The graph of the dataset.
@@ -67,9 +70,9 @@ class Passes:
 
     Attributes:
         batches: The elements, as a lone worker reads them.
-        begun: How many have been begun.
-        seeds: What stands in for seeds that were not given; nothing until a state has been restored.
-        beginning: What says so in states; None until then.
+        begun: The number of passes begun.
+        seeds: The entropy of seeds that were not given; empty until a state has been restored.
+        beginning: The beginning that states name; None until then.
     """
 
     def __init__(self, node: GraphNode, options: DatasetOptions) -> None:
@@ -81,25 +84,28 @@ class Passes:
         self.beginning: Position | None = None
 
     def whole_pass(self, number: int, beginning: Position | None) -> Remainder:
-        """Return pass ``number`` as a lone worker reads it, from ``beginning`` or the first beginning of all."""
+        """Return pass ``number`` for a lone worker.
+
+        It begins at ``beginning``, or at the first beginning of all for None.
+        """
         beginning = beginning or first_position(self.batches, pipelines_of(self.batches))
         return Remainder(self.batches, 0, replace(beginning, pass_number=number))
 
     def remainder(self, position: Position) -> Remainder:
-        """Return how the pass of ``position`` goes on; see ``Dealing.remainder``."""
+        """Return the rest of the pass of ``position``; see ``Dealing.remainder``."""
         node, options = self.node, self.options
         dealing = Dealing(lambda layout: dealt_batches(node, options, layout)[0], options.assignment)
         return dealing.remainder(position, self.batches, self.batches.steps)
 
-    def go_on_from(self, position: Position) -> None:
-        """Let the passes that are begun from here on be those that follow the one of ``position``."""
+    def continue_from(self, position: Position) -> None:
+        """Make ``position``'s pass the one that the next passes follow."""
         self.begun = position.pass_number + 1
-        self.beginning = going_on(first_position(self.batches, pipelines_of(self.batches)), position)
+        self.beginning = next_beginning(first_position(self.batches, pipelines_of(self.batches)), position)
         self.seeds = seeds_for(self.batches, self.beginning)
 
 
 class DatasetIterator(Generic[E_co]):
-    """One pass over a dataset of this process alone, with the methods of DistributedIterator.
+    """One pass over a dataset of this process alone, with DistributedIterator's methods.
 
     >>> from mpidist.input import Dataset
     >>> iterator = iter(Dataset.range(2))
@@ -161,11 +167,11 @@ class DatasetIterator(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """As that of the dataset."""
+        """The element spec of the dataset."""
         return spec_of_elements(self._passes.node)
 
     def state(self) -> dict[str, Any]:
-        """Return where this iterator stands, for :meth:`restore`, in types that JSON has.
+        """Return the position of this iterator for :meth:`restore`, in types that JSON has.
 
         >>> from mpidist.input import Dataset
         >>> iterator = iter(Dataset.range(3))
@@ -175,11 +181,11 @@ class DatasetIterator(Generic[E_co]):
         """
         return self._position().to_json()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the iterator stood whose ``state()`` this is, as ``restore`` of a distributed iterator does.
+    def restore(self, state: dict[str, object]) -> None:
+        """Continue from a ``state()``, as ``restore`` of a distributed iterator does.
 
         Args:
-            state: What ``state()`` of an iterator over the same steps and data returned, be it a distributed one.
+            state: From ``state()`` of an iterator over the same steps and data, be it a distributed one.
 
         Raises:
             TypeError: ``state`` is no dict.
@@ -195,13 +201,13 @@ class DatasetIterator(Generic[E_co]):
         position = Position.from_json(state)
         passes, remainder = self._passes, self._passes.remainder(position)
         self.close()
-        passes.go_on_from(remainder.position)
+        passes.continue_from(remainder.position)
         self._taken, self._remainder, self._readers, self._failure = 0, remainder, Readers(), None
         elements = (element for (element,) in remainder.batches.open(remainder.run(self._readers), remainder.start))
         self._elements = whole_elements.watch.over(passes.node, elements)
 
     def close(self) -> None:
-        """End the pass, and the threads of ``prefetch`` with it; waits for the elements that they are reading."""
+        """End the pass and the threads of ``prefetch``. Waits for the elements that they are reading."""
         self._readers.close()
         self._elements = iter(())
 
@@ -214,7 +220,7 @@ class DatasetIterator(Generic[E_co]):
         return self._remainder.after(self._taken)
 
 
-def spec_of_elements(node: GraphNode) -> Any:
+def spec_of_elements(node: GraphNode) -> object:
     """Return the nest of ArraySpec of an element of a dataset.
 
     Raises:
@@ -230,15 +236,18 @@ def spec_of_elements(node: GraphNode) -> Any:
 
 
 def pass_failed(method: str, failure: str) -> RuntimeError:
-    """Return the error of an iterator that has raised ``failure`` before: what it would give next is lost."""
+    """Return the error of an iterator that has raised ``failure`` before.
+
+    Its next element is lost.
+    """
     return RuntimeError(
         f"{method} of an iterator that has failed before, with {failure}; begin another pass with iter(dataset), or "
         "restore() a state of this one"
     )
 
 
-def reduce_elements(dataset: Any, state: S, reduce_func: Callable[[S, Any], S]) -> S:
-    """Return the last of the states ``state = reduce_func(state, element)`` over a pass of ``dataset``.
+def reduce_elements(dataset: Any, state: S, reduce_func: Callable[..., S]) -> S:
+    """Return the final ``state = reduce_func(state, element)`` over a pass of ``dataset``.
 
     Args:
         dataset: Has ``cardinality`` and an iterator with ``close``.

@@ -1,4 +1,4 @@
-"""What this worker's replicas get in each step, before workers agree about the end.
+"""The steps of this worker's replicas, before workers agree about the end.
 
 Global batches are cut by rule A, batches of a worker's own stream by rule B, or by rule A where their size is unknown.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import cycle, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Generic
 
 from mpidist.input import dealing, row_indices
 from mpidist.input.batching import last_batching
-from mpidist.input.element_spec import map_spec, with_rows
+from mpidist.input.element_spec import ArraySpec, map_spec, with_rows
 from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass
+from mpidist.input.graph import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.input_workers import WorkerLayout
 from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.tables import Table
+from mpidist.input.tables import RowTable
 
 
 class _Missing:
@@ -34,16 +35,18 @@ MISSING = _Missing()
 
 
 class LocalBatches(ABC):
-    """The steps of one worker: in each, a list with an element for each local replica, or MISSING.
+    """The steps of one worker: lists with an element for each local replica.
+
+    MISSING stands for an element of a replica without data.
 
     Attributes:
-        workers: Who shares the input, and whose part of it this is.
+        workers: The workers that share the input, and the one whose part this is.
         nodes: The pipelines as they were given, before anything of them was dealt to a worker.
         steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
-        division: What each worker gets of a dataset, as a text: the same words for the same rule.
+        division: The part of each worker, as a text: the same words for the same rule.
         is_cut: Whether the parts of a step are rows of one global batch, and not whole elements.
         may_run_out: Whether a worker may have nothing left in a step for which others have data.
-        elements_per_step: How many elements of ``Position`` all workers take in a step; None where they take a step.
+        elements_per_step: The elements of ``Position`` that all workers take in a step; None where they take a step.
     """
 
     division: str
@@ -57,12 +60,18 @@ class LocalBatches(ABC):
         self.steps = steps
 
     @abstractmethod
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
-        """Yield the steps of a pass, without the first ``start`` of them; what those had is read only if it must be."""
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
+        """Yield the steps of a pass after the first ``start``.
+
+        Data of skipped steps is read only where that cannot be avoided.
+        """
 
     @abstractmethod
-    def local_specs(self) -> list[Any] | None:
-        """Return the element spec for each local replica, None if no element tells it; may read one."""
+    def local_specs(self) -> list[object] | None:
+        """Return the element spec for each local replica, or None without an element.
+
+        May read an element.
+        """
 
 
 _local_rows = lru_cache(dealing.local_rows)
@@ -82,9 +91,9 @@ class DealtBatches(LocalBatches):
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
-        self._empty: Any = None
+        self._empty: object = None
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
         node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
@@ -94,28 +103,31 @@ class DealtBatches(LocalBatches):
             return run.read_ahead(
                 lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
             )
-        return (self._cut_parts(as_element(batch)) for batch in node.elements(run))
+        return (
+            [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
+            for batch in map(as_element, node.elements(run))
+        )
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
         workers = self.workers
         return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
-    def _cut_parts(self, batch: Any) -> list[Any]:
-        return [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
-
-    def _read_parts(self, table: Table, index: RowIndex) -> list[Any]:
+    def _read_parts(self, table: RowTable, index: RowIndex) -> list[object]:
         return [
             table.read(index[start:stop]) if start < stop else self._empty_part(table, index)
             for start, stop in self._local_rows(len(index))
         ]
 
-    def _empty_part(self, table: Table, index: RowIndex) -> Any:
+    def _empty_part(self, table: RowTable, index: RowIndex) -> object:
         if self._empty is None:
             self._empty = cut(table.read(index[:1]), 0, 0)
         return self._empty
 
-    def local_specs(self) -> list[Any] | None:
-        """Return the specs; sizes of the batch axis are known where every global batch has the same."""
+    def local_specs(self) -> list[object] | None:
+        """Return the specs.
+
+        Sizes of the batch axis are known where every global batch has the same.
+        """
         spec = self.node.spec()
         count = self.workers.num_local_replicas
         if spec is None or self.workers.num_replicas_in_sync == 1:
@@ -123,15 +135,15 @@ class DealtBatches(LocalBatches):
         if self.workers.num_workers > 1 or self.node.dynamic:
             return [with_rows(spec, None)] * count
 
-        def part(leaf: Any, replica: int) -> Any:
-            start, stop = self._local_rows(leaf.shape[0])[replica]
+        def part(replica: int, leaf: ArraySpec) -> object:
+            start, stop = self._local_rows(leaf.shape[0] or 0)[replica]
             return with_rows(leaf, stop - start)
 
-        return [map_spec(lambda leaf, i=replica: part(leaf, i), spec) for replica in range(count)]
+        return [map_spec(partial(part, replica), spec) for replica in range(count)]
 
 
 def check_batched(node: GraphNode) -> None:
-    """Raise ValueError if the elements of ``node`` are known to be single values, which nothing can split."""
+    """Raise ValueError if ``node`` is known to give single values, which cannot be split."""
     if node.batched or not node.cardinality:
         return
     spec = node.spec()
@@ -139,42 +151,42 @@ def check_batched(node: GraphNode) -> None:
         map_spec(_require_rows, spec)
 
 
-def _require_rows(leaf: Any) -> None:
+def _require_rows(leaf: ArraySpec) -> None:
     if not leaf.shape:
         require_array(leaf.dtype)
         raise unbatched(f"single values of {leaf.dtype}")
 
 
-class _Pieces(NamedTuple):
-    """What batches are to the cutting: how to open them, their length, how to cut and to join them."""
+@dataclass(frozen=True)
+class _Pieces(Generic[T]):
+    """The operations on batches for cutting: open, length, part and join."""
 
-    batches: Callable[[GraphNode, Pass], Iterator[Any]]
-    length: Callable[[Any], int]
-    part: Callable[[Any, int, int], Any]
-    join: Callable[[Sequence[Any]], Any]
+    batches: Callable[[GraphNode, Pass], Iterator[T]]
+    length: Callable[[T], int]
+    part: Callable[[T, int, int], T]
+    join: Callable[[Sequence[T]], T]
 
 
-_ROW_NUMBERS = _Pieces(
+_ROW_NUMBERS = _Pieces[RowIndex](
     lambda node, run: node.items(run), len, lambda index, start, stop: index[start:stop], row_indices.concatenate
 )
-_ARRAYS = _Pieces(lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
+_ARRAYS = _Pieces[object](lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
 
 
-def _recut(
-    batches: Iterator[Any], sizes: Sequence[int], pieces: _Pieces, rows_before: int, first: int
-) -> Iterator[Any]:
-    """Yield the rows of all batches in parts of the given sizes, which repeat; the last part may be smaller.
+def _recut(batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_before: int, first: int) -> Iterator[T]:
+    """Yield the rows of all batches in parts of the given sizes, which repeat.
 
-    A part of size 0 is one without rows; none comes after the last row.
+    The last part may be smaller. A part of size 0 is one without rows; none comes after the last row.
 
     Args:
         batches: The batches.
-        sizes: Of the parts.
-        pieces: What batches are.
+        sizes: The sizes of the parts.
+        pieces: The operations on batches.
         rows_before: So many rows are left out.
         first: The place in ``sizes`` of the first part after them.
     """
-    batch, start, length = None, 0, 0
+    batch: T | None = None
+    start = length = 0
     while rows_before > length - start:
         rows_before -= length - start
         batch = next(batches, None)
@@ -183,7 +195,7 @@ def _recut(
         start, length = 0, pieces.length(batch)
     start += rows_before
     for size in islice(cycle(sizes), first, None):
-        parts: list[Any] = []
+        parts: list[T] = []
         missing = size
         while missing or not parts:
             while start == length:
@@ -203,16 +215,16 @@ def _recut(
 
 
 class RecutBatches(LocalBatches):
-    """What this worker's replicas get of the batches that the worker reads for itself.
+    """Batches that the worker reads for itself, cut for its replicas.
 
     Where the batch size of the pipeline is known the stream is cut by rule B, so that all workers together take the
     rows of one global batch in a step. Where it is not, every batch is cut into a part for each replica of all workers
     (rule A), and the local ones take these in turn.
 
     Args:
-        workers: Who shares the input.
+        workers: The workers that share the input.
         given: The pipeline as it was given.
-        node: What of it this worker reads.
+        node: The part of it that this worker reads.
         division: See ``LocalBatches``.
 
     Attributes:
@@ -230,9 +242,9 @@ class RecutBatches(LocalBatches):
         super().__init__(workers, (given,), rows)
         self.node = node
         self.division = division
-        self._empty: Any = None
+        self._empty: object = None
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive parts of a pass."""
         node, first = self.node, start * self.workers.num_local_replicas
         if node.form is not Form.BATCHES:
@@ -243,7 +255,7 @@ class RecutBatches(LocalBatches):
             node.read_ahead,
         )
 
-    def _parts(self, run: Pass, pieces: _Pieces, first: int) -> Iterator[Any]:
+    def _parts(self, run: Pass, pieces: _Pieces[T], first: int) -> Iterator[T]:
         """Yield the parts of a pass from number ``first`` on."""
         node = self.node
         if self.sizes is None:
@@ -263,20 +275,23 @@ class RecutBatches(LocalBatches):
             node, rows = skip_elements(node, rows // made.size), rows % made.size
         return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
 
-    def _read(self, table: Table, index: RowIndex) -> Any:
-        """Return the rows of a part, which may have none; only rows that are used are read."""
+    def _read(self, table: RowTable, index: RowIndex) -> object:
+        """Return the rows of a part, which may have none. Only the rows in use are read."""
         batch = table.read(index) if len(index) else self._empty
         if self._empty is None:
             self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
         return self._empty if batch is None else batch
 
-    def _groups(self, parts: Iterator[Any]) -> Iterator[list[Any]]:
+    def _groups(self, parts: Iterator[object]) -> Iterator[list[object]]:
         replicas = self.workers.num_local_replicas
         while group := list(islice(parts, replicas)):
             yield group + [MISSING] * (replicas - len(group))
 
-    def local_specs(self) -> list[Any] | None:
-        """Return the specs; sizes of the batch axis are known where all parts of a replica have the same."""
+    def local_specs(self) -> list[object] | None:
+        """Return the specs.
+
+        Sizes of the batch axis are known where all parts of a replica have the same.
+        """
         spec = self.node.spec()
         if spec is None:
             return None
@@ -303,7 +318,7 @@ class ConsecutiveBatches(LocalBatches):
         super().__init__(workers, (node,), steps)
         self.node = node
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive batches of a pass."""
         replicas = self.workers.num_local_replicas
         elements = skip_elements(self.node, start * replicas).elements(run)
@@ -313,8 +328,11 @@ class ConsecutiveBatches(LocalBatches):
             elif not self.whole_steps_only:
                 yield group + [MISSING] * (replicas - len(group))
 
-    def local_specs(self) -> list[Any] | None:
-        """Return the specs of the dataset itself; the batch axis is unknown where empty batches may come."""
+    def local_specs(self) -> list[object] | None:
+        """Return the specs of the dataset.
+
+        The batch axis is unknown where empty batches may come.
+        """
         return _own_specs(self, [self.node] * self.workers.num_local_replicas, self.whole_steps_only)
 
 
@@ -328,36 +346,24 @@ class ReplicaPipelines(LocalBatches):
         self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
         shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
-        super().__init__(workers, nodes, shortest if self.whole_steps_only else longest(counts))
+        super().__init__(workers, nodes, shortest if self.whole_steps_only else combined(max, counts))
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the next batch of each pipeline of a pass."""
         streams = [map(as_element, skip_elements(node, start).elements(run)) for node in self.nodes]
         if self.whole_steps_only:
             return (list(step) for step in zip(*streams, strict=False))
         return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))
 
-    def local_specs(self) -> list[Any] | None:
+    def local_specs(self) -> list[object] | None:
         """Return the specs of each pipeline."""
         return _own_specs(self, self.nodes, self.whole_steps_only)
 
 
-def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[Any] | None:
+def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[object] | None:
     specs = [node.spec() for node in nodes]
     if any(spec is None for spec in specs):
         return None
     if whole_steps_only or batches.steps == INFINITE:
         return specs
     return [with_rows(spec, None) for spec in specs]
-
-
-def longest(counts: Sequence[int]) -> int:
-    """Return the largest of several cardinalities: endless wins over unknown, and unknown over any number.
-
-    >>> longest([3, -2, 5]), longest([3, 5])
-    (-2, 5)
-    """
-    for special in (INFINITE, UNKNOWN):
-        if special in counts:
-            return special
-    return max(counts)

@@ -1,4 +1,4 @@
-"""What each AutoShardPolicy makes of a dataset: which elements a worker reads, and by which rule they are cut."""
+"""The AutoShardPolicy of a dataset: the elements of a worker, and the rule of cutting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_FILES = 3
 def dealt_batches(
     node: GraphNode, options: DatasetOptions, workers: WorkerLayout
 ) -> tuple[LocalBatches, AutoShardPolicy, str]:
-    """Return what a worker reads of a dataset that all workers have, the policy in force, and a text of it.
+    """Return a worker's batches of a shared dataset, the policy and a text.
 
     The policy in force is OFF, FILE, DATA or HINT. DATA cuts global batches by rule A, the others cut each worker's own
     stream by rule B.
@@ -36,11 +36,11 @@ def dealt_batches(
         batches = RecutBatches(workers, node, own, f"its rows by AutoShardPolicy.{policy.name}")
     if workers.num_replicas_in_sync > 1:
         check_batched(own)
-    return batches, policy, f"{_what(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
+    return batches, policy, f"{_summary(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
 
 
 def policy_in_force(node: GraphNode, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:
-    """Return OFF, FILE, DATA or HINT: what a policy comes to for a dataset.
+    """Return the policy in force for a dataset: OFF, FILE, DATA or HINT.
 
     Raises:
         ValueError: The policy does not suit the dataset.
@@ -85,7 +85,7 @@ def own_elements(node: GraphNode, policy: AutoShardPolicy, workers: WorkerLayout
     return node
 
 
-def _what(own: GraphNode, policy: AutoShardPolicy, batches: DealtBatches | RecutBatches) -> str:
+def _summary(own: GraphNode, policy: AutoShardPolicy, batches: DealtBatches | RecutBatches) -> str:
     workers, cut = batches.workers, ""
     if isinstance(batches, RecutBatches):
         sizes = ", ".join(map(str, batches.sizes or ()))

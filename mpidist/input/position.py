@@ -1,10 +1,9 @@
-"""Position: where an iterator stands, as it is saved and restored, and the graphs and seeds that it names."""
+"""Position: the saved state of an iterator, and the graphs and seeds that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from mpidist.input.batching import Batched, last_batching
 from mpidist.input.graph import GraphNode, Seed, described
@@ -20,18 +19,18 @@ Pipeline = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Position:
-    """How much of a pass has been taken, and all that the order of its elements depends on.
+    """The progress of a pass, and all that the order of its elements depends on.
 
     The numbers count from the beginning of the pass: first ``rows``, then ``steps``, then ``elements``. They, the
-    seeds and ``replica_counts`` are those of the ranks that began the pass, whoever goes on with it.
+    seeds and ``replica_counts`` are those of the ranks that began the pass, also when others go on with it.
 
     Attributes:
-        pass_number: Which pass over the dataset it is, from 0.
+        pass_number: The number of the pass over the dataset, from 0.
         replica_counts: Local replicas of every worker.
-        division: By which rule the workers divided the dataset, see ``LocalBatches``.
+        division: The rule by which the workers divided the dataset, see ``LocalBatches``.
         pipelines: Outlines of the pipelines of all workers in turn; a single one where all are alike.
-        seeds: For each of them, those of its shuffles that were given none.
-        batch_size: Of the last ``batch`` of the first pipeline; None where there is none.
+        seeds: The seeds that each of them drew for shuffles without a given one.
+        batch_size: The size of the last ``batch`` of the first pipeline; None where there is none.
         own_orders: Whether each worker has an order of its own.
         rows: Rows that were taken by global batches of another size.
         steps: Steps that were taken by all replicas in ``replica_counts``.
@@ -59,13 +58,13 @@ class Position:
         return self.pipelines[number], self.seeds[number]
 
     def progress(self) -> str:
-        """Return how much of which pass has been taken, as a text."""
+        """Return the number of the pass and its progress, as a text."""
         counts = {"row": self.rows, "step": self.steps, "element": self.elements}
         taken = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count or word == "step"]
         return f"pass {self.pass_number + 1}, {' and '.join(taken)} taken"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
+    def to_json(self) -> dict[str, object]:
+        """Return the position in types that JSON has."""
         lists = {
             "replica_counts": list(self.replica_counts),
             "pipelines": list(self.pipelines),
@@ -74,8 +73,8 @@ class Position:
         return {"format": FORMAT, "version": VERSION, **asdict(self), **lists}
 
     @staticmethod
-    def from_json(content: Any) -> Position:
-        """Return what :meth:`to_json` gave.
+    def from_json(content: object) -> Position:
+        """Return the position that :meth:`to_json` has written.
 
         Raises:
             TypeError: It is no dict.
@@ -113,7 +112,7 @@ def _is_positive(value: object) -> bool:
     return _is_count(value) and value != 0
 
 
-def _is_list(value: object, is_right: Any) -> bool:
+def _is_list(value: object, is_right: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_right, value))
 
 
@@ -136,7 +135,7 @@ _CHECKS = {
 
 
 def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
-    """Return a text of the graph that is the same for all that give the same rows in the same order.
+    """Return a text that is equal for graphs with equally ordered rows.
 
     Args:
         node: The graph.
@@ -153,12 +152,12 @@ def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
 
 
 def drawn_seeds(node: GraphNode) -> list[Seed]:
-    """Return the seeds of a graph that were not given by the user."""
+    """Return the seeds of a graph that the user has not given."""
     return list(dict.fromkeys(seed for seed in node.seeds() if not seed.given))
 
 
 def seeded_as(first: Sequence[tuple[int, ...]], own: Sequence[Pipeline]) -> list[Pipeline]:
-    """Return pipelines that shuffle as those of another program do, as far as both have shuffles.
+    """Return pipelines with the shuffles of another program, as far as both have shuffles.
 
     >>> seeded_as([(1, 2)], [("a", (7,)), ("b", (8, 9))])
     [('a', (1,)), ('b', (8, 9))]
@@ -173,24 +172,27 @@ def pipelines_of(batches: LocalBatches) -> list[Pipeline]:
 
 
 def pipeline_numbers(batches: LocalBatches) -> range:
-    """Return the numbers of the pipelines of a worker among those of all workers in turn."""
+    """Return the numbers of a worker's pipelines among those of all workers."""
     first = batches.workers.worker_id * len(batches.nodes)
     return range(first, first + len(batches.nodes))
 
 
 def last_batch_size(batches: LocalBatches) -> int | None:
-    """Return the size of the ``batch`` that makes the elements of the first pipeline, None where it is not alone."""
+    """Return the size of the ``batch`` that makes the elements of the first pipeline.
+
+    None where other steps choose among its batches.
+    """
     made = last_batching(batches.nodes[0])
     return None if made is None else made.size
 
 
 def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders: bool = False) -> Position:
-    """Return where the first pass begins.
+    """Return the beginning of the first pass.
 
-    All shuffle as the first pipeline does, which is also what a single process would do.
+    All shuffle as the first pipeline does, and as a single process would.
 
     Args:
-        batches: Of the first worker, or of one like it.
+        batches: The batches of the first worker, or of one like it.
         every: The pipelines of all workers.
         own_orders: Whether each worker has an order of its own.
     """
@@ -202,8 +204,11 @@ def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders:
     return Position(0, batches.workers.replica_counts, batches.division, texts, seeds, size, own_orders)
 
 
-def going_on(beginning: Position, position: Position) -> Position:
-    """Return the beginning of the passes that follow the one of ``position``, in the layout of ``beginning``."""
+def next_beginning(beginning: Position, position: Position) -> Position:
+    """Return the beginning of the passes that follow the one of ``position``.
+
+    The layout is that of ``beginning``.
+    """
     if len(position.seeds) == len(beginning.seeds):
         seeds = position.seeds
     else:
@@ -213,7 +218,10 @@ def going_on(beginning: Position, position: Position) -> Position:
 
 
 def seeds_for(batches: LocalBatches, position: Position) -> dict[Seed, tuple[int, ...]]:
-    """Return what stands in for a worker's seeds in the pass of ``position``, or of one that follows it."""
+    """Return the entropy of a worker's seeds in the pass of ``position``.
+
+    The passes that follow it have the same.
+    """
     own = (batches.workers.worker_id,) if position.own_orders else ()
     found = {}
     for node, number in zip(batches.nodes, pipeline_numbers(batches), strict=True):

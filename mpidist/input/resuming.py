@@ -1,32 +1,31 @@
-"""Going on in the middle of a pass, on the ranks that began it or on others."""
+"""Resuming a pass, on the ranks that began it or on others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
-from typing import Any
 
 from mpidist.core.seed import undisturbed
 from mpidist.input import dealing
 from mpidist.input.elements import cut, join, row_count
-from mpidist.input.graph import INFINITE, UNKNOWN, Pass
+from mpidist.input.graph import INFINITE, UNKNOWN, Pass, combined
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches, longest
+from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches
 from mpidist.input.position import Position, drawn_seeds, last_batch_size, outline, pipeline_numbers, seeds_for
 from mpidist.input.rewriting import skip_rows
 from mpidist.input.threads import Readers
 
 
 class ContinuedBatches(LocalBatches):
-    """What is left of a pass, read as the workers that began it would have read it.
+    """The rest of a pass, read as its original workers would have read it.
 
-    Every worker reads what is left for all of them, and uses its part.
+    Every worker reads the rest for all of them, and uses its part.
 
     Args:
-        workers: Who shares the rest.
-        previous: What each of the workers that began the pass reads.
-        position: Where they stand.
+        workers: The workers that share the rest.
+        previous: The batches of each of the workers that began the pass.
+        position: The position of these workers.
         steps: Number of steps that are left, -1 without end, -2 unknown.
 
     Attributes:
@@ -43,31 +42,34 @@ class ContinuedBatches(LocalBatches):
         self.position = position
         self.seeds = [seeds_for(batches, position) for batches in previous]
 
-    def previous_steps(self, run: Pass, start: int) -> Iterator[list[Any]]:
-        """Yield what all replicas together would have got in each step, without what is missing."""
+    def previous_steps(self, run: Pass, start: int) -> Iterator[list[object]]:
+        """Yield the elements of all replicas of the original workers in each step.
+
+        Missing ones are left out.
+        """
         runs = [replace(run, seeds=seeds) for seeds in self.seeds]
         first = self.position.steps + start
         steps = [batches.open(own, first) for batches, own in zip(self.previous, runs, strict=True)]
         for step in zip_longest(*steps, fillvalue=()):
             yield [part for parts in step for part in parts if part is not MISSING]
 
-    def local_specs(self) -> list[Any] | None:
-        """Return nothing: the dataset itself tells."""
+    def local_specs(self) -> list[object] | None:
+        """Return None: the specs are those of the dataset."""
         return None
 
 
 class RejoinedBatches(ContinuedBatches):
-    """Each step has the rows that it would have had, cut anew (rule A)."""
+    """Steps with the rows that they would have had, cut anew (rule A)."""
 
     def __init__(
         self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
     ) -> None:
-        steps, taken = longest([batches.steps for batches in previous]), position.steps
+        steps, taken = combined(max, [batches.steps for batches in previous]), position.steps
         super().__init__(workers, previous, position, steps - taken if steps >= 0 else steps)
         self.assignment = assignment
         self.is_beyond_end = 0 <= steps < taken
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of the rows of each step."""
         layout = self.workers
         for parts in self.previous_steps(run, start):
@@ -78,7 +80,7 @@ class RejoinedBatches(ContinuedBatches):
 
 
 class RedealtElements(ContinuedBatches):
-    """The next elements go to all replicas in turn, as they are."""
+    """Steps in which the next elements go to all replicas in turn, uncut."""
 
     def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position) -> None:
         steps = INFINITE if INFINITE in [batches.steps for batches in previous] else UNKNOWN
@@ -89,7 +91,7 @@ class RedealtElements(ContinuedBatches):
         )
         self.elements_per_step = workers.num_replicas_in_sync
 
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[Any]]:
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the elements of the local replicas."""
         count, ids = self.workers.num_replicas_in_sync, self.workers.local_replica_ids
         taken = self.position.elements + start * count
@@ -104,12 +106,12 @@ class RedealtElements(ContinuedBatches):
 
 @dataclass(frozen=True)
 class Remainder:
-    """What is left of a pass.
+    """The rest of a pass.
 
     Args:
-        batches: What this worker reads.
-        start: How many of its steps have been taken.
-        position: Where the pass stands, before any step that is taken from here on.
+        batches: The batches that this worker reads.
+        start: The number of its steps taken.
+        position: The position of the pass before any step that is taken from here on.
     """
 
     batches: LocalBatches
@@ -117,31 +119,34 @@ class Remainder:
     position: Position
 
     def after(self, steps: int) -> Position:
-        """Return the position after so many more steps."""
+        """Return the position after ``steps`` more steps."""
         per_step = self.batches.elements_per_step
         if per_step is None:
             return replace(self.position, steps=self.position.steps + steps)
         return replace(self.position, elements=self.position.elements + steps * per_step)
 
     def run(self, readers: Readers) -> Pass:
-        """Return the pass that goes on, with ``readers`` for its threads."""
+        """Return the pass that continues, with ``readers`` for its threads."""
         # Those of another layout have seeds of their own.
         continued = isinstance(self.batches, ContinuedBatches)
         seeds = {} if continued else seeds_for(self.batches, self.position)
         return Pass((self.position.pass_number,), seeds, readers)
 
     def previous_pipelines(self) -> tuple[str, ...]:
-        """Return what the workers read that began the pass, if others go on with it: all must see the same."""
+        """Return the pipelines of the original workers, if others continue their pass.
+
+        All workers must see the same.
+        """
         previous = self.batches.previous if isinstance(self.batches, ContinuedBatches) else ()
         return tuple(f"{node}, {node.cardinality} elements" for batches in previous for node in batches.nodes)
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """How a dataset is divided, whoever shares it.
+    """The division of a dataset over any workers.
 
     Args:
-        deal: Returns what a worker of a layout reads.
+        deal: Returns the batches of a worker of a layout.
         assignment: That of the dataset's options.
     """
 
@@ -149,14 +154,14 @@ class Dealing:
     assignment: str | None = None
 
     def remainder(self, position: Position, current: LocalBatches, total: int) -> Remainder:
-        """Return how a pass goes on from ``position``.
+        """Return the rest of a pass from ``position`` on.
 
         In the layout that began it every worker goes on in its own part. In another one, global batches that all
-        workers know are dealt by the numbers of their rows; else each worker reads what is left for all.
+        workers know are dealt by the numbers of their rows; else each worker reads the rest for all.
 
         Args:
-            position: Of a pass over the same graph.
-            current: What this worker reads of a whole pass.
+            position: The position of a pass over the same graph.
+            current: The batches that this worker reads of a whole pass.
             total: Steps of a whole pass.
 
         Raises:
@@ -223,7 +228,7 @@ def _require_same_pipelines(position: Position, batches: LocalBatches) -> None:
 
 
 def _for_batch_size(position: Position, first: LocalBatches) -> Position:
-    """Return the same position, counted in batches of the size that there is now."""
+    """Return the same position, counted in batches of the present size."""
     old, new = position.batch_size, last_batch_size(first)
     if old == new:
         return position

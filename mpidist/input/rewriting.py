@@ -1,4 +1,4 @@
-"""Graphs made of others: without their first elements, with the files of one worker, with the hints filled in.
+"""Rewritten graphs: without first elements, with one worker's files, with hints filled in.
 
 Nothing is read that need not be.
 """
@@ -35,7 +35,7 @@ def skip_elements(node: GraphNode, count: int) -> GraphNode:
 
 
 def skip_rows(node: GraphNode, count: int) -> GraphNode:
-    """Return the graph with batches of the elements that come after ``count`` rows.
+    """Return the graph whose batches begin after ``count`` rows.
 
     Args:
         node: With a ``last_batching``.
@@ -52,7 +52,7 @@ def skip_rows(node: GraphNode, count: int) -> GraphNode:
 
 
 def other_source(node: GraphNode) -> GraphNode | None:
-    """Return the first source of a graph that is not files, None if all are."""
+    """Return the first source of a graph that is not files, or None."""
     if isinstance(node, (Files, FileNames)):
         return None
     if not node.inputs:
@@ -65,13 +65,16 @@ def other_source(node: GraphNode) -> GraphNode | None:
 
 
 def _makes_files(node: Interleaved) -> bool:
-    """Whether the datasets that the function makes, of elements from elsewhere, read files and nothing else."""
+    """Return whether the datasets of the function read files and nothing else.
+
+    Its elements come from elsewhere.
+    """
     first = node.first()
     return first is not None and other_source(first) is None
 
 
 def deal_files(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
-    """Return the graph, whose sources are all files, with every ``num_workers``-th file only.
+    """Return the graph of files with every ``num_workers``-th file only.
 
     Files are counted as the names come, but as they would come without shuffles and repetitions, which each worker has
     for its own files, as in TensorFlow.
@@ -90,7 +93,7 @@ def deal_files(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
 
 
 def _deal_names(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
-    """Return every ``num_workers``-th name; shuffles and repetitions of rows stay behind the choice."""
+    """Return every ``num_workers``-th name. Shuffles and repetitions of rows stay behind the choice."""
     if node.form is Form.ROWS and isinstance(node, (Mapped, Prefetched, Shuffled, Repeated)):
         return node.with_inputs([_deal_names(node.source, num_workers, worker_id)])
     _require_enough(node, node.cardinality, num_workers)
@@ -108,7 +111,10 @@ def _require_enough(node: GraphNode, count: int, num_workers: int) -> None:
 
 
 def dealt_files(node: GraphNode) -> Iterator[str]:
-    """Yield the paths that a graph with the files of one worker reads, as far as they are the same in every pass."""
+    """Yield the paths that a graph with one worker's files reads.
+
+    Those that differ from pass to pass are left out.
+    """
     if isinstance(node, Shard) and isinstance(node.source, FileNames):
         yield from node.source.paths[node.index :: node.num_shards]
     elif isinstance(node, (Files, FileNames)):
@@ -119,11 +125,11 @@ def dealt_files(node: GraphNode) -> Iterator[str]:
 
 
 def has_hint(node: GraphNode) -> bool:
-    """Whether there is a ``shard(SHARD_HINT, SHARD_HINT)`` in the graph."""
+    """Return whether the graph has a ``shard(SHARD_HINT, SHARD_HINT)``."""
     return any(isinstance(step, ShardHint) for step in node.graph())
 
 
 def fill_in_hints(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
-    """Return the graph with every ``shard(SHARD_HINT, SHARD_HINT)`` made that of a worker."""
+    """Return the graph with each ``shard(SHARD_HINT, SHARD_HINT)`` filled in for a worker."""
     inputs = [fill_in_hints(before, num_workers, worker_id) for before in node.inputs]
     return Shard((inputs[0],), num_workers, worker_id) if isinstance(node, ShardHint) else node.with_inputs(inputs)

@@ -1,4 +1,6 @@
-"""Which rows of a source come, and in which order, as blocks of row numbers: no data is touched here.
+"""Choice and order of the rows of a source, as blocks of row numbers.
+
+No data is touched here.
 
 A block is a ``range`` where the rows are evenly spaced, so that they can be read as one slice, and an int64
 array otherwise. Sequences of blocks may be endless; where one block ends and the next begins has no meaning.
@@ -13,11 +15,12 @@ via integer arithmetic without primes, 1996).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Numbers = NDArray[np.int64]
 RowIndex: TypeAlias = "range | Numbers"
 
 # Above it the array of an order would take more memory than the rows of a few batches: 32 MiB.
@@ -34,7 +37,7 @@ def as_array(index: RowIndex) -> Numbers:
 
 
 def concatenate(blocks: Sequence[RowIndex]) -> RowIndex:
-    """Return one block with the rows of all, still a range where there is only one.
+    """Return one block with the rows of all; a single range stays one.
 
     >>> concatenate([range(2), range(5, 7)])
     array([0, 1, 5, 6])
@@ -45,7 +48,7 @@ def concatenate(blocks: Sequence[RowIndex]) -> RowIndex:
 
 
 class Joined:
-    """Blocks one after the other, whose rows are asked for by their places; ranges take no memory.
+    """Consecutive blocks whose rows are asked for by their places. Ranges take no memory.
 
     >>> Joined([range(10, 20, 2), range(3)]).at(np.array([6, 1]))
     array([ 1, 12])
@@ -74,7 +77,7 @@ class Joined:
 
 
 def cut(blocks: Iterable[RowIndex], start: int, stop: int | None, step: int) -> Iterator[RowIndex]:
-    """Yield the rows from place ``start`` to before ``stop`` that are ``step`` places from one another.
+    """Yield every ``step``-th row from place ``start`` to before ``stop``.
 
     >>> list(cut([range(3), range(3, 7)], 1, None, 2))
     [range(1, 3, 2), range(3, 7, 2)]
@@ -91,7 +94,10 @@ def cut(blocks: Iterable[RowIndex], start: int, stop: int | None, step: int) -> 
 
 
 def _pieces(block: RowIndex, size: int) -> Iterator[RowIndex]:
-    """Yield a block, whose length ``size`` divides, in blocks of ``size``; most batches come from here."""
+    """Yield a block in blocks of ``size``, which divides its length.
+
+    Most batches come from here.
+    """
     if isinstance(block, range):
         step = block.step
         stride = size * step
@@ -100,7 +106,7 @@ def _pieces(block: RowIndex, size: int) -> Iterator[RowIndex]:
 
 
 def batch(blocks: Iterable[RowIndex], size: int, drop_remainder: bool) -> Iterator[RowIndex]:
-    """Yield blocks of exactly ``size`` rows, and what is left over as a shorter one.
+    """Yield blocks of exactly ``size`` rows, then the rest as a shorter one.
 
     >>> list(batch([range(3), range(3)], 4, False))
     [array([0, 1, 2, 0]), range(1, 3)]
@@ -158,9 +164,9 @@ class Bijection:
             outside = outside[walked >= self._count]
         return numbers.astype(np.int64)
 
-    def _once(self, numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        changed: np.ndarray[Any, np.dtype[np.uint64]] = numbers & self._low_mask
-        other: np.ndarray[Any, np.dtype[np.uint64]] = numbers >> self._low_bits
+    def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        changed: NDArray[np.uint64] = numbers & self._low_mask
+        other: NDArray[np.uint64] = numbers >> self._low_bits
         mixed = np.empty_like(numbers)
         for number, (factor, term) in enumerate(self._keys):
             np.multiply(other, factor, out=mixed)
@@ -191,7 +197,9 @@ def random_order(count: int, generator: np.random.Generator) -> Iterator[Numbers
 def order_in_windows(
     count: int, block_rows: int, window_blocks: int, generator: np.random.Generator
 ) -> Iterator[Numbers]:
-    """Yield the numbers 0 ... count - 1 in random order of blocks of ``block_rows``, mixed ``window_blocks`` at a time.
+    """Yield the numbers 0 ... count - 1 in random order of blocks, mixed in windows.
+
+    Blocks have ``block_rows`` numbers, of which ``window_blocks`` at a time are mixed.
 
     >>> pieces = order_in_windows(10, 2, 2, np.random.default_rng(0))
     >>> [sorted(set((piece // 2).tolist())) for piece in pieces]

@@ -1,6 +1,6 @@
-"""The first node of a graph: recognising where users have their data, and streams, files and names of files.
+"""The first nodes of graphs: streams, files, names of files, and users' data.
 
-What iterators of the user's yield is copied at once, since they may go on to write into it.
+Elements of the user's iterators are copied at once, since these may go on to write into them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -19,24 +19,27 @@ from mpidist.input.arrow_tables import arrow_rows, is_arrow
 from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
 from mpidist.input.elements import map_leaves, owned
 from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
-from mpidist.input.tables import SequenceTable, Table, array_table, is_stored_array
+from mpidist.input.tables import RowTable, SequenceTable, array_table, is_stored_array
+
+Pattern: TypeAlias = "str | os.PathLike[str]"
+FilePath: TypeAlias = "Pattern | bytes"
 
 
-class Stream(GraphNode):
-    """The elements of whatever iterator a function returns; how many there are is not known.
+class StreamSource(GraphNode):
+    """The elements of an iterator that a function returns; their number is not known.
 
     Args:
         make_iterable: Called once a pass.
-        text: What it is.
+        text: The call that made it.
         signature: The nest of ArraySpec that each element has, or None.
         cardinality: Number of elements, -1 without end, -2 unknown.
     """
 
     def __init__(
         self,
-        make_iterable: Callable[[], Iterable[Any]],
+        make_iterable: Callable[[], Iterable[object]],
         text: str,
-        signature: Any,
+        signature: object,
         cardinality: int = UNKNOWN,
     ) -> None:
         super().__init__(())
@@ -44,24 +47,24 @@ class Stream(GraphNode):
         self.make_iterable = make_iterable
         self.signature = signature
         self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
-        self._opened_last: Callable[[], Any] = _nothing
+        self._opened_last: Callable[[], object] = _nothing
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of a new iterator."""
         elements = self._open()
         if self.signature is None:
             return map(owned, elements)
         return (conform(element, self.signature) for element in elements)
 
-    def spec(self) -> Any:
-        """Return the signature, or that of the first element of a new iterator."""
+    def spec(self) -> object:
+        """Return the signature, or the spec of the first element of a new iterator."""
         if self.signature is not None:
             return self.signature
         for element in self._open():
             return spec_of(element)
         return None
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[object]:
         elements = iter(self.make_iterable())
         again = elements is self._opened_last()
         try:
@@ -70,9 +73,9 @@ class Stream(GraphNode):
         except TypeError:  # lists' iterators, zip and the like, of which there are no weak references
             self._opened_last = lambda: elements
         # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
-        return self._what_is_left(elements) if again else elements
+        return self._rest(elements) if again else elements
 
-    def _what_is_left(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _rest(self, elements: Iterator[object]) -> Iterator[object]:
         nothing = True
         for element in elements:
             nothing = False
@@ -84,7 +87,7 @@ class Stream(GraphNode):
                 "where read is the generator function, not called, or from_generator(lambda: read(path))"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers; iterators cannot.
         return {**self.__dict__, "_opened_last": _nothing}
 
@@ -93,11 +96,11 @@ def _nothing() -> None:
     """Stand for the iterator before the first one."""
 
 
-def files_text(paths: Sequence[Any], without_folder: bool = False) -> str:
-    """Return a short text for files, at least one, which differs where the files or their order do.
+def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
+    """Return a short text that differs where the files or their order do.
 
     Args:
-        paths: Of the files.
+        paths: The paths of the files.
         without_folder: Leave out the folder that they have in common.
     """
     names = [os.fsdecode(path) for path in paths]
@@ -113,11 +116,11 @@ class Files(GraphNode):
     """The elements that a function reads from files, file after file.
 
     Args:
-        paths: Of the files, at least one.
+        paths: The paths of the files, at least one.
         reader: Returns the elements of the file at a path.
     """
 
-    def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Iterable[Any]]) -> None:
+    def __init__(self, paths: Sequence[FilePath], reader: Callable[..., Iterable[object]]) -> None:
         name = getattr(reader, "__name__", type(reader).__name__)
         super().__init__(())
         self.text = f"from_files({files_text(paths)}, {name})"
@@ -134,13 +137,13 @@ class Files(GraphNode):
         """Yield the paths."""
         return map(os.fsdecode, self.paths)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of each file."""
         for path in self.paths:
             yield from map(owned, self._read(path))
 
-    def spec(self) -> Any:
-        """Return that of the first element that there is."""
+    def spec(self) -> object:
+        """Return the spec of the first element that there is."""
         for path in self.paths:
             for element in self._read(path):
                 return spec_of(element)
@@ -150,8 +153,8 @@ class Files(GraphNode):
         """Return the node that reads every ``num_parts``-th file, beginning with file ``index``."""
         return Files(self.paths[index::num_parts], self.reader)
 
-    def _read(self, path: Any) -> Iterator[Any]:
-        elements = self.reader(path)
+    def _read(self, path: FilePath) -> Iterator[object]:
+        elements: object = self.reader(path)
         if not isinstance(elements, Iterable):
             raise TypeError(
                 f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements of "
@@ -161,7 +164,7 @@ class Files(GraphNode):
 
 
 class FileNames(GraphNode):
-    """Paths of files, as rows: what reads the files comes after it."""
+    """Paths of files, as rows. The steps after it read the files."""
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(())
@@ -174,7 +177,7 @@ class FileNames(GraphNode):
         """The call without the folder."""
         return f"list_files({files_text(self.paths, without_folder=True)})"
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield all row numbers."""
         return iter((range(len(self.paths)),))
 
@@ -184,7 +187,7 @@ class FileNames(GraphNode):
 
 
 def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
-    """Return the source node for ``source``, whatever it is; the rules are those of ``Dataset.from_source``.
+    """Return the source node for any ``source``, by the rules of ``Dataset.from_source``.
 
     Raises:
         TypeError: Nothing that can be read again in each pass.
@@ -192,7 +195,7 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
     kind = type(source).__name__
     if is_arrow(source):
         rows = arrow_rows(source, columns)
-        return TableRows(rows) if isinstance(rows, Table) else Stream(rows, f"from_source({kind})", None)
+        return TableRows(rows) if isinstance(rows, RowTable) else StreamSource(rows, f"from_source({kind})", None)
     if columns is not None:
         raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
     if isinstance(source, Mapping):
@@ -216,14 +219,16 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
             "came from, or Dataset.from_generator(function) with a function that returns a new iterator"
         )
     if hasattr(source, "__iter__"):
-        return Stream(lambda: source, f"from_source({kind})", None)
+        return StreamSource(lambda: source, f"from_source({kind})", None)
     raise TypeError(
         f"from_source() got {source!r} of type {kind}; expected an array, an object with __len__ and "
         "__getitem__, or an object with __iter__"
     )
 
 
-def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args: tuple[Any, ...]) -> GraphNode:
+def generator_node(
+    generator: Callable[..., Iterable[object]], signature: object, args: tuple[object, ...]
+) -> GraphNode:
     """Return the source node for a function that returns an iterable.
 
     Raises:
@@ -235,11 +240,13 @@ def generator_node(generator: Callable[..., Iterable[Any]], signature: Any, args
             "write from_generator(my_generator), without calling it"
         )
     name = getattr(generator, "__name__", type(generator).__name__)
-    return Stream(partial(generator, *args), f"from_generator({name})", signature)
+    return StreamSource(partial(generator, *args), f"from_generator({name})", signature)
 
 
-def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> GraphNode:
-    """Return the source node for files and what reads one; the rules are those of ``Dataset.from_files``.
+def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphNode:
+    """Return the source node for files and their reader.
+
+    The rules are those of ``Dataset.from_files``.
 
     Raises:
         TypeError: ``paths`` are no paths, or ``reader`` is no function.
@@ -252,40 +259,41 @@ def files_node(paths: Iterable[Any], reader: Callable[[Any], Iterable[Any]]) -> 
             f"reader is {reader!r} of type {type(reader).__name__}; expected a function that takes a path and returns "
             "the elements of that file"
         )
-    known = list(paths)
-    for path in known:
+    known: list[FilePath] = []
+    for path in paths:
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise TypeError(f"paths has {path!r} of type {type(path).__name__} in it; expected str or os.PathLike")
+        known.append(path)
     if not known:
         raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
     return Files(known, reader)
 
 
 def names_node(file_pattern: Any) -> FileNames:
-    """Return the node of the files that match; the rules are those of ``Dataset.list_files``.
+    """Return the node of the files that match. The rules are those of ``Dataset.list_files``.
 
     Raises:
         TypeError: No pattern.
         ValueError: Nothing matches.
     """
     several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike))
-    patterns = list(file_pattern) if several else [file_pattern]
-    for pattern in patterns:
+    found: set[str] = set()
+    for pattern in file_pattern if several else [file_pattern]:
         if not isinstance(pattern, (str, os.PathLike)):
             raise TypeError(
                 f"file_pattern has {pattern!r} of type {type(pattern).__name__} in it; expected a pattern such as "
                 "'data/part-*.npy', or a list of patterns"
             )
-    paths = sorted({path for pattern in patterns for path in glob.glob(os.fspath(pattern), recursive=True)})
-    if not paths:
+        found.update(glob.glob(os.fspath(pattern), recursive=True))
+    if not found:
         raise ValueError(
             f"list_files() found no file that matches {file_pattern!r}, seen from {os.getcwd()}; expected at least one"
         )
-    return FileNames(paths)
+    return FileNames(sorted(found))
 
 
-def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -> Any:
-    """Return the nest of ArraySpec of either form, None where there is neither.
+def signature_of(output_types: object, output_shapes: object, output_signature: object) -> object:
+    """Return the nest of ArraySpec of either form, or None without both.
 
     Raises:
         TypeError: Both forms, half of one, or a signature that holds something else than ArraySpec.
@@ -308,8 +316,11 @@ def signature_of(output_types: Any, output_shapes: Any, output_signature: Any) -
         ) from error
 
 
-def _spec_of_types(types: Any, shapes: Any) -> Any:
-    """Return the ArraySpecs of a nest of dtypes, and of one of shapes: only dtypes tell where its leaves are."""
+def _spec_of_types(types: Any, shapes: Any) -> object:
+    """Return the ArraySpecs of a nest of dtypes and one of shapes.
+
+    Only the dtypes tell where the leaves are.
+    """
     if isinstance(types, Mapping):
         return {key: _spec_of_types(kind, shapes[key]) for key, kind in types.items()}
     if isinstance(types, tuple):
@@ -317,7 +328,7 @@ def _spec_of_types(types: Any, shapes: Any) -> Any:
     return ArraySpec(tuple(shapes), np.dtype(types))
 
 
-def _signature_leaf(leaf: Any) -> ArraySpec:
+def _signature_leaf(leaf: object) -> ArraySpec:
     if not isinstance(leaf, ArraySpec):
         raise TypeError(f"output_signature holds {leaf!r}; expected ArraySpec(shape, dtype) for each array")
     return ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))

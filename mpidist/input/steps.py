@@ -1,7 +1,8 @@
-"""Steps that look at elements: map, filter, enumerate, prefetch; and those that make one dataset of several.
+"""Steps that look at elements, and those that make one dataset of several.
 
-Datasets are put side by side, one after the other, or each element is that of one that is drawn. Where all of several
-are rows of tables, or all batches of such rows, so is the result of ``concatenate`` and ``sample_from_datasets``.
+The first are map, filter, enumerate and prefetch. Datasets are put side by side, one after the other, or each element
+is that of one that is drawn. Where all of several are rows of tables, or all batches of such rows, so is the result of
+``concatenate`` and ``sample_from_datasets``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any, ClassVar
 
@@ -19,19 +21,29 @@ from mpidist.input import row_indices
 from mpidist.input.derived_tables import JoinedTable, MappedTable
 from mpidist.input.element_spec import ArraySpec, common_spec, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned
-from mpidist.input.graph import INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed
+from mpidist.input.graph import (
+    DRAWN_AHEAD,
+    INFINITE,
+    UNKNOWN,
+    Form,
+    GraphNode,
+    Pass,
+    PassThrough,
+    Seed,
+    T,
+    combined,
+)
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.threads import map_stream
 
-_DRAWN_AHEAD = 1024
-_END = object()
+_END: Any = object()
 
 
 @dataclass(eq=False, repr=False)
 class Mapped(GraphNode):
-    """A function of each element, ``calls`` of them at once; rows go through it when they are read."""
+    """A function of each element, with ``calls`` calls at once. Rows are mapped when they are read."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     calls: int = 1
 
     def __post_init__(self) -> None:
@@ -41,7 +53,7 @@ class Mapped(GraphNode):
             self.form, self.read_ahead = Form.ROWS, self.source.read_ahead
             self.table = MappedTable(self.source.row_table(), self.fn, self.calls)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the row numbers of the input, or the function of each element."""
         if self.form is Form.ROWS:
             return self.source.items(run)
@@ -50,11 +62,11 @@ class Mapped(GraphNode):
             return map(self._call, elements)
         return map_stream(self._call, elements, run.readers.workers(self.calls), self.calls)
 
-    def _call(self, element: Any) -> Any:
+    def _call(self, element: object) -> object:
         return owned(call(self.fn, element))
 
-    def spec(self) -> Any:
-        """Return that of the function of the first element.
+    def spec(self) -> object:
+        """Return the spec of the function's result for the first element.
 
         The first axis is unknown where it has the size of the first batch and batches may differ in size.
         """
@@ -65,11 +77,11 @@ class Mapped(GraphNode):
             if not self.source.batched or not self.dynamic:
                 return spec
             sizes = {leaf.shape[0] for leaf in flatten_spec(spec_of(element)) if leaf.shape}
-            return map_spec(lambda leaf, sizes=sizes: _forget(leaf, sizes), spec)
+            return map_spec(partial(_forget, sizes), spec)
         return None
 
 
-def _forget(leaf: ArraySpec, sizes: set[int | None]) -> ArraySpec:
+def _forget(sizes: set[int | None], leaf: ArraySpec) -> ArraySpec:
     if leaf.shape and leaf.shape[0] in sizes:
         return ArraySpec((None, *leaf.shape[1:]), leaf.dtype)
     return leaf
@@ -81,15 +93,15 @@ class Filtered(GraphNode):
 
     keeps_batches = True
 
-    predicate: Callable[..., Any]
+    predicate: Callable[..., object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = "filter"
         self.cardinality = UNKNOWN if self.cardinality else 0
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the elements for which it is true."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the elements for which the function is true."""
         return (element for element in self.source.elements(run) if bool(call(self.predicate, element)))
 
 
@@ -104,11 +116,11 @@ class Enumerated(GraphNode):
         self.text = f"enumerate({self.start})" if self.start else "enumerate()"
         self.batched = False
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield numbers and elements."""
         return zip(map(np.int64, count(self.start)), self.source.elements(run), strict=False)
 
-    def spec(self) -> Any:
+    def spec(self) -> object:
         """Return the specs of both."""
         spec = self.source.spec()
         return None if spec is None else (ArraySpec((), np.dtype(np.int64)), spec)
@@ -116,7 +128,10 @@ class Enumerated(GraphNode):
 
 @dataclass(eq=False, repr=False)
 class Prefetched(PassThrough):
-    """The same elements, read ahead: rows and batches of rows by whatever reads them, and other elements here."""
+    """The same elements, read ahead.
+
+    Rows and batches of rows are read ahead by the step that reads them, other elements here.
+    """
 
     size: int
 
@@ -125,7 +140,7 @@ class Prefetched(PassThrough):
         self.text = f"prefetch({self.size})"
         self.read_ahead += self.size
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of the input."""
         if self.form is not Form.ELEMENTS:
             return self.source.items(run)
@@ -142,7 +157,7 @@ class Zipped(GraphNode):
 
     keeps_batches = True
 
-    build: Callable[[list[Any]], Any]
+    build: Callable[[list[object]], object]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,13 +165,13 @@ class Zipped(GraphNode):
         finite = [node.cardinality for node in self.inputs if node.cardinality != INFINITE]
         self.cardinality = min(finite, default=INFINITE)
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of all inputs together."""
         streams = (node.elements(run) for node in self.inputs)
         return (self.build(list(parts)) for parts in zip(*streams, strict=False))
 
-    def spec(self) -> Any:
-        """Return those of the inputs."""
+    def spec(self) -> object:
+        """Return the specs of the inputs."""
         specs = [node.spec() for node in self.inputs]
         return None if any(spec is None for spec in specs) else self.build(specs)
 
@@ -182,28 +197,31 @@ class Combined(GraphNode):
             self.read_ahead = max(node.read_ahead for node in self.inputs)
 
     @abstractmethod
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the items of all streams."""
 
     def used(self) -> Sequence[GraphNode]:
-        """Return the inputs of which elements come."""
+        """Return the inputs that elements come from."""
         return self.inputs
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of all inputs in their order."""
         return self.order(self.streams(run), run)
 
-    def streams(self, run: Pass) -> list[Iterator[Any]]:
+    def streams(self, run: Pass) -> Sequence[Iterator[Any]]:
         """Return the items of each input; row numbers are those of the joined table."""
         runs = [run.repetition(number) for number in range(len(self.inputs))]
         if isinstance(self.table, JoinedTable):
             starts = self.table.starts
             return [_shifted(node.items(own), at) for node, own, at in zip(self.inputs, runs, starts, strict=True)]
-        seen: list[Any] = []
+        seen: list[object] = []
         return [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
 
-    def _checked(self, node: GraphNode, run: Pass, seen: list[Any]) -> Iterator[Any]:
-        """Yield the elements of an input, which is opened with the first; that is compared with those of others."""
+    def _checked(self, node: GraphNode, run: Pass, seen: list[object]) -> Iterator[object]:
+        """Yield the elements of an input, after comparing the first with those of others.
+
+        The input is opened with the first element.
+        """
         elements = node.elements(run)
         for element in elements:
             seen.append(spec_of(element))
@@ -212,16 +230,16 @@ class Combined(GraphNode):
             break
         yield from elements
 
-    def spec(self) -> Any:
-        """Return what the elements of all inputs look like."""
+    def spec(self) -> object:
+        """Return the common spec of the elements of all inputs."""
         if self.form is Form.ROWS:
             return super().spec()
         specs = (node.spec() for node in self.inputs if node.cardinality)
         return common_spec([spec for spec in specs if spec is not None], self.step)
 
     def row_count(self) -> int:
-        """Return that of all inputs together, where all their elements come."""
-        return self.cardinality if self.cardinality < 0 else _sum([node.row_count() for node in self.used()])
+        """Return the number of rows of all inputs together, where all elements come."""
+        return self.cardinality if self.cardinality < 0 else combined(sum, [node.row_count() for node in self.used()])
 
 
 def _shifted(blocks: Iterator[RowIndex], by: int) -> Iterator[RowIndex]:
@@ -232,13 +250,6 @@ def _shifted(blocks: Iterator[RowIndex], by: int) -> Iterator[RowIndex]:
             yield block + by
 
 
-def _sum(counts: Sequence[int]) -> int:
-    for special in (INFINITE, UNKNOWN):
-        if special in counts:
-            return special
-    return sum(counts)
-
-
 class Concatenated(Combined):
     """One input after the other."""
 
@@ -247,20 +258,20 @@ class Concatenated(Combined):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.text = self.step
-        self.cardinality = _sum([node.cardinality for node in self.inputs])
+        self.cardinality = combined(sum, [node.cardinality for node in self.inputs])
 
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
         """Yield the items of each stream in turn."""
         return chain.from_iterable(streams)
 
 
 @dataclass(eq=False, repr=False)
 class Sampled(Combined):
-    """Each element is the next one of an input that is drawn.
+    """A random choice among inputs, made anew for each element.
 
     Args:
-        weights: How likely each input is drawn; 0 for never.
-        seed: By which it is drawn.
+        weights: The likelihood of each input; 0 for never.
+        seed: The seed of the draws.
         stop: End with the first input that is drawn and has nothing left; else go on with the others.
     """
 
@@ -274,27 +285,27 @@ class Sampled(Combined):
         super().__post_init__()
         drawn = [node.cardinality for node in self.used()]
         endless = all(count == INFINITE for count in drawn)
-        self.cardinality = UNKNOWN if self.stop and not endless else _sum(drawn)
+        self.cardinality = UNKNOWN if self.stop and not endless else combined(sum, drawn)
         again = f", rerandomize_each_iteration={self.seed.is_renewed}" if self.seed.given else ""
         stop = ", stop_on_empty_dataset=True" if self.stop else ""
         seed = self.seed.number if self.seed.given else None
         self.text = f"{self.step}[weights={list(self.weights)}, seed={seed}{stop}{again}]"
 
     def used(self) -> Sequence[GraphNode]:
-        """Return those that may be drawn."""
+        """Return the inputs that may be drawn."""
         return [node for node, weight in zip(self.inputs, self.weights, strict=True) if weight > 0]
 
-    def items(self, run: Pass) -> Iterator[Any]:
-        """Yield the items of all inputs in the order in which they are drawn, rows one by one."""
+    def items(self, run: Pass) -> Iterator[object]:
+        """Yield the items of all inputs in the order drawn, rows one by one."""
         if self.form is not Form.ROWS:
             yield from super().items(run)
             return
         drawn = self.order([row_indices.rows(blocks) for blocks in self.streams(run)], run)
-        while block := list(islice(drawn, _DRAWN_AHEAD)):
+        while block := list(islice(drawn, DRAWN_AHEAD)):
             yield np.array(block, np.int64)
 
-    def order(self, streams: Sequence[Iterator[Any]], run: Pass) -> Iterator[Any]:
-        """Yield an item of a stream that is drawn, until all have ended, or one has."""
+    def order(self, streams: Sequence[Iterator[T]], run: Pass) -> Iterator[T]:
+        """Yield the next item of a stream drawn, until all have ended, or one has."""
         generator = self.seed.generator(run)
         going = [number for number, weight in enumerate(self.weights) if weight > 0]
         while going:
@@ -310,6 +321,6 @@ class Sampled(Combined):
             del going[place]
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield those of the inputs, and its own."""
+        """Yield the seeds of the inputs, then its own."""
         yield from super().seeds()
         yield self.seed

@@ -1,18 +1,25 @@
-"""Tables: sources whose rows are read by number, one row or one batch at a time, and only those asked for."""
+"""Tables: sources whose rows are read by number, one or a batch at a time.
+
+Only the rows asked for are read.
+"""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
+from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
+from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, spec_of
 from mpidist.input.elements import as_element, list_to_array, map_leaves, owned, stack, stopped
-from mpidist.input.row_indices import RowIndex, as_array, rows
+from mpidist.input.row_indices import RowIndex, as_array
 from mpidist.input.threads import Readers
 
 _SAMPLES = 8
@@ -20,7 +27,7 @@ _SAMPLES = 8
 _ROWS_WORTH_A_SLICE = 4
 
 
-class Table(ABC):
+class RowTable(ABC):
     """Rows that can be read by number, in any order and any number of times."""
 
     def __init__(self, length: int, text: str) -> None:
@@ -28,82 +35,100 @@ class Table(ABC):
         self.text = text
 
     @abstractmethod
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index`` as the source gives it."""
 
-    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+    def each(self, numbers: Iterable[int]) -> Iterator[object]:
         """Yield the rows of ``numbers``, one at a time."""
         return map(self.row, numbers)
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return the rows of ``index`` one by one."""
-        return list(map(self.row, rows([index])))
+        return list(map(self.row, row_indices.rows([index])))
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
-        return stack(self.some(index))
+        return stack(self.rows(index))
 
-    def opened(self, readers: Readers | None) -> Table:
-        """Return the same table to be read in one pass, in whose threads functions may be called; None: in none."""
+    def opened(self, readers: Readers | None) -> RowTable:
+        """Return the same table for one pass, whose threads may call functions.
+
+        None: there are no threads.
+        """
         return self
 
-    def spec(self) -> Any:
-        """Return what a row looks like, None where that cannot be told because there is none."""
+    def spec(self) -> object:
+        """Return the spec of a row, or None for a table without rows."""
         return spec_of(self.row(0)) if self.length else None
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the same rows, of which each is read once."""
         return CachedTable(self, {})
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether a row is known to be one of arrays of several axes, and so most likely no batch."""
+        """Return whether a row is one of arrays of several axes.
+
+        Such a row is most likely no batch.
+        """
         return False
 
 
-class RangeTable(Table):
+class RangeTable(RowTable):
     """The int64 numbers of a ``range``; nothing is stored."""
 
     def __init__(self, numbers: range) -> None:
         super().__init__(len(numbers), str(numbers))
         self.numbers = numbers
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return number ``index``."""
         return np.int64(self.numbers[index])
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the numbers of ``index``."""
         if isinstance(index, range):
             return as_array(self.numbers[index.start : index.stop : index.step])
         return self.numbers.start + self.numbers.step * index
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the table itself."""
         return self
 
-    def spec(self) -> Any:
-        """Return that of an int64 number."""
+    def spec(self) -> object:
+        """Return the spec of an int64 number."""
         return ArraySpec((), np.dtype(np.int64))
 
 
-class ArrayTable(Table):
-    """A nest of arrays with a common first axis; a batch is one slice or one fancy index of each.
+class StoredArray(Protocol):
+    """An array in a file, as h5py and zarr have it."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: tuple[int, ...] | None
+
+    def __getitem__(self, index: slice | Array) -> Array: ...
+
+
+class ArrayTable(RowTable):
+    """A nest of arrays with a common first axis.
+
+    A batch is one slice or one fancy index of each.
 
     Args:
         columns: NumPy arrays (memory-mapped ones too), or arrays in a file as h5py and zarr have them.
     """
 
-    def __init__(self, columns: Any) -> None:
+    def __init__(self, columns: object) -> None:
         leaves = nest.flatten(columns)
         super().__init__(leaves[0].shape[0], "")
         self.columns = columns
         self.text = f"from_tensor_slices({', '.join(f'{leaf.shape} {leaf.dtype}' for leaf in leaves)})"
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return row ``index`` of each array."""
-        return map_leaves(lambda column: _own(column[index]), self.columns)
+        return map_leaves(lambda column: _copied(column[index]), self.columns)
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows of ``index`` of each array."""
         columns = self.columns
         if type(columns) is np.ndarray:  # the shortest way for the simplest case
@@ -112,13 +137,13 @@ class ArrayTable(Table):
             return columns[index]
         return map_leaves(lambda column: _read_column(column, index), self.columns)
 
-    def cached(self) -> Table:
+    def cached(self) -> RowTable:
         """Return the table itself if all of it lies in memory."""
         in_memory = all(type(column) is np.ndarray for column in nest.flatten(self.columns))
         return self if in_memory else super().cached()
 
     def sample(self) -> int:
-        """Return the CRC-32 of some rows, by which other data of the same shape are most often told."""
+        """Return the CRC-32 of some rows, which tells most other data of that shape."""
         found = 0
         last = self.length - 1
         numbers = sorted({last * i // _SAMPLES for i in range(_SAMPLES + 1)}) if self.length else []
@@ -127,116 +152,117 @@ class ArrayTable(Table):
                 found = zlib.crc32(np.asarray(column[numbers]).tobytes(), found)
         return found
 
-    def spec(self) -> Any:
-        """Return that of the arrays without their first axis."""
+    def spec(self) -> object:
+        """Return the spec of the arrays without their first axis."""
         return map_leaves(lambda leaf: ArraySpec(tuple(leaf.shape[1:]), leaf.dtype), self.columns)
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether all arrays have several axes."""
+        """Return whether all arrays have several axes."""
         return all(len(column.shape) > 1 for column in nest.flatten(self.columns))
 
 
 class ElementTable(ArrayTable):
     """A table of one row, which is an element as it is."""
 
-    def __init__(self, columns: Any) -> None:
+    def __init__(self, columns: object) -> None:
         super().__init__(columns)
         self.text = f"from_tensors({', '.join(f'{leaf.shape[1:]} {leaf.dtype}' for leaf in nest.flatten(columns))})"
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the row is cut from an array: it is not, and may be a batch."""
+        """Return False: the row is not cut from an array, and may be a batch."""
         return False
 
 
-def _own(value: Any) -> Any:
-    """Return a copy of an array, so that changing an element in place cannot change the source."""
+def _copied(value: object) -> object:
+    """Return a copy of an array, to protect the source from changes in place."""
     return np.array(value) if getattr(value, "ndim", 0) else value
 
 
-def _read_column(column: Any, index: RowIndex) -> np.ndarray[Any, Any]:
-    in_memory = isinstance(column, np.ndarray)
+def _read_column(column: Array | StoredArray, index: RowIndex) -> Array:
     if isinstance(index, range):
-        found: np.ndarray[Any, Any] = column[index.start : index.stop : index.step]
-        return found.copy() if in_memory else np.array(found)
-    if in_memory:
-        taken: np.ndarray[Any, Any] = column[index]
-        return taken
-    return read_rows(column, index)
+        found = column[index.start : index.stop : index.step]
+        return found.copy() if isinstance(column, np.ndarray) else np.array(found)
+    return column[index] if isinstance(column, np.ndarray) else read_rows(column, index)
 
 
-class SequenceTable(Table):
-    """Any object with ``__len__`` and ``__getitem__``, asked for one row at a time."""
+class SequenceTable(RowTable):
+    """object object with ``__len__`` and ``__getitem__``, asked for one row at a time."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Sequence[object]) -> None:
         super().__init__(len(source), f"from_source({type(source).__name__} of {len(source)})")
         self.source = source
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return a copy of ``source[index]``."""
         try:
             return owned(self.source[index])
         except StopIteration as error:
             raise stopped(f"{type(self.source).__name__}[{index}]") from error
 
-    def some(self, index: RowIndex) -> list[Any]:
-        """Return copies of the rows, asked for in one call where the source has PyTorch's ``__getitems__``."""
+    def rows(self, index: RowIndex) -> list[object]:
+        """Return copies of the rows.
+
+        They are asked for in one call where the source has PyTorch's ``__getitems__``.
+        """
         get_items = getattr(self.source, "__getitems__", None)
-        return super().some(index) if get_items is None else list(map(owned, get_items(list(rows([index])))))
+        return (
+            super().rows(index) if get_items is None else list(map(owned, get_items(list(row_indices.rows([index])))))
+        )
 
 
-class CachedTable(Table):
-    """A table of which every row is read once, when it is asked for first, and then kept in memory.
+class CachedTable(RowTable):
+    """A table whose rows are kept in memory once they have been read.
 
     Args:
         table: The table.
         kept: The rows that have been read, by their numbers.
     """
 
-    def __init__(self, table: Table, kept: dict[int, Any]) -> None:
+    def __init__(self, table: RowTable, kept: dict[int, object]) -> None:
         super().__init__(table.length, table.text)
         self.table = table
         self.kept = kept
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> object:
         """Return a copy of row ``index``."""
         if index not in self.kept:
             self.kept[index] = self.table.row(index)
         return owned(self.kept[index])
 
-    def some(self, index: RowIndex) -> list[Any]:
+    def rows(self, index: RowIndex) -> list[object]:
         """Return copies of the rows."""
-        return list(map(owned, self._own(index)))
+        return list(map(owned, self._kept_rows(index)))
 
-    def read(self, index: RowIndex) -> Any:
+    def read(self, index: RowIndex) -> object:
         """Return the rows as one batch."""
-        return stack(self._own(index))
+        return stack(self._kept_rows(index))
 
-    def _own(self, index: RowIndex) -> list[Any]:
-        """Return the rows that are kept, after those that are missing have been read together."""
-        numbers = list(rows([index]))
+    def _kept_rows(self, index: RowIndex) -> list[object]:
+        """Return the kept rows, after reading the missing ones together."""
+        numbers = list(row_indices.rows([index]))
         missing = [number for number in dict.fromkeys(numbers) if number not in self.kept]
         if missing:
-            self.kept.update(zip(missing, self.table.some(np.array(missing, np.int64)), strict=True))
+            self.kept.update(zip(missing, self.table.rows(np.array(missing, np.int64)), strict=True))
         return [self.kept[number] for number in numbers]
 
-    def opened(self, readers: Readers | None) -> Table:
+    def opened(self, readers: Readers | None) -> RowTable:
         """Return the table with the threads of the pass."""
         return CachedTable(self.table.opened(readers), self.kept)
 
-    def spec(self) -> Any:
-        """Return that of the table."""
+    def spec(self) -> object:
+        """Return the spec of the table."""
         return self.table.spec()
 
     def is_cut_from_arrays(self) -> bool:
-        """Whether the rows of the table are."""
+        """Return whether the rows of the table are cut from arrays."""
         return self.table.is_cut_from_arrays()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Datasets travel to workers, which keep what they read themselves.
+    def __getstate__(self) -> dict[str, object]:
+        # Datasets travel to workers, which keep the rows that they read themselves.
         return {**self.__dict__, "kept": {}}
 
 
-def element_table(tensors: Any) -> ElementTable:
+def element_table(tensors: object) -> ElementTable:
     """Return the table whose one row is ``tensors``.
 
     Raises:
@@ -248,8 +274,8 @@ def element_table(tensors: Any) -> ElementTable:
     return ElementTable(columns)
 
 
-def array_table(tensors: Any) -> ArrayTable:
-    """Return the table of a nest of arrays: tuples and dicts are structure, a list is one array.
+def array_table(tensors: object) -> ArrayTable:
+    """Return the table of a nest of arrays. Tuples and dicts are structure, a list is one array.
 
     Raises:
         ValueError: No arrays, an array without axes, or first axes of different sizes.
@@ -273,20 +299,23 @@ def array_table(tensors: Any) -> ArrayTable:
     return ArrayTable(columns)
 
 
-def _as_column(leaf: Any) -> Any:
+def _as_column(leaf: object) -> object:
     if isinstance(leaf, list):
         return list_to_array(leaf)
     return leaf if is_stored_array(leaf) else np.asarray(leaf)
 
 
-def is_stored_array(value: Any) -> bool:
-    """Whether ``value`` is an array in a file, of h5py or zarr, to be read by slices and not whole."""
+def is_stored_array(value: object) -> TypeGuard[StoredArray]:
+    """Return whether ``value`` is an array in a file, of h5py or zarr.
+
+    Such an array is read by slices and not whole.
+    """
     return isinstance(getattr(value, "dtype", None), np.dtype) and all(
         hasattr(value, name) for name in ("shape", "chunks", "__getitem__")
     )
 
 
-def read_rows(column: Any, index: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+def read_rows(column: StoredArray, index: NDArray[np.int64]) -> Array:
     """Return the rows of ``index``, in its order, from an array in a file.
 
     A chunk, which the library reads and unpacks as a whole, is asked for once.
@@ -296,7 +325,7 @@ def read_rows(column: Any, index: np.ndarray[Any, np.dtype[np.int64]]) -> np.nda
     return _read_ordered(column, ordered)[back]
 
 
-def _read_ordered(column: Any, ordered: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+def _read_ordered(column: StoredArray, ordered: NDArray[np.int64]) -> Array:
     first, last = int(ordered[0]), int(ordered[-1])
     if last - first + 1 == len(ordered):
         return np.asarray(column[first : last + 1])

@@ -1,10 +1,10 @@
-"""The threads of a pass: one that keeps the next elements of an iterator ready, and those that call functions.
+"""The threads of a pass: those that read ahead, and those that call functions.
 
 A thread that reads ahead only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues:
 ``ready`` carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
 finalised, and so end its thread, in the middle of any other line of any thread; conditions would not bear that.
 
-What several threads compute keeps the order of its input.
+Results of several threads keep the order of their input.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ _EXIT_SECONDS = 5.0
 
 
 class _ReadingThread(threading.Thread):
-    """Reads; it must not know the ReadAhead that it reads for, which could then never be finalised."""
+    """The thread of a ReadAhead.
 
-    def __init__(self, open_source: Callable[[], Iterator[Any]], size: int) -> None:
+    It must not know the ReadAhead, which could then never be finalised.
+    """
+
+    def __init__(self, open_source: Callable[[], Iterator[object]], size: int) -> None:
         super().__init__(name="mpidist-read-ahead", daemon=True)
         self.ready: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, element) ... (False, error or None)
         self.permits: SimpleQueue[None] = SimpleQueue()
@@ -50,7 +53,7 @@ class _ReadingThread(threading.Thread):
         self._open_source = open_source
 
     def run(self) -> None:
-        """Read elements, and tell in the end what ended them."""
+        """Read elements, then tell the end or the error."""
         mark_own_thread()
         _running.add(self)
         end: BaseException | None = None
@@ -72,19 +75,19 @@ class _ReadingThread(threading.Thread):
         del end  # its traceback holds this frame
         _running.discard(self)
 
-    def tell_to_end(self) -> None:
-        """Let it end after the element that it is reading; any thread may say so at any time."""
+    def request_end(self) -> None:
+        """Make the thread end after its present element. object thread may call it at any time."""
         self.closed = True
         self.permits.put(None)
 
     def end(self, seconds: float | None = None) -> None:
-        """Let it end, and wait for that, for at most ``seconds``."""
-        self.tell_to_end()
+        """End the thread, and wait for that, for at most ``seconds``."""
+        self.request_end()
         if self.ident is not None and self is not threading.current_thread():
             self.join(seconds)
 
     def is_over(self) -> bool:
-        """Whether it runs no more, or never will."""
+        """Return whether the thread has ended, or never will start."""
         return self.closed if self.ident is None else not self.is_alive()
 
 
@@ -93,7 +96,10 @@ _running: set[_ReadingThread] = set()
 
 @atexit.register
 def _end_at_exit() -> None:
-    """End the threads that the program leaves; one that runs on while Python goes away can crash it."""
+    """End the threads that the program leaves.
+
+    One that runs on while Python goes away can crash it.
+    """
     limit = monotonic() + _EXIT_SECONDS
     for thread in list(_running):
         thread.end(max(0.0, limit - monotonic()))
@@ -108,7 +114,7 @@ class ReadAhead(Iterator[T], Generic[T]):
 
     Args:
         open_source: Called in the thread; returns the iterator.
-        size: How many elements may be ready, at least 1.
+        size: The largest number of elements kept ready, at least 1.
 
     >>> list(ReadAhead(lambda: iter("abc"), 2))
     ['a', 'b', 'c']
@@ -137,15 +143,18 @@ class ReadAhead(Iterator[T], Generic[T]):
             del value  # its traceback holds this frame
 
     def has_ready(self) -> bool:
-        """Whether ``next`` would not wait: an element, the end or an error is there."""
+        """Return whether ``next`` would not wait.
+
+        An element, the end or an error is there then.
+        """
         return not self._thread.closed and not self._thread.ready.empty()
 
     def close(self) -> None:
-        """End the thread, after the element that it is reading, and wait for that."""
+        """End the thread after its present element, and wait for that."""
         self._thread.end()
 
     def __del__(self) -> None:
-        self._thread.tell_to_end()
+        self._thread.request_end()
 
 
 class Readers:
@@ -158,7 +167,10 @@ class Readers:
         self._closed = False
 
     def open(self, open_source: Callable[[], Iterator[T]], size: int) -> ReadAhead[T]:
-        """Return an iterator of which a thread keeps ``size`` elements ready; no elements if the pass is closed."""
+        """Return an iterator whose next ``size`` elements a thread keeps ready.
+
+        It has no elements if the pass is closed.
+        """
         reader = ReadAhead(open_source, size)
         with self._lock:
             self._threads = [thread for thread in self._threads if not thread.is_over()]
@@ -169,7 +181,10 @@ class Readers:
         return reader
 
     def workers(self, count: int) -> ThreadPoolExecutor:
-        """Return up to ``count`` threads for calls of functions; they end with the pass, or when nobody holds it."""
+        """Return up to ``count`` threads for calls of functions.
+
+        They end with the pass, or when nobody holds them.
+        """
         pool = ThreadPoolExecutor(count, "mpidist-call")
         with self._lock:
             self._pools.add(pool)
@@ -179,7 +194,7 @@ class Readers:
         return pool
 
     def close(self, wait: bool = True) -> None:
-        """End all threads, each after the element that it is reading or the call that it makes.
+        """End all threads, each after its present element or call.
 
         Args:
             wait: Return when they have ended.
@@ -189,8 +204,8 @@ class Readers:
             threads, self._threads = self._threads, []
             pools = list(self._pools)
         for thread in threads:
-            thread.tell_to_end()
-        # Whoever waits for a call that has not begun is told that it never will.
+            thread.request_end()
+        # A thread that waits for a call that has not begun gets an error.
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         if not wait:
@@ -202,7 +217,9 @@ class Readers:
 
 
 def checked_calls(num_parallel_calls: int | None) -> int:
-    """Return how many calls may run at once: 1 for None, as many as there are cores for -1 (tf.data.AUTOTUNE).
+    """Return the number of calls at once: 1 for None, that of cores for -1.
+
+    -1 is tf.data.AUTOTUNE.
 
     Raises:
         ValueError: Below 1, and not -1.
@@ -225,7 +242,10 @@ def checked_calls(num_parallel_calls: int | None) -> int:
 
 @contextmanager
 def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
-    """End ``threads`` after the block, a part of a generator, and let no call begin any more."""
+    """End ``threads`` after the block, a part of a generator.
+
+    No call begins any more.
+    """
     dropped = False
     try:
         yield
@@ -238,7 +258,7 @@ def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
 
 
 def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """Yield items, each taken when ``count`` others are still to come before it; an error comes in its turn."""
+    """Yield items that are taken ``count`` items ahead. An error comes in its turn."""
     waiting: deque[T] = deque()
     failure: Exception | None = None
     try:
@@ -259,9 +279,10 @@ def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
 
 
 def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExecutor, calls: int) -> Iterator[S]:
-    """Yield ``fn`` of each item, with up to ``calls`` calls under way while the caller works on a result.
+    """Yield ``fn`` of each item, with up to ``calls`` calls at once.
 
-    Items are taken in the caller's thread. Errors, of the items too, come in their turn. Ends ``threads``.
+    They run while the caller works on a result. Items are taken in the caller's thread. Errors, of the items too, come
+    in their turn. Ends ``threads``.
     """
     with ending(threads):
         for call in taken_ahead((threads.submit(fn, item) for item in items), calls):
@@ -269,7 +290,10 @@ def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExec
 
 
 def map_batch(fn: Callable[[T], S], items: Sequence[T], threads: ThreadPoolExecutor, calls: int) -> list[S]:
-    """Return ``fn`` of each item, called in up to ``calls`` threads; raises the error of the first item that failed."""
+    """Return ``fn`` of each item, called in up to ``calls`` threads.
+
+    Raises the error of the first item that failed.
+    """
     size = max(1, -(-len(items) // (calls * _SHARES)))
 
     def share(start: int) -> list[S]:

@@ -1,7 +1,7 @@
-"""Elements of a plain dataset that reach ``run`` of a strategy of several ranks, which then all do the same work.
+"""Elements of a plain dataset that reach ``run`` on several ranks.
 
-Looked at is the first element of a pass, so that no step after it costs anything; and arrays are told by identity, so
-that whoever cuts an element by hand is left alone.
+All ranks then do the same work. Looked at is the first element of a pass, so that no step after it costs anything; and
+arrays are told by identity, so that whoever cuts an element by hand is left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,10 @@ from mpidist.input.input_workers import InputWorkers
 _log = logging.getLogger("mpidist")
 
 
-class Watch:
-    """The first element of the pass over a plain dataset that was begun last, until ``run`` has been called with it.
+class FirstElementWatch:
+    """The first element of the latest pass over a plain dataset.
+
+    It is held until ``run`` has been called with it.
 
     Attributes:
         pending: Whether there is an element that no ``run`` has been compared with.
@@ -33,23 +34,29 @@ class Watch:
         self.pending = False
         self._has_warned = False
         self._text = ""
-        self._arrays: list[weakref.ref[Any]] = []
+        self._arrays: list[weakref.ref[object]] = []
 
-    def over(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
-        """Return ``elements``, a pass over ``node``, with the first one remembered unless there is a shard in it."""
+    def over(self, node: GraphNode, elements: Iterator[object]) -> Iterator[object]:
+        """Return ``elements``, a pass over ``node``, and remember the first one.
+
+        A graph with a shard in it is left alone.
+        """
         if self._has_warned or any(isinstance(step, Shard) for step in node.graph()):
             return elements
         return chain(self._first(node, elements), elements)
 
-    def _first(self, node: GraphNode, elements: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, node: GraphNode, elements: Iterator[object]) -> Iterator[object]:
         for element in elements:
             self._arrays = [weakref.ref(leaf) for leaf in nest.flatten(element) if isinstance(leaf, np.ndarray)]
             self._text, self.pending = str(node), True
             yield element
             return
 
-    def look_at(self, arguments: Any, workers: InputWorkers) -> None:
-        """Let the first of several workers warn, once, if an array of the element is among ``arguments``."""
+    def look_at(self, arguments: object, workers: InputWorkers) -> None:
+        """Warn once if an array of the element is among ``arguments``.
+
+        Only the first of several workers does.
+        """
         self.pending = False
         whole = {id(array) for array in (ref() for ref in self._arrays) if array is not None}
         if self._has_warned or whole.isdisjoint(map(id, nest.flatten(arguments))):
@@ -65,4 +72,4 @@ class Watch:
             )
 
 
-watch = Watch()
+watch = FirstElementWatch()

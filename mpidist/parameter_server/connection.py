@@ -28,13 +28,13 @@ from mpidist.parameter_server.messages import (
     LEAVE,
     PREAMBLE,
     Kind,
-    Part,
     Request,
+    RequestPart,
     arrays_in,
     pieces_of,
     receives_of,
 )
-from mpidist.parameter_server.travelling import pack
+from mpidist.parameter_server.pickling import pack
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -91,10 +91,12 @@ class Connection:
         self.is_lost = False
 
     def ask(self, request: Request) -> list[Any]:
-        """Have the server carry out a request in one go, and return what each part gives back (None for nothing).
+        """Have the server carry out a request in one go, and return its results.
+
+        There is one result for each part, None where the part gives nothing back.
 
         Raises:
-            Exception: What the server raised; nothing after the part that failed was done.
+            Exception: The server's error; nothing after the part that failed was done.
             RankLostError: It is gone.
             RequestTimeoutError: It did not answer in time.
             RuntimeError: This process has taken leave of it.
@@ -103,20 +105,20 @@ class Connection:
             self.start(request)
             return self.finish()
 
-    def control(self, what: str, *arguments: Any, doing: str) -> Any:
-        """Have the server do one of its rarer things, and return its answer.
+    def control(self, name: str, *arguments: object, doing: str) -> Any:
+        """Have the server carry out one of its rarer requests, and return the answer.
 
         Args:
-            what: Which.
+            name: Of the request.
             arguments: Its arguments, which can be pickled.
-            doing: What it is about, for messages.
+            doing: Its purpose, for messages.
         """
-        message = np.frombuffer(pack((what, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
-        (answer,) = self.ask(Request([Part(CONTROL, arrays=[message], length=message.size, name=doing)]))
+        message = np.frombuffer(pack((name, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
+        (answer,) = self.ask(Request([RequestPart(CONTROL, arrays=[message], length=message.size, name=doing)]))
         return pickle.loads(answer.tobytes())
 
     def leave(self) -> None:
-        """Tell the server that this process asks nothing more; nothing if that was done, or the server is lost.
+        """Tell the server that this process asks nothing more. It does nothing if that was done, or the server is lost.
 
         Raises:
             RuntimeError: It cannot be told, as a request was broken off.
@@ -127,7 +129,7 @@ class Connection:
         limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
         with self.lock:
             self._timeout = limit
-            self.start(Request([Part(LEAVE)]))
+            self.start(Request([RequestPart(LEAVE)]))
             self.finish()
         self._has_left = True
         self._end = (
@@ -136,7 +138,7 @@ class Connection:
         )
 
     def start(self, request: Request) -> None:
-        """Send a request, whose arrays must stay as they are until :meth:`finish`; the lock is held."""
+        """Send a request, with the lock held. Its arrays must stay as they are until :meth:`finish`."""
         if self._end is not None:
             kind = RankLostError if self.is_lost else RuntimeError
             raise kind(f"{self.name} can no longer be asked: {self._end}")
@@ -164,7 +166,7 @@ class Connection:
         self._owes_reply, self._is_given_up = True, False
 
     def finish(self) -> list[Any]:
-        """Return what the server gives back for the request that was started; the lock is held."""
+        """Return the server's results for the request that was started; the lock is held."""
         request = self._sent
         failed, results = self._take_reply()
         if failed:
@@ -175,7 +177,7 @@ class Connection:
         return [next(arrays) if part.operation.gives else None for part in request.parts]
 
     def _take_late_reply(self) -> None:
-        """Take the reply to a request that was broken off; that it failed is said here, as nobody asks any more."""
+        """Take the reply to a request that was broken off. An error in it is reported here, as nobody asks any more."""
         request = self._sent
         failed, results = self._take_reply()
         if failed and not self._is_given_up:
@@ -183,7 +185,10 @@ class Connection:
             tell_user(f"a request that was not waited for: {error}")
 
     def _take_reply(self) -> tuple[bool, list[Array]]:
-        """Return whether the server failed, and what came; may be called again where it was broken off."""
+        """Return whether the server failed, and the arrays of its reply.
+
+        May be called again where it was broken off.
+        """
         try:
             self._wait_for_reply()
             if not all_done(self._sending):
@@ -211,7 +216,7 @@ class Connection:
         return status == FAILED, results
 
     def _give_up(self) -> None:
-        """Have the server leave alone the arrays that it does not have yet: they may change from now on."""
+        """Have the server drop the arrays that it lacks: they may change from now on."""
         if self._sent.following and not self._is_given_up and not all_done(self._sending):
             self._is_given_up = True
             self._send(GIVE_UP.pack(self._number), message_tags.GIVE_UP)
@@ -246,7 +251,7 @@ class Connection:
         return [self._pool.take(kind.shape, kind.dtype) for kind in kinds]
 
     def _receive_reply(self, kinds: Sequence[Kind], is_inline: int) -> None:
-        """Take the arrays of a reply out of its first message, or start to receive them."""
+        """Take a reply's arrays from its first message, or start to receive them."""
         if is_inline:
             self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
         else:
@@ -266,7 +271,7 @@ class Connection:
         )
 
     def _check_lost(self, error: BaseException) -> None:
-        """Raise RankLostError if that is what MPI's ``error`` means."""
+        """Raise RankLostError if MPI's ``error`` means that the server is lost."""
         if says_rank_is_lost(error):
             doing = _doing(self._sent)
             self._end = f"it was lost in {doing}"
@@ -284,11 +289,11 @@ class Connection:
 
 
 def report_only(what: str) -> Deadline:
-    """Return the deadline of a wait that depends on another program: it reports, once, and does not give up."""
+    """Return the deadline of a wait for another program: it reports once, without an end."""
     return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
-def ask_all(parts: Mapping[Connection, Sequence[Part]]) -> dict[Connection, list[Any]]:
+def ask_all(parts: Mapping[Connection, Sequence[RequestPart]]) -> dict[Connection, list[Any]]:
     """Ask several servers at once, and return the answers of each.
 
     Requests that were sent are finished before an error is raised.

@@ -1,4 +1,7 @@
-"""ClusterCoordinator: the program on the chief schedules functions, which workers carry out in their own time."""
+"""ClusterCoordinator: the chief's program schedules functions, which workers carry out.
+
+Workers do so in their own time.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,27 @@ from typing import Any, NoReturn, TypeVar
 from mpidist.input import Dataset
 from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used
 from mpidist.parameter_server.names import Names
+from mpidist.parameter_server.parameter_server_strategy import CoordinatorExtended, ParameterServerStrategy
+from mpidist.parameter_server.pickling import CannotTravelError
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
-from mpidist.parameter_server.strategy import CoordinatorExtended, ParameterServerStrategy
-from mpidist.parameter_server.travelling import CannotTravelError
 
 _Values = TypeVar("_Values", bound=PerWorkerValues)
+Result = TypeVar("Result")
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers of a ParameterServerStrategy (tf.distribute.coordinator.ClusterCoordinator).
+    """Schedules functions on the workers of a ParameterServerStrategy.
 
-    Only on the chief; workers and parameter servers call ``mpidist.Server(resolver).join()``. Constructing it again
-    for the same strategy returns the same object. Functions travel by pickle, those of the program's own file with
-    cloudpickle (``pip install 'mpidist[coordinator]'``): what they refer to is copied as it is when they are scheduled,
-    but variables, optimizers, the strategy, and what ``create_per_worker_dataset`` and ``create_per_worker_resource``
-    return, which mean the same on every worker. So functions hand on state in variables. A function of another file is
-    imported by the workers: give it what the program has made as arguments.
+    tf.distribute.coordinator.ClusterCoordinator, only on the chief; workers and parameter servers call
+    ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
+    travel by pickle, those of the program's own file with cloudpickle (``pip install 'mpidist[coordinator]'``): the
+    objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the
+    strategy, and the results of ``create_per_worker_dataset`` and ``create_per_worker_resource``, which mean the same
+    on every worker. So functions hand on state in variables. A function of another file is imported by the workers:
+    give it the program's objects as arguments.
 
-    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), what that
-    worker was doing is carried out by another one.
+    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), another one
+    carries out its function.
 
     Args:
         strategy: A ``mpidist.ParameterServerStrategy``.
@@ -46,23 +51,19 @@ class ClusterCoordinator:
             raise ValueError(
                 f"ClusterCoordinator was given {strategy!r}; expected a mpidist.ParameterServerStrategy(resolver)"
             )
-        extended = strategy.extended
-        assert isinstance(extended, CoordinatorExtended)
-        if extended.coordinator is None:
-            coordinator = super().__new__(cls)
-            coordinator._set_up(strategy, extended)
-            extended.coordinator = coordinator
-        assert isinstance(extended.coordinator, cls)
-        return extended.coordinator
+        existing = _extended_of(strategy).coordinator
+        assert existing is None or isinstance(existing, cls)
+        return existing or super().__new__(cls)
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
-        del strategy
-
-    def _set_up(self, strategy: ParameterServerStrategy, extended: CoordinatorExtended) -> None:
+        extended = _extended_of(strategy)
+        if extended.coordinator is self:
+            return
         self._strategy = strategy
         self._names = Names(extended.link, strategy)
         self._dispatcher: Dispatcher = extended.dispatch(self._names.find)
         self._numbers = itertools.count()
+        extended.coordinator = self
 
     def __repr__(self) -> str:
         return f"<ClusterCoordinator of {self._strategy!r}>"
@@ -79,8 +80,8 @@ class ClusterCoordinator:
         return self._strategy
 
     def schedule(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> RemoteValue:
+        self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue[Result]:
         """Have a worker call ``fn(*args, **kwargs)`` in the strategy's scope, and return at once.
 
         Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
@@ -92,13 +93,13 @@ class ClusterCoordinator:
             kwargs: Its keyword arguments.
 
         Returns:
-            What ``fn`` will return, as one RemoteValue, whatever its structure.
+            The future result of ``fn``, as one RemoteValue, whatever its structure.
 
         Raises:
             TypeError: ``fn`` is no function, or something cannot be pickled.
-            ValueError: A RemoteValue, or the coordinator, among the arguments or what ``fn`` refers to.
+            ValueError: A RemoteValue, or the coordinator, among the arguments or the objects that ``fn`` refers to.
             RuntimeError: The strategy has been closed.
-            Exception: That of a function that was scheduled before; what was queued has been cancelled.
+            Exception: That of a function that was scheduled before; queued functions have been cancelled.
         """
         if not callable(fn):
             raise TypeError(f"schedule() was given {fn!r}; expected a function")
@@ -108,18 +109,18 @@ class ClusterCoordinator:
             raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
         name = getattr(fn, "__qualname__", repr(fn))
         payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
-        future: Future[Any] = Future()
+        future: Future[Result] = Future()
         self._dispatcher.put(Closure(name, payload, with_all_used(uses), future))
         return RemoteValue(future, self._dispatcher.wait_for)
 
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
 
-        After ``MPIDIST_WARN_AFTER`` seconds it reports what every worker is doing.
+        After ``MPIDIST_WARN_AFTER`` seconds it reports the state of every worker.
 
         Raises:
-            Exception: The first error of a function; raised once, after which scheduling can go on. What was queued
-                when it failed has been cancelled.
+            Exception: The first error of a function; raised once, after which scheduling can go on. Functions that were
+                queued when it failed have been cancelled.
         """
         self._dispatcher.join()
 
@@ -127,7 +128,7 @@ class ClusterCoordinator:
         """Return whether all scheduled functions have ended; raises as :meth:`join`, and does not wait."""
         return self._dispatcher.is_done()
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: object) -> Any:
         """Return a nest with the results in the place of its RemoteValues; waits for them.
 
         Raises:
@@ -136,14 +137,15 @@ class ClusterCoordinator:
         """
         return fetch(val)
 
-    def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
-        """Return a dataset that each worker has for itself, built there when it is first used.
+    def create_per_worker_dataset(self, dataset_or_dataset_fn: object) -> PerWorkerDataset:
+        """Return a dataset that each worker has for itself.
 
-        Every worker sees all of the data; shard it by ``experimental_get_current_worker_index()`` if each is to see a
-        part. On a worker that takes the place of a lost one it begins anew.
+        It is built there when it is first used. Every worker sees all of the data; shard it by
+        ``experimental_get_current_worker_index()`` if each is to see a part. On a worker that takes the place of a lost
+        one it begins anew.
 
         Args:
-            dataset_or_dataset_fn: A Dataset; what a ``distribute_`` method of the strategy returned; or a function
+            dataset_or_dataset_fn: A Dataset; the result of a ``distribute_`` method of the strategy; or a function
                 without arguments that returns either, called on each worker.
 
         Returns:
@@ -160,17 +162,25 @@ class ClusterCoordinator:
 
         return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), iterators))
 
-    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Return what ``fn()`` returns on each worker, called there when it is first used; a lookup table, say."""
+    def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
+        """Return the value of ``fn()`` on each worker, such as a lookup table.
+
+        It is called there when the value is first used.
+        """
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
         return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
 
-    def _to_build(self, kind: str, given: Any) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
-        """Return the number of a new value of each worker, what builds it, and what that uses."""
+    def _to_build(self, kind: str, given: object) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
+        """Return number, packed recipe and used values of a new per-worker value."""
         return next(self._numbers), *self._names.pack((kind, given), f"what builds a per-worker {kind}")
 
     def _kept_while_used(self, values: _Values) -> _Values:
-        """Have the workers drop their own values when the program has none of ``values`` any more."""
+        """Have the workers drop their values once the program has dropped ``values``."""
         weakref.finalize(values, self._dispatcher.drop, values.number).atexit = False
         return values
+
+
+def _extended_of(strategy: ParameterServerStrategy) -> CoordinatorExtended:
+    assert isinstance(strategy.extended, CoordinatorExtended)
+    return strategy.extended

@@ -1,4 +1,7 @@
-"""Dispatcher: the queue of scheduled functions, and the thread that hands them to workers and takes their results."""
+"""Dispatcher: the queue of scheduled functions, and the thread that gives them to workers.
+
+The thread takes their results, too.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Post
-from mpidist.parameter_server.remote_value import PerWorkerValues, came_about
-from mpidist.parameter_server.travelling import TravellingError, unpack
+from mpidist.parameter_server.messages import ByteExchange
+from mpidist.parameter_server.pickling import Find, PickledError, unpack
+from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
 from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -38,7 +41,7 @@ class Closure:
         name: For messages.
         payload: Function and arguments, packed.
         uses: The workers' own values that it needs, which are kept that long.
-        future: Where what it returns goes.
+        future: Gets its result.
     """
 
     name: str
@@ -56,11 +59,11 @@ def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]
 
 
 class _Worker:
-    """One worker, and what it is doing."""
+    """One worker and the function that it carries out."""
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.post = Post(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
+        self.exchange = ByteExchange(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # The numbers of its own values, and those of them that it may drop.
         self.knows: set[int] = set()
         self.drops: list[int] = []
@@ -70,14 +73,14 @@ class _Worker:
 
 
 class Dispatcher:
-    """Hands functions to workers, each of which carries out one at a time; they start in the order they were scheduled.
+    """Gives functions to workers in the order in which they were scheduled. Each worker carries out one at a time.
 
     Args:
         link: Connects with the workers.
-        find: Returns what the name of a result means.
+        find: Returns the object that a name in a result stands for.
     """
 
-    def __init__(self, link: Link, find: Callable[[Any], Any]) -> None:
+    def __init__(self, link: Link, find: Find) -> None:
         self._link = link
         self._find = find
         self._workers = [_Worker(link, rank) for rank in link.workers[1:]]
@@ -94,19 +97,19 @@ class Dispatcher:
     # What the program asks ------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> None:
-        """Have the workers drop their own value of a number; called by the garbage collector, in any thread."""
+        """Have the workers drop their own value of a number. Called by the garbage collector, in any thread."""
         self._dropped.append(number)
 
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
-            self._wait_until(lambda: self._can_raise() or self._has_room(), "room in the queue")
+            self._wait_until(self._can_put, "room in the queue")
             self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
 
     def is_done(self) -> bool:
-        """Whether nothing is queued or under way; raises the error of a function that failed once that is so."""
+        """Return whether nothing is queued or running. Raises the error of a function that failed once that is so."""
         with self._changed:
             self._check_alive()
             if self._queue or self._running:
@@ -115,7 +118,7 @@ class Dispatcher:
             return True
 
     def join(self) -> None:
-        """Wait until nothing is queued or under way; raises the error of a function that failed."""
+        """Wait until nothing is queued or running; raise the error of a failed function."""
         with self._changed:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
             self._raise_error()
@@ -125,7 +128,7 @@ class Dispatcher:
         self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
 
     def stop(self) -> None:
-        """Let what is under way end, cancel the rest, and tell the workers that the job is over."""
+        """Finish running functions, cancel queued ones, and tell the workers to stop."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -135,12 +138,10 @@ class Dispatcher:
             # They wait for functions, and nobody can tell them that there will be none.
             abort_job(self._link.rank, str(self._failure))
 
-    def _can_raise(self) -> bool:
-        """Whether a function has failed and what was under way beside it has ended, so that scheduling can go on."""
-        return self._error is not None and not self._running
-
-    def _has_room(self) -> bool:
-        return self._is_stopping or (self._error is None and len(self._queue) < QUEUE_LENGTH)
+    def _can_put(self) -> bool:
+        """Return whether the queue has room, or after an error nothing is running any more and it can be raised."""
+        is_free = len(self._queue) < QUEUE_LENGTH if self._error is None else not self._running
+        return self._is_stopping or is_free
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
@@ -213,7 +214,7 @@ class Dispatcher:
                 naps.take()
 
     def _hand_out(self) -> bool:
-        """Give queued functions to idle workers, and return whether any was given; the lock is held."""
+        """Give queued functions to idle workers, and return whether there were any. The lock is held."""
         has_begun = False
         for worker in self._workers:
             if worker.closure is None and self._queue:
@@ -227,7 +228,7 @@ class Dispatcher:
         return has_begun
 
     def _move(self) -> bool:
-        """Move on what the workers are doing; return whether one of them has finished."""
+        """Advance the workers' exchanges, and return whether one of them has finished."""
         has_finished = False
         for worker in list(self._workers):
             if worker.moves is None:
@@ -245,11 +246,11 @@ class Dispatcher:
         return has_finished
 
     def _execute(self, worker: _Worker, closure: Closure) -> Iterator[None]:
-        worker.post.expect()
-        yield from worker.post.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
-        while not worker.post.expected.Test():
+        worker.exchange.expect()
+        yield from worker.exchange.send(CALL + pickle.dumps((*self._news_for(worker, closure), closure.payload)))
+        while not worker.exchange.expected.Test():
             yield
-        answer = yield from worker.post.receive()
+        answer = yield from worker.exchange.receive()
         if answer[:1] == DONE:
             try:
                 closure.future.set_result(unpack(answer[1:], self._find))
@@ -260,8 +261,10 @@ class Dispatcher:
                     f"{type(failure).__name__}: {failure}"
                 )
         else:
-            travelling = TravellingError(*pickle.loads(answer[1:]))
-            error = came_about(travelling.unpack(self._find), f"{closure.name} on {worker.name}:\n{travelling.trace}")
+            pickled = PickledError(*pickle.loads(answer[1:]))
+            error = with_remote_traceback(
+                pickled.unpack(self._find), f"{closure.name} on {worker.name}:\n{pickled.trace}"
+            )
         closure.future.set_exception(error)
         with self._changed:
             # The first error is the one that is raised; functions after it may depend on what it should have done.
@@ -269,7 +272,7 @@ class Dispatcher:
             self._cancel_queue()
 
     def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], dict[int, bytes]]:
-        """Return which of its own values a worker is to drop, and how it builds those that are new to it."""
+        """Return the values that a worker drops, and the recipes of new ones."""
         while self._dropped:
             number = self._dropped.popleft()
             for each in self._workers:
@@ -319,9 +322,9 @@ class Dispatcher:
         for worker in self._workers:
             naps = Naps()
             try:
-                for _ in chain(worker.post.send(STOP), worker.post.flush()):
+                for _ in chain(worker.exchange.send(STOP), worker.exchange.flush()):
                     naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise
-            worker.post.close()
+            worker.exchange.close()

@@ -1,4 +1,4 @@
-"""Link: the ranks of one cluster, workers and servers, and the communicator on which they speak with one another."""
+"""Link: the communicator between the workers and servers of one cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.parameter_server.connection import Connection
-from mpidist.strategies.devices import agreed_devices
+from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import duplicate
 
@@ -38,11 +38,11 @@ class Task(NamedTuple):
 
 
 class Link:
-    """Connects this rank with the others of its cluster (collective over the ranks that are chief, worker or ps).
+    """Connects this rank with the others of its cluster. Collective over the ranks that are chief, worker or ps.
 
     Args:
         resolver: Who is who.
-        owner: What this rank makes, one of :data:`OWNERS`.
+        owner: The kind of object that this rank makes, one of :data:`OWNERS`.
 
     Attributes:
         owner: As given.
@@ -110,28 +110,28 @@ class Link:
         self._acts.append(act)
 
     def open(self) -> int:
-        """Count a strategy that uses the link, and return its number, which is the same on all workers."""
+        """Count a strategy that uses the link, and return its number. It is the same on all workers."""
         number = self._opened
         self._opened += 1
         self._in_use.add(number)
         return number
 
     def serves_others_than(self, number: int) -> bool:
-        """Whether a strategy still uses the link, and others do as well."""
+        """Return whether a strategy still uses the link, and others do as well."""
         return self.is_open and number in self._in_use and len(self._in_use) > 1
 
-    def agree(self, key: tuple[object, ...], value: Any, doing: str) -> Any:
-        """Return what the first worker to ask gave for ``key``, so that all have the same."""
+    def agree(self, key: tuple[object, ...], value: object, doing: str) -> Any:
+        """Return the first worker's value for ``key``, so that all have the same."""
         return self.connections[0].control("agree", key, value, doing=doing)
 
     def close(self, number: int) -> None:
-        """Note that a strategy does not use it any more; the last one takes leave of the servers."""
+        """Close the link for one strategy; the last one leaves the servers."""
         self._in_use.discard(number)
         if not self._in_use:
             self.leave()
 
     def leave(self) -> None:
-        """Tell the servers that this process will ask nothing more; they end when all have said so."""
+        """Tell the servers that this process asks nothing more. They end when all have said so."""
         if not self.is_open:
             return
         self.is_open = False
@@ -153,7 +153,7 @@ class Link:
 
 
 def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
-    """Raise ValueError, on all ranks alike, unless tasks and what their ranks make form a cluster.
+    """Raise ValueError, on all ranks alike, unless the tasks form a cluster.
 
     >>> check_tasks([Task("ps", 0), Task("worker", 0)], [SERVER, EVERY_WORKER])
     """
@@ -185,7 +185,10 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
 
 
 def _what_to_type(tasks: Sequence[Task], owners: Sequence[str]) -> str:
-    """Return the line that deals out the roles; both where nobody has said whether there is a coordinator."""
+    """Return the command that deals out the roles.
+
+    Both commands where nobody has said whether there is a coordinator.
+    """
     lines = {
         COORDINATED: "MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4 python ...",
         EVERY_WORKER: "MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...",
@@ -203,7 +206,7 @@ def _what_to_type(tasks: Sequence[Task], owners: Sequence[str]) -> str:
 
 
 def common_replicas(tasks: Sequence[Task], replicas: Sequence[int]) -> int:
-    """Return how many replicas each worker has; raises ValueError, on all ranks alike, where they differ.
+    """Return the number of replicas of each worker. Raises ValueError, on all ranks alike, where they differ.
 
     >>> common_replicas([Task("ps", 0), Task("worker", 0), Task("worker", 1)], [0, 2, 2])
     2
@@ -225,7 +228,7 @@ def _task_of(resolver: ClusterResolver, owner: str) -> Task:
 
 
 def survey(resolver: ClusterResolver) -> None:
-    """Let ``resolver`` find out where the ranks are, if all of them have a part in the cluster (collective then).
+    """Let ``resolver`` find all ranks' places, if all belong to the cluster. It is collective then.
 
     A program asks where one task alone comes. Called first by all that take part, as ``Server(..., start=False)`` does.
     """
@@ -261,7 +264,7 @@ def note_served(task: Task) -> None:
 
 
 def check_not_served(resolver: ClusterResolver, owner: str) -> None:
-    """Raise RuntimeError where a rank that has served goes on to the program of those that it served.
+    """Raise RuntimeError where a rank that has served runs the program of its clients.
 
     Nobody is there any more to meet it, so it would wait in vain. To serve again is no mistake.
     """

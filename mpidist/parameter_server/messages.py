@@ -1,9 +1,9 @@
-"""Requests to a parameter server, replies, and other byte strings, as they lie on the wire.
+"""The wire format of requests to a parameter server, replies, and other byte strings.
 
 A request is a list of *parts*, each one operation on one variable, which the server carries out one after the other
 without anything in between. It begins with one message: a preamble, and behind it, if all fits, the parts and their
-arrays. What does not fit follows: the parts in one message, then each array in a message of its own, straight from and
-to where it lies. A reply is made the same way from the arrays that the parts give back; an error is always one message.
+arrays. The rest follows: the parts in one message, then each array in a message of its own, straight from and to its
+memory. A reply is made the same way from the arrays that the parts give back; an error is always one message.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ INDEX = np.dtype(np.int64)
 
 
 class ServerOperation(NamedTuple):
-    """What can be asked of a server.
+    """An operation of a server.
 
     Attributes:
         code: Its number on the wire.
         name: For messages.
         takes: The arrays that come with it: ``""``, ``"value"``, ``"indices"``, ``"rows"`` (indices and rows), or
             ``"bytes"``.
-        gives: What comes back: ``""``, ``"value"``, ``"rows"`` or ``"bytes"``.
+        gives: The array that comes back: ``""``, ``"value"``, ``"rows"`` or ``"bytes"``.
         is_about_variable: Whether it is done to a variable.
     """
 
@@ -114,40 +114,40 @@ class Kind:
         self.nbytes: int = math.prod(shape) * dtype.itemsize
         self._itself = [self]
 
-    def layouts(self, what: str, count: int) -> list[Kind]:
-        """Return the kinds of the arrays that ``what`` of an operation on a variable of this kind stands for."""
-        if what == "value":
+    def layouts(self, layout: str, count: int) -> list[Kind]:
+        """Return the kinds of an operation's arrays, which ``layout`` names."""
+        if layout == "value":
             return self._itself
-        if what == "":
+        if layout == "":
             return []
-        if what == "bytes":
+        if layout == "bytes":
             return [Kind((count,), BYTES)]
         indices = Kind((count,), INDEX)
-        if what == "indices":
+        if layout == "indices":
             return [indices]
         return [indices, Kind((count, *self.shape[1:]), self.dtype)]
 
-    def results(self, what: str, count: int) -> list[Kind]:
+    def results(self, layout: str, count: int) -> list[Kind]:
         """Return the kind of the array that comes back, if one does."""
-        return self._itself if what == "value" else self.layouts(what, count)[-1:]
+        return self._itself if layout == "value" else self.layouts(layout, count)[-1:]
 
 
 NO_VARIABLE = Kind((), BYTES)
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """One operation of a request.
 
     Attributes:
-        operation: What to do.
+        operation: The operation.
         variable: The server's number of the variable; of the strategy whose steps are counted.
         kind: Of the variable.
-        arrays: What the operation takes, contiguous, of exactly the layout.
+        arrays: The operation's arrays, contiguous, of exactly the layout.
         length: Number of rows or bytes.
         optimizer: The server's number of the optimizer, for an update.
         step: How many updates there were before this one, as far as the worker knows.
         setting: The learning rate of an update; how many steps ahead of the slowest a worker may be.
-        name: Of the variable, or what a control request is about, for messages; it does not travel.
+        name: Of the variable, or the purpose of a control request, for messages; it does not travel.
     """
 
     operation: ServerOperation
@@ -162,22 +162,22 @@ class Part(NamedTuple):
 
 
 class Request:
-    """Parts as they travel; may be sent any number of times.
+    """Parts of a request as they travel; may be sent any number of times.
 
     Args:
-        parts: What to do, at least one part.
+        parts: The operations, at least one part.
 
     Attributes:
         parts: As given.
         first: The first message; arrays in it are copies.
-        following: What is sent behind it; arrays are not copied, and must stay as they are meanwhile.
+        following: The messages behind it; arrays are not copied, and must stay as they are meanwhile.
         results: The arrays of the reply; None if only the reply says which they are.
         comes_apart: Whether each of them comes in a message of its own.
     """
 
     __slots__ = ("comes_apart", "first", "following", "parts", "results")
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[RequestPart]) -> None:
         self.parts = parts
         self.results: list[Kind] | None = []
         self.following: list[Array] = []
@@ -207,7 +207,7 @@ class Request:
 
 
 def arrays_in(message: bytearray, at: int, kinds: Sequence[Kind]) -> list[Array]:
-    """Return copies of the arrays that lie in a message, one behind the other from the byte ``at``.
+    """Return copies of the arrays that a message holds from the byte ``at``.
 
     >>> [array.tolist() for array in arrays_in(bytearray(b"..ab"), 2, [Kind((2,), BYTES)])]
     [[97, 98]]
@@ -220,29 +220,29 @@ def arrays_in(message: bytearray, at: int, kinds: Sequence[Kind]) -> list[Array]
 
 
 def receives_of(comm: MPI.Intracomm, arrays: Sequence[Array], source: int, tag: int) -> list[MPI.Request]:
-    """Return the requests by which each of ``arrays`` is filled with what a rank sends in messages of its own."""
+    """Return the requests that receive ``arrays``, each in messages of its own."""
     byte = import_mpi().BYTE
     return [comm.Irecv([piece, byte], source, tag) for array in arrays for piece in pieces_of(array)]
 
 
 def pieces_of(array: Array) -> list[Array]:
-    """Return the memory of a contiguous array as bytes, in pieces that any MPI can count."""
+    """Return a contiguous array's bytes, in pieces that any MPI can count."""
     flat = array.reshape(-1).view(np.uint8)
     if flat.size <= _MOST_BYTES:
         return [flat]
     return [flat[start : start + _MOST_BYTES] for start in range(0, flat.size, _MOST_BYTES)]
 
 
-class Post:
-    """Byte strings of any length to and from another rank, one after the other in each direction, without blocking.
+class ByteExchange:
+    """Byte strings of any length to and from another rank, without blocking. They keep their order in each direction.
 
     Args:
         comm: The communicator.
         other: The rank at the other end.
-        tag_out, tag_in: Of what is sent and received.
+        tag_out, tag_in: Of messages sent and received.
 
     Attributes:
-        expected: The request of the first part of what comes next; others may poll it together with their own.
+        expected: The request of the next string's first part; others may poll it together with their own.
     """
 
     def __init__(self, comm: MPI.Intracomm, other: int, tag_out: int, tag_in: int) -> None:
@@ -255,11 +255,11 @@ class Post:
         self.expected = comm.Recv_init(self._first_in, other, tag_in)
 
     def expect(self) -> None:
-        """Be ready for what comes next; needed before :attr:`expected` is polled."""
+        """Start to receive the next string; needed before :attr:`expected` is polled."""
         self.expected.Start()
 
     def send(self, data: bytes) -> Steps[None]:
-        """Send ``data``, after what was sent before."""
+        """Send ``data`` after the strings that were sent before."""
         while not all_done(self._sending):
             yield
         first = self._first_out
@@ -276,7 +276,7 @@ class Post:
                 yield
 
     def receive(self) -> Steps[bytes]:
-        """Return what has come, once :attr:`expected` is complete."""
+        """Return the string that has come, once :attr:`expected` is complete."""
         (length,) = _LENGTH.unpack_from(self._first_in)
         if length <= _POST_INLINE_BYTES:
             return bytes(memoryview(self._first_in)[_LENGTH.size : _LENGTH.size + length])

@@ -1,28 +1,29 @@
-"""What is not copied when a function goes to a worker: the names of variables, optimizers, the strategy, own values."""
+"""Names in the place of objects that are not copied to a worker.
+
+These are variables, optimizers, the strategy, and the workers' own values.
+"""
 
 from __future__ import annotations
 
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
+from mpidist.parameter_server.pickling import CannotTravelError, Name, pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
-from mpidist.parameter_server.travelling import CannotTravelError, pack
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import Strategy
 from mpidist.training import Optimizer
 from mpidist.values import Variable
-from mpidist.values.variable import variable_of
-
-Name = tuple[Any, ...]
+from mpidist.values.synchronization import variable_of
 
 
 class Names:
-    """The names that one strategy's objects travel by, and what they mean in this process.
+    """The names of one strategy's objects, and the objects of this process by name.
 
     Any thread may pack.
 
@@ -32,42 +33,46 @@ class Names:
         own_value: Returns this worker's value of a number, where this is a worker.
     """
 
-    def __init__(self, link: Link, strategy: Strategy, own_value: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, link: Link, strategy: Strategy, own_value: Callable[[int], object] | None = None) -> None:
         assert isinstance(strategy.extended, ParameterServerExtended)
         self._link = link
         self._strategy = strategy
         self._extended = strategy.extended
-        self._own_value = own_value
         self._variables: dict[tuple[int, int], Variable] = {}
         self._descriptions: weakref.WeakKeyDictionary[Variable, bytes] = weakref.WeakKeyDictionary()
         self._optimizers: dict[int, Optimizer] = {}
-        self._naming_of_bases: dict[type, Callable[[Any], Name | None]] = {
+        self._naming_of_bases: dict[type, Callable[..., Name | None]] = {
             Variable: self._name_of_variable,
             Optimizer: self._name_of_optimizer,
             Strategy: lambda strategy: ("strategy",) if strategy is self._strategy else None,
             PerWorkerValues: lambda values: ("own", values.number),
             RemoteValue: _refuse_remote_value,
         }
-        self._naming: dict[type, Callable[[Any], Name | None] | None] = {}
+        self._naming: dict[type, Callable[..., Name | None] | None] = {}
+        self._finding: dict[object, Callable[..., object]] = {
+            "strategy": lambda: self._strategy,
+            "own": own_value or _refuse_own_value,
+            "optimizer": self._find_optimizer,
+            "variable": self._find_variable,
+        }
 
-    def pack(self, value: Any, what: str) -> tuple[bytes, frozenset[PerWorkerValues]]:
-        """Return ``value`` as bytes, and the workers' own values that are named in them.
+    def pack(self, value: object, label: str) -> tuple[bytes, frozenset[PerWorkerValues]]:
+        """Return ``value`` as bytes, and the workers' own values that it names.
 
         Raises:
-            TypeError: It cannot be pickled; ``what`` says what it is.
+            TypeError: It cannot be pickled; ``label`` describes it.
             CannotTravelError: It holds something that must not be.
         """
         used: set[PerWorkerValues] = set()
 
-        def name_of(value: Any) -> Name | None:
-            name = self.name_of(value)
-            if name is not None and name[0] == "own":
+        def name_of(value: object) -> Name | None:
+            if isinstance(value, PerWorkerValues):
                 used.add(value)
-            return name
+            return self.name_of(value)
 
-        return pack(value, name_of, what), frozenset(used)
+        return pack(value, name_of, label), frozenset(used)
 
-    def name_of(self, value: Any) -> Name | None:
+    def name_of(self, value: object) -> Name | None:
         """Return the name of an object that is not to be copied, None of others."""
         kind = type(value)
         try:
@@ -77,28 +82,22 @@ class Names:
             naming = self._naming[kind] = next(found, None)
         return None if naming is None else naming(value)
 
-    def find(self, name: Name) -> Any:
-        """Return what a name means in this process."""
-        what, *rest = name
-        if what == "strategy":
-            return self._strategy
-        if what == "own":
-            if self._own_value is None:
-                raise ValueError("a PerWorkerValues came back to the coordinator, where it has no value")
-            return self._own_value(*rest)
-        if what == "optimizer":
-            return self._find_optimizer(*rest)
-        server, number, description = rest
-        variable = self._variables.get((server, number))
-        if variable is None:
-            kind, called, properties = pickle.loads(description)
-            device = self._extended.parameter_devices[server]
-            component = RemoteComponent(self._link.connections[server], number, Kind(*kind), called, device)
-            variable = variable_of(self._strategy, [component], initial_value=None, name=called, **properties)
-            self._variables[server, number] = variable
-        return variable
+    def find(self, name: Name) -> object:
+        """Return the object that a name stands for in this process."""
+        kind, *rest = name
+        return self._finding[kind](*rest)
 
     # Variables ------------------------------------------------------------------------------------------------
+
+    def _find_variable(self, server: int, number: int, description: bytes) -> Variable:
+        variable = self._variables.get((server, number))
+        if variable is None:
+            kind, name, properties = pickle.loads(description)
+            device = self._strategy.extended.parameter_devices[server]
+            component = RemoteComponent(self._link.connections[server], number, Kind(*kind), name, device)
+            variable = variable_of(self._strategy, [component], initial_value=None, name=name, **properties)
+            self._variables[server, number] = variable
+        return variable
 
     def _name_of_variable(self, variable: Variable) -> Name | None:
         component = variable.values[0]
@@ -122,12 +121,12 @@ class Names:
     # Others ---------------------------------------------------------------------------------------------------
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> Name:
-        """Its number, by which the servers know it, and what a program may have changed in it since."""
+        """Return an optimizer's name: its number at the servers, and its changeable state."""
         counter = _counter_of(optimizer)
         writes = 0 if counter is None else counter.writes
         return "optimizer", self._extended.number_of(optimizer), type(optimizer), vars(optimizer), writes
 
-    def _find_optimizer(self, number: int, kind: type[Optimizer], state: dict[str, Any], writes: int) -> Optimizer:
+    def _find_optimizer(self, number: int, kind: type[Optimizer], state: dict[str, object], writes: int) -> Optimizer:
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             optimizer = self._optimizers[number] = kind.__new__(kind)
@@ -141,11 +140,15 @@ class Names:
 
 
 def _counter_of(optimizer: Optimizer) -> RemoteComponent | None:
-    """Return what counts an optimizer's updates; None before it is built."""
+    """Return the counter of an optimizer's updates, or None before it is built."""
     return component_of(optimizer.iterations) if optimizer.variables else None
 
 
-def _refuse_remote_value(_: RemoteValue) -> Name:
+def _refuse_own_value(_: int) -> NoReturn:
+    raise ValueError("a PerWorkerValues came back to the coordinator, where it has no value")
+
+
+def _refuse_remote_value(_: RemoteValue[object]) -> NoReturn:
     raise CannotTravelError(
         "a RemoteValue was given to a scheduled function; expected its value: pass coordinator.fetch(value), or keep "
         "what functions hand on to one another in variables"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.dtypes import DType, as_dtype
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
@@ -17,7 +17,7 @@ _WITHOUT_SIZE = "OSUT"
 
 
 class Partitioner:
-    """What partitioners have in common: they cut along one axis; a subclass says into how many shards.
+    """The base of partitioners, which cut along one axis; a subclass counts the shards.
 
     Any callable with the signature of ``__call__`` will do in the place of one.
     """
@@ -26,8 +26,8 @@ class Partitioner:
         arguments = ", ".join(f"{name.strip('_')}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis of a variable: 1 for all but ``axis``.
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
+        """Return a variable's number of shards along each axis: 1 for all but ``axis``.
 
         The rows along ``axis`` are dealt to the shards so that their numbers differ by at most one, larger ones first.
 
@@ -51,7 +51,7 @@ class Partitioner:
         result[axis] = max(1, min(dims[axis], self._shards(dims, as_dtype(dtype), axis)))
         return result
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         """Return the number of shards, before it is held to the number of rows."""
         raise NotImplementedError(f"{type(self).__name__} does not implement _shards()")
 
@@ -73,19 +73,19 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _at_least_one("num_shards", num_shards)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         return self._num_shards
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts into as many shards as have about ``min_shard_bytes`` or more, at most ``max_shards``.
+    """Cuts into as many shards as have about ``min_shard_bytes``, at most ``max_shards``.
 
     As in TensorFlow the number of shards is rounded up, so a shard may have a little less than ``min_shard_bytes``.
 
     Args:
         min_shard_bytes: Bytes of a shard, 256 KiB by default.
         max_shards: The most shards, 1 by default: give it, or nothing is cut.
-        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+        bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
 
     Raises:
         ValueError: An argument below 1.
@@ -100,18 +100,18 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _at_least_one("max_shards", max_shards)
         self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
         return min(self._max_shards, -(-nbytes // self._min_shard_bytes))
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts into as few shards as have at most ``max_shard_bytes`` each; a single row is never cut.
+    """Cuts into as few shards as have at most ``max_shard_bytes`` each. A single row is never cut.
 
     Args:
         max_shard_bytes: Bytes of a shard.
         max_shards: The most shards, which then may be larger than ``max_shard_bytes``; None for any number.
-        bytes_per_string: What an element counts whose dtype has no size, such as ``object`` and ``str``.
+        bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
 
     Raises:
         ValueError: An argument below 1.
@@ -126,14 +126,14 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = None if max_shards is None else _at_least_one("max_shards", max_shards)
         self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
 
-    def _shards(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+    def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
         row_bytes = math.prod((*shape[:axis], *shape[axis + 1 :])) * _itemsize(dtype, self._bytes_per_string)
         rows_per_shard = max(1, self._max_shard_bytes // max(1, row_bytes))
         shards = -(-shape[axis] // rows_per_shard)
         return shards if self._max_shards is None else min(shards, self._max_shards)
 
 
-def _at_least_one(name: str, value: Any) -> int:
+def _at_least_one(name: str, value: object) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; expected a whole number, 1 or more")
     if value < 1:
@@ -141,5 +141,5 @@ def _at_least_one(name: str, value: Any) -> int:
     return int(value)
 
 
-def _itemsize(dtype: np.dtype[Any], bytes_per_string: int) -> int:
+def _itemsize(dtype: DType, bytes_per_string: int) -> int:
     return bytes_per_string if dtype.kind in _WITHOUT_SIZE else dtype.itemsize

@@ -1,6 +1,7 @@
-"""RemoteComponent: a variable that a server keeps; reading pulls, assigning pushes, rows alone where they do.
+"""RemoteComponent: a variable on a server; reading pulls, assigning pushes.
 
-Several variables are read by one message for each server, all servers at once.
+Where only rows are needed, rows alone travel. Several variables are read by one message for each server, all servers at
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from mpidist.arrays.convert import Array
 from mpidist.parameter_server import messages, remote
 from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Part, Request, ServerOperation
+from mpidist.parameter_server.messages import Kind, Request, RequestPart, ServerOperation
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
 from mpidist.values.indexed_slices import check_positions
@@ -61,12 +62,12 @@ class RemoteComponent(Component):
         optimizer: int = 0,
         step: int = 0,
         setting: float = 0.0,
-    ) -> Part:
+    ) -> RequestPart:
         """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return Part(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
+        return RequestPart(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
 
-    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> Part:
+    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> RequestPart:
         """Return an operation on rows of this variable as a part of a request."""
         indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
         return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
@@ -82,23 +83,23 @@ class RemoteComponent(Component):
         array: Array = self.connection.ask(self._reading)[0]
         return array
 
-    def assign_by(self, how: Assignment, value: Any) -> RemoteComponent:
+    def assign_by(self, how: Assignment, value: object) -> RemoteComponent:
         """See ``Assignable``."""
         self.writes += 1
         self.connection.ask(Request([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))]))
         return self
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> RemoteComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> RemoteComponent:
         """See ``Assignable``."""
         rows = scatter.check_slices(slices, self)
         self.connection.ask(Request([self.rows_part(messages.SCATTER[how.name], rows)]))
         return self
 
     def value(self) -> Array:
-        """See ``Component``: what was read is nobody else's, and needs no copy."""
+        """See ``Component``: it belongs to the caller alone, and needs no copy."""
         return self._pull() if _cached.get() is None else self.as_array().copy()
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices``; no other rows travel."""
         positions = on_host(array_of(indices))
         if positions.size and positions.dtype.kind not in "iu":
@@ -153,7 +154,10 @@ def component_of(variable: Variable) -> RemoteComponent:
 
 
 def pull_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of several variables, the caller's own, pulled from all servers at once in one message each."""
+    """Return the values of several variables, which belong to the caller.
+
+    They are pulled from all servers at once, in one message each.
+    """
     block = _cached.get()
     cache = block or {}
     wanted = dict.fromkeys(component_of(variable) for variable in variables)
@@ -180,9 +184,10 @@ def pull_all(variables: Sequence[Variable]) -> list[Array]:
 
 @contextmanager
 def cache_variable_reads() -> Iterator[None]:
-    """Pull each parameter server variable at most once in the block, also if it is assigned in between.
+    """Pull each parameter server variable at most once in the block.
 
-    In this thread. Saves a round trip per read where a function uses its variables several times.
+    This is so in this thread, also if it is assigned in between. It saves a round trip per read where a function uses
+    its variables several times.
 
     Raises:
         ValueError: Used inside such a block.
@@ -203,7 +208,7 @@ def cache_variable_reads() -> Iterator[None]:
 
 
 def read_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of ``variables`` of one strategy in the current context, not to be written.
+    """Return the values of ``variables`` of one strategy in the current context. They are not to be written.
 
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
@@ -212,7 +217,7 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
-    """Return the rows of each of ``variables`` at its ``positions``, of which nothing else is touched.
+    """Return the rows of each of ``variables`` at its ``positions``, touching no others.
 
     Args:
         variables: Of one strategy.
@@ -224,7 +229,7 @@ def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list
     """
     if not _are_remote(variables):
         return [variable.sparse_read(rows) for variable, rows in zip(variables, positions, strict=True)]
-    requests: dict[Connection, list[Part]] = {}
+    requests: dict[Connection, list[RequestPart]] = {}
     places = []
     for variable, rows in zip(variables, positions, strict=True):
         component = remote.component_of(variable)

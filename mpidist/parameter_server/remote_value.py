@@ -1,13 +1,15 @@
-"""RemoteValue: what a scheduled function will return; PerWorkerValues: what each worker has of its own."""
+"""RemoteValue: the future result of a scheduled function; PerWorkerValues: the workers' own values."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from mpidist.core import nest
+
+Result = TypeVar("Result")
 
 
 class RemoteValueStatus(enum.Enum):
@@ -28,13 +30,13 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def came_about(error: Exception, trace: str) -> Exception:
+def with_remote_traceback(error: Exception, trace: str) -> Exception:
     """Return an error whose cause shows where it came about on the worker."""
     error.__cause__ = _RemoteTraceback(trace)
     return error
 
 
-class RemoteValue:
+class RemoteValue(Generic[Result]):
     """The result of a scheduled function, which may still be to come (tf.distribute.experimental.coordinator).
 
     Args:
@@ -42,7 +44,7 @@ class RemoteValue:
         wait_for: Waits for the future, with a report where that takes long.
     """
 
-    def __init__(self, future: Future[Any], wait_for: Callable[[Future[Any]], None]) -> None:
+    def __init__(self, future: Future[Result], wait_for: Callable[[Future[Result]], None]) -> None:
         self._future = future
         self._wait_for = wait_for
 
@@ -53,12 +55,12 @@ class RemoteValue:
             return RemoteValueStatus.NOT_READY
         return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
 
-    def fetch(self) -> Any:
-        """Return the result, a nest of NumPy arrays or whatever the function returned; waits for it.
+    def fetch(self) -> Result:
+        """Return the result, a nest of NumPy arrays or any other object; wait for it.
 
         Raises:
             CancelledError: An earlier function failed before this one was started.
-            Exception: What the function raised, with the worker's traceback as its cause.
+            Exception: The function's error, with the worker's traceback as its cause.
         """
         self._wait_for(self._future)
         error = self._future.exception()
@@ -67,14 +69,14 @@ class RemoteValue:
             raise error.with_traceback(None)
         return self._future.result()
 
-    def get(self) -> Any:
-        """Do what :meth:`fetch` does: results are in this process's memory already."""
+    def get(self) -> Result:
+        """Return the result, as :meth:`fetch` does: it is in this process's memory already."""
         return self.fetch()
 
     def __repr__(self) -> str:
         return f"<RemoteValue {self.status.name}>"
 
-    def _is_no_number(self, *_: Any) -> NoReturn:
+    def _is_no_number(self, *_: object) -> NoReturn:
         raise TypeError(
             f"{self!r} was used as a number; it is the result of a scheduled function, which may be still to come: "
             "expected value.fetch(), which waits for it"
@@ -84,13 +86,13 @@ class RemoteValue:
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __float__ = __int__ = _is_no_number
 
 
-def fetch(value: Any) -> Any:
+def fetch(value: object) -> Any:
     """Return a nest with the results in the place of its RemoteValues; waits for them."""
     return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
 
 
 class PerWorkerValues:
-    """A value of each worker; as an argument of a scheduled function it means the one of the worker that runs it.
+    """A value of each worker. As an argument of a scheduled function it means the one of the worker that runs it.
 
     Workers keep it until the coordinator's program does not refer to it any more.
 
@@ -123,10 +125,10 @@ class PerWorkerDataset(PerWorkerValues):
         number: int,
         built_by: bytes,
         uses: frozenset[PerWorkerValues],
-        make_iterators: Callable[[PerWorkerDataset], Any],
+        make_iterators: Callable[[PerWorkerDataset], PerWorkerValues],
     ) -> None:
         super().__init__(number, built_by, uses)
         self._make_iterators = make_iterators
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> PerWorkerValues:
         return self._make_iterators(self)

@@ -1,15 +1,14 @@
-"""Server: what a rank that is no trainer of its own does: it serves until the job is over (tf.distribute.Server)."""
+"""Server: a rank that serves the trainers until the job is over (tf.distribute.Server)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
+from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
-from mpidist.parameter_server.strategy import WorkerTwin
 from mpidist.parameter_server.worker_loop import WorkerLoop
 from mpidist.topology.signals import signals_left_to_others
 
@@ -46,11 +45,11 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: ClusterResolver | ClusterSpec | Mapping[str, Any],
+        server_or_cluster_def: ClusterResolver | ClusterSpec | Mapping[str, object],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
     ) -> None:
         del protocol, config
@@ -71,7 +70,9 @@ class Server:
             self._link = Link(self._resolver, SERVER)
 
     def join(self) -> None:
-        """Serve until the chief and all workers have closed their strategies or ended their programs; then return.
+        """Serve until the chief and all workers have finished, then return.
+
+        They finish by closing their strategies or ending their programs.
 
         A parameter server keeps variables and applies updates; a worker carries out the functions that the
         coordinator schedules. A client that is lost is reported, and served no more where MPI survives it. SIGTERM and
@@ -111,7 +112,7 @@ class Server:
         return f"mpi://{0 if self._link is None else self._link.rank}"
 
     @property
-    def server_def(self) -> dict[str, Any]:
+    def server_def(self) -> dict[str, object]:
         """Cluster, job and index, as a dict."""
         return {
             "cluster": self._resolver.cluster_spec().as_dict(),
@@ -120,15 +121,15 @@ class Server:
         }
 
     @staticmethod
-    def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Return the server of a process that is alone; its :meth:`join` returns at once, as nobody can ask it."""
+    def create_local_server(config: object = None, start: bool = True) -> Server:
+        """Return the server of a process that is alone. Its :meth:`join` returns at once, as nobody can ask it."""
         return Server({_LOCAL: ["localhost:0"]}, config=config, start=start)
 
 
 _LOCAL = "local"
 
 
-def _resolver_of(given: Any, job_name: str | None, task_index: int | None) -> ClusterResolver:
+def _resolver_of(given: object, job_name: str | None, task_index: int | None) -> ClusterResolver:
     if isinstance(given, ClusterResolver):
         resolver = checked_resolver(given)
         asked = Task(job_name or resolver.task_type or "", resolver.task_id or 0 if task_index is None else task_index)

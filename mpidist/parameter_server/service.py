@@ -1,4 +1,4 @@
-"""Service: how a server receives requests, has its store carry them out, and replies, until all clients have left.
+"""Service: receives requests, has the store carry them out, and replies. It ends when all clients have left.
 
 One thread does everything, and never waits for one client alone: a request or reply that does not fit into one message
 is moved on a little each time around, so that a client that stops in the middle holds up nobody else.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.waiting import Naps, all_done
+from mpidist.collectives.mpi.waiting import Naps, Steps, all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
@@ -44,8 +44,8 @@ from mpidist.topology.faults import lost_ranks, says_rank_is_lost
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# A request on its way: every next() moves it on if it can.
-_Moves = Generator[None, None, None]
+# Operation, variable, number of rows or bytes, optimizer, step, a setting: a part as it is packed.
+PartNumbers = tuple[int, int, int, int, int, float]
 
 
 class _Client:
@@ -66,7 +66,7 @@ class Service:
     Args:
         comm: The communicator of the link.
         clients: Rank and name of each client.
-        store: What is served.
+        store: The variables that it serves.
         coordinator: The client without whom there is nothing to do, if there is one.
     """
 
@@ -82,7 +82,7 @@ class Service:
         self._clients = [_Client(comm, rank, name) for rank, name in clients]
         self._store = store
         self._pool = Pool()
-        self._moving: dict[_Client, _Moves] = {}
+        self._moving: dict[_Client, Steps[None]] = {}
         self._byte = import_mpi().BYTE
 
     def run(self) -> None:
@@ -127,7 +127,7 @@ class Service:
                     raise
                 self._lose(client)
 
-    def _handle(self, client: _Client) -> _Moves:
+    def _handle(self, client: _Client) -> Steps[None]:
         client.requests += 1
         parts = yield from self._read(client)
         results: list[Array] = []
@@ -137,15 +137,15 @@ class Service:
             self._check_given_up(client)
             for (code, variable, _, optimizer, step, setting), arrays in parts:
                 operation = OPERATIONS[code]
-                result: Any
+                result: Array | Loan | None = None
                 if operation is CONTROL:
-                    what, arguments = pickle.loads(arrays[0].tobytes())
-                    result = yield from _until_there(self._store.control(what, arguments))
-                    result = np.frombuffer(pickle.dumps(result), np.uint8)
+                    name, arguments = pickle.loads(arrays[0].tobytes())
+                    answer = yield from _until_there(self._store.control(name, arguments))
+                    result = np.frombuffer(pickle.dumps(answer), np.uint8)
                 elif operation is TICK:
-                    result = yield from _until_there(self._store.clocks.tick(variable, client.rank, int(setting)))
+                    yield from _until_there(self._store.clocks.tick(variable, client.rank, int(setting)))
                 elif operation is LEAVE:
-                    result, has_left = None, True
+                    has_left = True
                 else:
                     result = self._store.carry_out(operation, variable, arrays, optimizer, step, setting)
                 if isinstance(result, Loan):
@@ -167,7 +167,7 @@ class Service:
                 yield
             self._dismiss(client)
 
-    def _read(self, client: _Client) -> Generator[None, None, list[tuple[tuple[Any, ...], list[Array]]]]:
+    def _read(self, client: _Client) -> Generator[None, None, list[tuple[PartNumbers, list[Array]]]]:
         """Return the parts of a request, as numbers, and the arrays that came with each."""
         number_of_parts, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
         words, begin = client.request, PREAMBLE.size
@@ -175,7 +175,7 @@ class Service:
         if not words_inline:
             words, begin, end = bytearray(end - begin), 0, end - begin
             yield from self._receive(client, [np.frombuffer(words, np.uint8)])
-        parts = list(PART.iter_unpack(memoryview(words)[begin:end]))
+        parts: list[PartNumbers] = list(PART.iter_unpack(memoryview(words)[begin:end]))
         kinds = [self._kinds_of(part) for part in parts]
         all_kinds = [kind for some in kinds for kind in some]
         if data_inline:
@@ -187,7 +187,7 @@ class Service:
         return [(part, [next(following) for _ in some]) for part, some in zip(parts, kinds, strict=True)]
 
     def _check_given_up(self, client: _Client) -> None:
-        """Raise PeerError if the client has given this request up while its arrays were on their way."""
+        """Raise PeerError if the client has given this request up meanwhile."""
         *_, data_inline = PREAMBLE.unpack_from(client.request)
         number = bytearray(GIVE_UP.size)
         while not data_inline and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
@@ -196,7 +196,7 @@ class Service:
             if GIVE_UP.unpack(number) == (client.requests,):
                 raise PeerError("the request was given up before all of it had come; nothing was done")
 
-    def _kinds_of(self, part: tuple[Any, ...]) -> list[Kind]:
+    def _kinds_of(self, part: PartNumbers) -> list[Kind]:
         """Return the kinds of the arrays that come with a part."""
         operation, variable, count = OPERATIONS[part[0]], part[1], part[2]
         if not operation.takes:
@@ -215,7 +215,7 @@ class Service:
                 "more servers, on more nodes, or variables in shards (mpidist.experimental.partitioners)"
             ) from error
 
-    def _receive(self, client: _Client, arrays: Sequence[Array]) -> _Moves:
+    def _receive(self, client: _Client, arrays: Sequence[Array]) -> Steps[None]:
         receives = receives_of(self._comm, arrays, client.rank, message_tags.REQUEST_DATA)
         try:
             while not all_done(receives):
@@ -226,7 +226,7 @@ class Service:
 
     # Replies --------------------------------------------------------------------------------------------------
 
-    def _reply(self, client: _Client, status: int, arrays: Sequence[Array]) -> _Moves:
+    def _reply(self, client: _Client, status: int, arrays: Sequence[Array]) -> Steps[None]:
         data_bytes = sum([array.nbytes for array in arrays])
         is_inline = data_bytes <= INLINE_BYTES
         preamble = PREAMBLE.pack(data_bytes, is_inline, status)
@@ -257,7 +257,7 @@ class Service:
         self._store.clocks.forget(client.rank)
 
     def _lose(self, client: _Client) -> None:
-        """Go on without a client that is gone; its buffers stay, as MPI may still know them."""
+        """Remove a client that is gone; its buffers stay, as MPI may use them."""
         tell_user(f"{client.name} was lost; this server serves it no more")
         self._clients.remove(client)
         self._moving.pop(client, None)
@@ -269,7 +269,7 @@ class Service:
             )
 
     def _drop_lost(self, error: Exception) -> None:
-        """Go on without the clients that are gone, after MPI has said that there are such."""
+        """Remove the clients that are gone, after MPI has reported some."""
         if not says_rank_is_lost(error):
             raise error
         gone = lost_ranks(self._comm)
@@ -278,11 +278,11 @@ class Service:
 
 
 # What MPI may still write to, since it was on its way when a client was lost.
-_kept: list[Any] = []
+_kept: list[object] = []
 
 
-def _until_there(answer: Any) -> Generator[None, None, Any]:
-    """Return an answer, after asking for it until it is there if it is a callable."""
+def _until_there(answer: object) -> Generator[None, None, object]:
+    """Return an answer; one that is a callable is called until it is there."""
     if not callable(answer):
         return answer
     while (result := answer()) is NOT_YET:
@@ -291,7 +291,7 @@ def _until_there(answer: Any) -> Generator[None, None, Any]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an error as bytes of one message; one that cannot travel as another that says the same."""
+    """Return an error as bytes of one message. One that cannot travel becomes another that says the same."""
     with suppress(Exception):  # whatever its pickling raises, the text is what matters
         data = pickle.dumps(error)
         pickle.loads(data)

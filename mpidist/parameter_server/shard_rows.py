@@ -1,4 +1,4 @@
-"""The rows of a value in shards: how they are dealt ("div"), which of them an index needs, arrays cut like shards."""
+"""The rows of a value in shards: their division, an index's rows, cut arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Rows = range | Array
 
 
 def div_sizes(rows: int, shards: int) -> list[int]:
-    """Return how many of ``rows`` rows each of ``shards`` shards holds: sizes differ by at most one, larger ones first.
+    """Return the rows of each of ``shards`` shards, of ``rows`` in all.
+
+    Sizes differ by at most one, larger ones first ("div").
 
     Raises:
         ValueError: Fewer than no rows, or no shard.
@@ -63,12 +65,12 @@ def cut(array: Array, variables: Sequence[Variable]) -> list[Array]:
     return [array[start:stop] for start, stop in pairwise(offsets)]
 
 
-def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]]:
-    """Return the rows that ``array[key]`` needs of an array of ``shape``, and the key for an array of these rows alone.
+def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object, ...]]:
+    """Return the rows that ``array[key]`` needs, and the key for these rows alone.
 
     Args:
         key: Whatever NumPy takes as an index.
-        shape: At least one axis.
+        shape: Of the array; at least one axis.
 
     Raises:
         IndexError: NumPy's, for a key that does not fit the shape.
@@ -91,8 +93,11 @@ def select_rows(key: Any, shape: tuple[int, ...]) -> tuple[Rows, tuple[Any, ...]
     return range(shape[0]), tuple(items)
 
 
-def _plain(item: Any) -> Any:
-    """Return one item of a key as a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis."""
+def _plain(item: object) -> Any:
+    """Return one item of a key in plain form.
+
+    That is a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis.
+    """
     if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
         return item
     array = on_host(array_of(as_operand(item)))
@@ -101,15 +106,15 @@ def _plain(item: Any) -> Any:
     return array.item() if array.ndim == 0 and array.dtype.kind in "biu" else array
 
 
-def _axes(item: Any) -> int:
+def _axes(item: object) -> int:
     """Return how many axes of the array an item of a key speaks of."""
     if isinstance(item, np.ndarray):
         return item.ndim if item.dtype.kind == "b" else 1
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
 
 
-def _taken(item: Any, count: int) -> tuple[Rows, tuple[Any, ...]]:
-    """Return the rows that an item takes of ``count``, and what stands in its place for an array of them alone."""
+def _taken(item: int | slice | Array, count: int) -> tuple[Rows, tuple[object, ...]]:
+    """Return an item's rows, of ``count``, and its replacement for these rows alone."""
     if isinstance(item, int):
         row = range(count)[item]
         return range(row, row + 1), (0,)

@@ -25,11 +25,12 @@ from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
 
 class ShardedVariable(CompositeVariable):
-    """Variables that hold consecutive rows of one value, seen as one: what a partitioner makes of a variable.
+    """Variables that hold consecutive rows of one value, seen as one variable.
 
-    It reads as the rows of all its shards. An index, ``sparse_read`` and the scatter methods touch only the shards they
-    are about, and of a shard, where few rows are asked for, only these. What reading and writing mean in which context,
-    and whether they are collective, is as for each shard; where writing in replica context is, every shard takes part.
+    A partitioner makes them of a variable. It reads as the rows of all its shards. An index, ``sparse_read`` and the
+    scatter methods touch only the shards they are about, and of a shard, where few rows are asked for, only these.
+    Reading and writing are as for each shard, collective or not; where writing in replica context is, every shard takes
+    part.
 
     Optimizers take it in the place of a variable and change each shard by its part of the gradient, dense or sparse. A
     checkpoint holds it as one array, and so an optimizer's slots of it: it is restored to any number of shards, or to a
@@ -105,7 +106,7 @@ class ShardedVariable(CompositeVariable):
         return self._rows(range(self._shape[0]))
 
     def value(self) -> Array:
-        """Return the value in the current context: a copy, on the device of the first shard."""
+        """Return a copy of the value in the current context, on the first shard's device."""
         pieces = self._pieces(range(self._shape[0]))
         return copy_of(pieces[0]) if len(pieces) == 1 else self._joined(pieces)
 
@@ -116,15 +117,15 @@ class ShardedVariable(CompositeVariable):
     def __len__(self) -> int:
         return self._shape[0]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         rows, rest = select_rows(key, self._shape)
         return picked(self._rows(rows), rest)
 
-    def gather_nd(self, indices: Any) -> Array:
+    def gather_nd(self, indices: object) -> Array:
         """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
         return copy_of(array_of(self[tuple(np.moveaxis(on_host(array_of(indices)), -1, 0))]))
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices`` (an embedding lookup), in their order; each is fetched once.
 
         Args:
@@ -152,7 +153,7 @@ class ShardedVariable(CompositeVariable):
         return _read_only(self._joined(self._pieces(rows)))
 
     def _pieces(self, rows: Rows) -> list[Array]:
-        """Return what of ``rows`` each shard has that has any; nothing else is read, or little."""
+        """Return each shard's part of ``rows``, where there is one. Nothing else is read, or little."""
         asked = [(v, part) for v, part in zip(self._variables, self._dealt(rows), strict=True) if len(part)]
         # Positions cost more than they spare where most rows of a shard are wanted.
         wholly = [isinstance(part, range) and 2 * len(part) >= v.shape[0] for v, part in asked]
@@ -187,7 +188,7 @@ class ShardedVariable(CompositeVariable):
     # Writing --------------------------------------------------------------------------------------------------
 
     def cut(self, value: Any) -> list[Any]:
-        """Return the shards' shares of an array, of IndexedSlices, or of a distributed value of them.
+        """Return the shards' shares of an array, IndexedSlices, or a distributed value.
 
         Raises:
             ValueError: Another number of rows, or a position outside the variable.
@@ -200,7 +201,7 @@ class ShardedVariable(CompositeVariable):
         check_indices(value.indices, self._shape[0])
         return [_rows_between(value, start, stop) for start, stop in pairwise(self._offsets)]
 
-    def assign_by(self, how: Assignment, value: Any) -> ShardedVariable:
+    def assign_by(self, how: Assignment, value: object) -> ShardedVariable:
         """See ``Assignable``."""
         with self._telling_others(f"assigning to variable {self.name!r}"):
             parts = self.cut(self._checked(value))
@@ -208,12 +209,12 @@ class ShardedVariable(CompositeVariable):
             variable.assign_by(how, part)
         return self
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: object) -> object:
         if isinstance(value, ReplicaValues):
             return type(value)([as_value_of(self, part) for part in value.values], value.replica_ids)
         return as_value_of(self, value)
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> ShardedVariable:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> ShardedVariable:
         """See ``Assignable``."""
         self._require_div(how.name)
         with self._telling_others(f"{how.name} of variable {self.name!r}"):
@@ -227,7 +228,7 @@ class ShardedVariable(CompositeVariable):
 
     @contextmanager
     def _telling_others(self, doing: str) -> Iterator[None]:
-        """Tell the ranks that are about to write the first shard together why this one does not."""
+        """Tell ranks that write the first shard together why this one does not."""
         if not self._is_in_run():
             with self._variables[0].values[0].shared_errors(doing):
                 yield
@@ -250,7 +251,7 @@ class ShardedVariable(CompositeVariable):
                 f"evenly, larger shards first: {div_sizes(self._shape[0], len(sizes))}"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # By its constructor, which tells the shards of it: a deep copy too, and where variables travel by name.
         return ShardedVariable, (self._variables, self.name)
 
@@ -258,7 +259,7 @@ class ShardedVariable(CompositeVariable):
         return f"<ShardedVariable {self.name!r} shape={self.shape} dtype={self.dtype} in {len(self._variables)} shards>"
 
 
-def _check_shards(variables: Any) -> None:
+def _check_shards(variables: object) -> None:
     if not isinstance(variables, (list, tuple)) or not variables or not all(isinstance(v, Variable) for v in variables):
         raise TypeError(f"variables is {variables!r}; expected a list of one or more mpidist.Variable, the shards")
     first = variables[0]
@@ -292,7 +293,7 @@ def _rows_between(slices: IndexedSlices, start: int, stop: int) -> IndexedSlices
 
 
 def _read_only(array: Array) -> Array:
-    """Return ``array`` such that nobody writes what a variable would not see; CuPy has no such flag."""
+    """Return ``array`` as one that nobody can write; CuPy has no such flag. The variable would not see the change."""
     if not is_device_array(array):
         array = array.view()
         array.flags.writeable = False

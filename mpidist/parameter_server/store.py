@@ -1,13 +1,13 @@
-"""Store: what a server keeps, variables, optimizers and agreements, and how one operation changes it; no messages."""
+"""Store: the variables, optimizers and agreements of a server; no messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core.context import get_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError
@@ -17,7 +17,7 @@ from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
 from mpidist.values.scatter import ScatterOp
-from mpidist.values.variable import variable_of
+from mpidist.values.synchronization import variable_of
 
 _ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: assign_add, messages.ASSIGN_SUB.code: assign_sub}
 _SCATTERING: dict[int, ScatterOp] = {
@@ -30,7 +30,7 @@ NOT_YET = object()
 
 
 class Clocks:
-    """Counts steps, by strategy and worker, where one may be so many ahead of the slowest and no more.
+    """Counts steps by strategy and worker, and limits a worker's lead over the slowest.
 
     Args:
         clients: The ranks of the workers.
@@ -46,22 +46,22 @@ class Clocks:
         self._closed: set[tuple[int, int]] = set()
 
     def start(self, strategy: int) -> None:
-        """Count the steps of a strategy; those that have not come to it yet hold the others back as well."""
+        """Count the steps of a strategy. Workers that have not come to it yet hold the others back as well."""
         self._steps.setdefault(strategy, dict.fromkeys(self.clients, 0))
 
-    def tick(self, strategy: int, client: int, most_ahead: int) -> Callable[[], Any]:
-        """Count a step of a worker; the answer comes once it is at most so many ahead of the slowest."""
+    def tick(self, strategy: int, client: int, most_ahead: int) -> Callable[[], object]:
+        """Count a step of a worker. The answer comes once its lead over the slowest is small enough."""
         steps = self._steps[strategy]
         steps[client] = mine = steps[client] + 1
 
-        def answer() -> Any:
+        def answer() -> object:
             others = (count for other, count in steps.items() if (strategy, other) not in self._paused)
             return None if mine - min(others, default=mine) <= most_ahead else NOT_YET
 
         return answer
 
     def pause(self, strategy: int, client: int) -> None:
-        """Wait no more for a worker until its strategy's workers have met: it waits for the others itself."""
+        """Exclude a worker until its strategy's workers have met: it waits for the others itself."""
         self._paused.add((strategy, client))
 
     def even_out(self, strategy: int) -> None:
@@ -88,7 +88,7 @@ class Clocks:
 
 
 class Loan:
-    """An array that is on its way to clients: nobody writes it until all have it."""
+    """An array that is being sent to clients: nobody writes it until all have it."""
 
     __slots__ = ("array", "count")
 
@@ -97,12 +97,12 @@ class Loan:
         self.count = 0
 
     def give_back(self) -> None:
-        """Say that one client has it."""
+        """Return one client's share of the loan."""
         self.count -= 1
 
 
 class ServedComponent(ArrayComponent):
-    """The copy of a variable that a server keeps; what is being sent of it is never written."""
+    """A server's copy of a variable. An array that is being sent is never written."""
 
     def __init__(self, array: Array, name: str) -> None:
         super().__init__(array, name, "cpu:0")
@@ -119,17 +119,17 @@ class ServedComponent(ArrayComponent):
         self._loan = Loan(array)
 
     def change(self, how: Assignment, array: Array) -> None:
-        """Do what ``assign``, ``assign_add`` and ``assign_sub`` do, with an array of exactly the kind."""
+        """Change the value by ``how``, with an array of exactly the kind."""
         self._make_writable()
         how(self._array, array)
 
-    def assign_by(self, how: Assignment, value: Any) -> ServedComponent:
+    def assign_by(self, how: Assignment, value: object) -> ServedComponent:
         """See ``Assignable``."""
         self._make_writable()
         super().assign_by(how, value)
         return self
 
-    def scatter_by(self, how: ScatterOp, slices: Any) -> ServedComponent:
+    def scatter_by(self, how: ScatterOp, slices: object) -> ServedComponent:
         """See ``Assignable``."""
         self._make_writable()
         super().scatter_by(how, slices)
@@ -159,9 +159,9 @@ class Store:
         self._optimizer_ids: dict[tuple[int, int], int] = {}
         # Of the last update of a variable by an optimizer.
         self._steps: dict[tuple[int, int], int] = {}
-        self._agreed: dict[Any, Any] = {}
+        self._agreed: dict[object, object] = {}
         self._meetings: dict[tuple[int, int], set[int]] = {}
-        self._controls: dict[str, Callable[..., Any]] = {
+        self._controls: dict[str, Callable[..., object]] = {
             "agree": self._agreed.setdefault,
             "create": self._create,
             "await": self._await,
@@ -187,7 +187,7 @@ class Store:
         step: int,
         setting: float,
     ) -> Array | Loan | None:
-        """Do one operation on a variable, and return what it gives back."""
+        """Carry out one operation on a variable, and return its result."""
         code = operation.code
         component = self._components[variable]
         if operation is messages.READ:
@@ -214,16 +214,19 @@ class Store:
 
     # Rarer things ---------------------------------------------------------------------------------------------
 
-    def control(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """Do a control request; a callable as the answer is asked again and again until it gives one."""
-        return self._controls[what](*arguments)
+    def control(self, name: str, arguments: tuple[object, ...]) -> object:
+        """Carry out a control request. A callable as the answer is asked again and again until it gives one."""
+        return self._controls[name](*arguments)
 
-    def _create(self, key: tuple[int, int], name: str, shape: tuple[int, ...], dtype: Any, constraint: Any) -> int:
-        """Make a variable, the first time it is asked for, and return its number; all have agreed on what it is."""
+    def _create(self, key: tuple[int, int], name: str, shape: tuple[int, ...], dtype: DType, constraint: object) -> int:
+        """Make a variable when it is first asked for, and return its number.
+
+        All workers have agreed on its properties.
+        """
         if key not in self._ids:
             component = ServedComponent(np.zeros(shape, dtype), name)
             self._ids[key] = len(self._variables)
-            self._kinds.append(Kind(shape, np.dtype(dtype)))
+            self._kinds.append(Kind(shape, dtype))
             self._components.append(component)
             self._variables.append(
                 variable_of(
@@ -239,10 +242,10 @@ class Store:
             )
         return self._ids[key]
 
-    def _await(self, variable: int) -> Callable[[], Any]:
+    def _await(self, variable: int) -> Callable[[], object]:
         """Answer once the first client has given its initial value."""
 
-        def answer() -> Any:
+        def answer() -> object:
             if variable in self._initialized:
                 return None
             if self._first_client not in self.clocks.clients:
@@ -255,7 +258,7 @@ class Store:
         return answer
 
     def _add_optimizer(self, key: tuple[int, int], optimizer: Optimizer, slots: dict[int, dict[str, int]]) -> int:
-        """Take an optimizer, or what has been set in it since, and slots of more variables; return its number."""
+        """Take an optimizer, or its changes, and new slots; return its number."""
         if key not in self._optimizer_ids:
             self._optimizer_ids[key] = len(self._optimizers)
             self._optimizers.append(optimizer)
@@ -266,14 +269,14 @@ class Store:
             self._optimizers[number].keep_slots(self._variables[variable], those)
         return number
 
-    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], Any]:
+    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], object]:
         """Answer once every client that has not left has come to a meeting."""
         came = self._meetings.setdefault(meeting, set())
         came.add(client)
         strategy, _ = meeting
         self.clocks.pause(strategy, client)
 
-        def answer() -> Any:
+        def answer() -> object:
             if not came.issuperset(self.clocks.workers_of(strategy)):
                 return NOT_YET
             self._meetings.pop(meeting, None)
@@ -283,9 +286,10 @@ class Store:
         return answer
 
     def _rewind(self, optimizer: int, count: int) -> None:
-        """Go on from ``count`` updates if the number was set back, by restoring a checkpoint say.
+        """Go on from ``count`` updates if the number was set back.
 
-        Every other worker may have pushed an update that was not counted yet as the number was read.
+        A restored checkpoint does that, for instance. Every other worker may have pushed an update that was not counted
+        yet as the number was read.
         """
         most = count + len(self.clocks.clients) - 1
         for key, step in self._steps.items():

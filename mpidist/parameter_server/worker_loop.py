@@ -1,11 +1,11 @@
-"""WorkerLoop: what a worker does under a coordinator: it carries out the functions it is sent, until told to stop."""
+"""WorkerLoop: a worker carries out the coordinator's functions until it is told to stop."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import message_tags
@@ -14,13 +14,13 @@ from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Post
+from mpidist.parameter_server.messages import ByteExchange
 from mpidist.parameter_server.names import Names
-from mpidist.parameter_server.travelling import pack, pack_error, unpack
+from mpidist.parameter_server.pickling import pack, pack_error, unpack
 from mpidist.topology.faults import says_rank_is_lost
 
 if TYPE_CHECKING:
-    from mpidist.strategies.strategy import Strategy
+    from mpidist.strategies.base import Strategy
 
 STOP, CALL, DONE, FAILED = b"S", b"C", b"D", b"F"
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
@@ -53,12 +53,12 @@ class WorkerLoop:
         self._link = link
         self._strategy = strategy
         self._names = Names(link, strategy, self._own_value)
-        self._post = Post(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
+        self._exchange = ByteExchange(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._definitions: dict[int, bytes] = {}
-        self._own: dict[int, Any] = {}
+        self._own: dict[int, object] = {}
 
     def run(self) -> None:
-        """Carry out what comes until the coordinator says stop.
+        """Carry out functions until the coordinator says stop.
 
         Raises:
             RankLostError: It is gone.
@@ -66,16 +66,16 @@ class WorkerLoop:
         _index.set(self._link.task.number)
         try:
             while True:
-                self._post.expect()
+                self._exchange.expect()
                 naps = Naps()
-                while not self._post.expected.Test():
+                while not self._exchange.expected.Test():
                     naps.take()
-                message = drive(self._post.receive(), lambda: report_only("the rest of a function"))
+                message = drive(self._exchange.receive(), lambda: report_only("the rest of a function"))
                 if message[:1] == STOP:
                     break
                 answer = self._answer(message[1:])
-                drive(self._post.send(answer), lambda: report_only("the coordinator to take a result"))
-            self._post.close()
+                drive(self._exchange.send(answer), lambda: report_only("the coordinator to take a result"))
+            self._exchange.close()
         except Exception as error:
             if not says_rank_is_lost(error):
                 raise
@@ -103,7 +103,7 @@ class WorkerLoop:
         except BaseException as error:
             return FAILED + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
 
-    def _own_value(self, number: int) -> Any:
+    def _own_value(self, number: int) -> object:
         """Return this worker's value of a number, built the first time."""
         if number not in self._own:
             kind, given = unpack(self._definitions[number], self._names.find)
@@ -111,7 +111,7 @@ class WorkerLoop:
         return self._own[number]
 
 
-def _build_dataset(given: Any) -> Any:
+def _build_dataset(given: object) -> object:
     with variable_creator_scope(_refuse_variable):
         dataset = given() if callable(given) else given
     if not isinstance(dataset, (Dataset, DistributedDataset)):
@@ -119,14 +119,14 @@ def _build_dataset(given: Any) -> Any:
     return dataset
 
 
-def _refuse_variable(_: Callable[..., Any], **arguments: Any) -> Any:
+def _refuse_variable(_: Callable[..., object], **arguments: object) -> NoReturn:
     raise ValueError(
         f"variable {arguments['name']!r} was created in the function of a per-worker dataset; create variables on the "
         "coordinator, inside `with strategy.scope():`"
     )
 
 
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
+_BUILDERS: dict[str, Callable[[Any], object]] = {
     "dataset": _build_dataset,
     "iterator": iter,
     "resource": lambda given: given(),

@@ -17,16 +17,17 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import VariableSynchronization
-from mpidist.strategies.devices import check_device, check_devices
-from mpidist.strategies.extended import StrategyExtended
+from mpidist.core.protocols import ReplicaContextLike
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.mirrored import ranks_of_node
-from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.replica_devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
-from mpidist.values import ReplicaValues, Variable, first_use, scatter
+from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.values import ReplicaValues, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.placement import HOST, on_host, place_at, placed
-from mpidist.values.variable import variable_of
+from mpidist.values.synchronization import variable_of
+from mpidist.values.variable import give_restored_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +36,9 @@ _INSTEAD = "mpidist.MultiWorkerMirroredStrategy(), or parameter servers: mpidist
 
 
 class CentralExtended(ReplicatedExtended):
-    """Replicas in sync that share one copy of each variable; a subclass says where it is.
+    """Replicas in sync that share one copy of each variable.
+
+    A subclass says where it is.
 
     A variable's synchronization means nothing here: there is one copy, and each is ON_WRITE.
     """
@@ -77,7 +80,7 @@ class CentralExtended(ReplicatedExtended):
 
     def update_in_replica(
         self,
-        replica: ReplicaContext,
+        replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -92,7 +95,7 @@ class CentralExtended(ReplicatedExtended):
         return replica.meet(("update", var.label), merged, args, kwargs)
 
     def _sole(self, value: Any) -> Any:
-        """Return an argument of an update as it is handed on: there is one copy, so it must be one value."""
+        """Return an argument of an update as one value, since there is one copy."""
         if not isinstance(value, ReplicaValues):
             return value
         if len(value.values) > 1:
@@ -105,7 +108,7 @@ class CentralExtended(ReplicatedExtended):
 
 
 class CentralStorageExtended(CentralExtended):
-    """Replicas in sync, and a copy of each variable in memory that all of them see.
+    """Replicas in sync, and one copy of each variable in memory of all.
 
     Args:
         strategy: The strategy it belongs to.
@@ -167,12 +170,15 @@ class CentralStorageExtended(CentralExtended):
 
 
 class VariableWriter(SingleWriter):
-    """Turns in which shared variables are written, before which each rank gives them the values that wait for them."""
+    """The writer of shared variables.
+
+    Before it writes, each rank gives variables the restored values that wait for them.
+    """
 
     @contextmanager
     def turn(self, text: str) -> Iterator[bool]:
         """See ``SingleWriter``."""
-        first_use.look()
+        give_restored_values()
         with super().turn(text) as writes:
             yield writes
 
@@ -180,13 +186,13 @@ class VariableWriter(SingleWriter):
 class SharedComponent(ArrayComponent):
     """A copy that several ranks read where it lies. Making, assigning and copying it are collective.
 
-    The first rank's value is what is assigned; those of the others are checked.
+    The first rank's value is assigned; those of the others are checked.
 
     Args:
         writer: Of the ranks that share it.
         array: Its value, in host memory, of the same shape and dtype on every rank; that of the first rank counts.
         name: Of the copy.
-        kind: What else of the variable the ranks must agree on.
+        kind: Further properties of the variable on which the ranks must agree.
     """
 
     def __init__(self, writer: SingleWriter, array: Array, name: str, kind: str) -> None:
@@ -233,15 +239,16 @@ class SharedComponent(ArrayComponent):
 class CentralStorageStrategy(Strategy):
     """Synchronous training on one node with one copy of each variable (tf.distribute.experimental's strategy).
 
-    What replicas assign is combined by the variable's aggregation and applied once; what they scatter is applied as
-    each gives it, whatever the aggregation (as TensorFlow does); ``synchronization`` means nothing. The numbers are
+    Values that replicas assign are combined by the variable's aggregation and applied once; rows that they scatter are
+    applied as each gives them, whatever the aggregation (as TensorFlow does); ``synchronization`` means nothing. The
+    numbers are
     otherwise those of MirroredStrategy, which takes as much memory for variables and optimizer as there are replicas.
 
     Two ways to use it. Several devices in one process: the copy is on ``parameter_device``. Or the ranks of one node:
     start with ``mpirun``, and the copy is in memory that they share. Then making, copying and assigning a variable is
     collective wherever it is done, also outside ``run`` and in the function given to ``extended.update``: call it on
     every rank, in the same order, with the same value. All meet, the first rank writes, and all meet again, so that
-    nobody reads what is half written. Optimizers compute their updates on the first rank alone: what a subclass of
+    nobody reads half of an update. Optimizers compute their updates on the first rank alone: state that a subclass of
     ``Optimizer`` or a variable's ``constraint`` keeps elsewhere than in variables changes there only.
 
     Collective over the ranks that take part.

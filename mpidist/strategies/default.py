@@ -1,4 +1,4 @@
-"""The default strategy: what is current where no other strategy is; purely local, also in an MPI job."""
+"""The default strategy, current where no other is; purely local, also in MPI jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
-from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.leaves import copy_into
-from mpidist.strategies.replica_context import ReplicaContext
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.base import ReplicaContext, Strategy
+from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.value_checks import copy_into
 from mpidist.values import Variable
-from mpidist.values.variable import make_variable
+from mpidist.values.synchronization import make_variable
 
 _DEVICE = "cpu:0"
 
@@ -44,7 +43,7 @@ class DefaultExtended(StrategyExtended):
         return ((_DEVICE,),)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The CPU."""
+        """Return the CPU."""
         del var_list
         return (_DEVICE,)
 
@@ -87,13 +86,13 @@ class DefaultExtended(StrategyExtended):
         return dataset
 
     def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: what the function returns."""
+        """See ``StrategyExtended``: the result of the function."""
         if replication_mode(options) is InputReplicationMode.PER_REPLICA:
             raise per_replica_refused(self.strategy)
         return dataset_fn(InputContext())
 
     def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
-        """See ``StrategyExtended``: what the function returns."""
+        """See ``StrategyExtended``: the result of the function."""
         with outside():
             return value_fn(ValueContext())
 
@@ -119,7 +118,10 @@ class DefaultContext(ReplicaContext):
 
 
 class DefaultStrategy(Strategy):
-    """One replica, no communication; there is one object of this class, made when mpidist is imported."""
+    """One replica, no communication.
+
+    There is one object of this class, made when this room is imported.
+    """
 
     _sole: DefaultStrategy | None = None
 

@@ -1,4 +1,7 @@
-"""Logical devices, TensorFlow's way to spread one replica over several devices: here a replica has one."""
+"""Logical devices, TensorFlow's way to spread one replica over several.
+
+Here a replica has one.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.collectives import Communicator
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.strategies.devices import check_device, check_devices
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
 from mpidist.topology import world_topology
 from mpidist.values import select_replica
 
@@ -69,7 +69,7 @@ def ranks_of_node(strategy: str, instead: str) -> MPI.Intracomm:
 
     Args:
         strategy: Name of the strategy, for the message.
-        instead: What to use on several nodes.
+        instead: The strategy for several nodes.
 
     Raises:
         ValueError: The job has several nodes.

@@ -14,9 +14,9 @@ from mpidist.collectives.reduce.choice import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions
-from mpidist.strategies.devices import check_devices
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
-from mpidist.strategies.strategy import Strategy
 from mpidist.topology import import_mpi, world_topology
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
         if comm is not None:
             _check_tasks(resolver, comm)
-        extended = ReplicatedExtended(self, local_devices, comm, options=options, cluster_resolver=resolver)
+        extended = ReplicatedExtended(self, local_devices, comm, cluster_resolver=resolver)
         super().__init__(extended)
         cpus = [device for device in extended.worker_devices if parse_device(device).kind == "cpu"]
         if options.implementation is CommunicationImplementation.NCCL and cpus:
@@ -122,7 +122,7 @@ def _training_ranks(resolver: ClusterResolver, communicator: MPI.Intracomm | Non
 
 
 def _check_size(resolver: ClusterResolver, size: int) -> None:
-    """Raise unless the tasks of a cluster are as many as the ranks of the world, where all of them train."""
+    """Raise ValueError unless the cluster has a training task for each rank."""
     tasks = resolver.cluster_spec().as_dict()
     counts = {job: len(addresses) for job, addresses in tasks.items()}
     total = sum(counts.values())
@@ -142,7 +142,10 @@ def _check_size(resolver: ClusterResolver, size: int) -> None:
 
 
 def _check_tasks(resolver: ClusterResolver, comm: Communicator) -> None:
-    """Raise on all ranks, and close ``comm``, where two ranks take themselves for the same task (collective)."""
+    """Raise ValueError on all ranks where two have the same task (collective).
+
+    Closes ``comm`` first.
+    """
     tasks = comm.all_gather_object((resolver.task_type, resolver.task_id))
     first: dict[tuple[str | None, int | None], int] = {}
     for rank, task in enumerate(tasks):

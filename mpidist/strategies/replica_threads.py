@@ -1,10 +1,10 @@
-"""Several replicas in one process: a thread each, of which one runs at a time, switching at merge points.
+"""Several replicas in one process: threads that take turns, switching at merge points.
 
 The thread that called ``run`` coordinates. It lets the replicas run one after the other, each until it reaches a
 merge point or returns; when all are at a merge point it runs the merge function itself, so all communication is
 issued by the caller's thread, and goes on. The order is the same in every run.
 
-The threads live as long as the strategy: libraries keep what is dear per thread, such as the handle of cuBLAS, whose
+The threads live as long as the strategy: libraries keep costly state per thread, such as the handle of cuBLAS, whose
 end waits for the whole device.
 """
 
@@ -18,16 +18,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist.core.callsite import user_call_site
-from mpidist.core.context import as_in_a_new_thread, entered, pop, push
+from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
+from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
-
-if TYPE_CHECKING:
-    from mpidist.strategies.replica_context import ReplicaContext
-    from mpidist.strategies.strategy import Strategy
 
 # How long Ctrl-C may go unnoticed while a replica computes.
 _SIGNAL_SECONDS = 0.5
@@ -40,7 +37,7 @@ class _Abandoned(BaseException):
 
 
 class ReplicaStream:
-    """The stream of the coordinating thread, on which a replica computes unless it chooses another one.
+    """The stream of the coordinating thread, on which a replica computes by default.
 
     Made in the coordinating thread. A replica that has another stream current when it meets the others, or returns,
     has the two wait for one another there, so that values may be handed over. The host never waits.
@@ -60,31 +57,36 @@ class ReplicaStream:
             yield
 
     def hand_over(self) -> None:
-        """Let the coordinating thread's stream wait for what the replica has started."""
+        """Let the coordinating thread's stream wait for the replica's work."""
         inner = self._place.ops.current_stream(self._place.number)
         if inner.handle != self._outer.handle:
             self._outer.wait(inner.record())
 
     def take_back(self) -> None:
-        """Let the replica's stream wait for what the coordinating thread has started."""
+        """Let the replica's stream wait for the coordinating thread's work."""
         inner = self._place.ops.current_stream(self._place.number)
         if inner.handle != self._outer.handle:
             inner.wait(self._outer.record())
 
 
 class ReplicaRun:
-    """One run of one replica; its code runs only between ``resume`` and the next merge point or its end."""
+    """One run of one replica.
+
+    Its code runs only between ``resume`` and the next merge point or its end.
+    """
 
     def __init__(
         self,
-        context: ReplicaContext,
+        frame: Frame,
         thread: ReplicaThread,
         stream: ReplicaStream,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.context = context
+        assert frame.replica_context is not None
+        self.context = frame.replica_context
+        self._frame = frame
         self._thread = thread
         self._stream = stream
         self._fn, self._args, self._kwargs = fn, args, kwargs
@@ -110,14 +112,13 @@ class ReplicaRun:
         self._has_paused.put(None)
 
     def _run_replica(self) -> None:
-        frame = self.context.frame
         with as_in_a_new_thread():
-            push(frame)
+            push(self._frame)
             try:
                 with self._stream.entered():
                     self.result = self._fn(*self._args, **self._kwargs)
                     self._stream.hand_over()
-                pop(frame)
+                pop(self._frame)
             except BaseException as error:  # handed to the caller of run()
                 self.error = error
 
@@ -142,7 +143,7 @@ class ReplicaRun:
         return self.is_done or not self._has_started
 
     def abandon(self) -> bool:
-        """End a replica at its merge point, or the next one; return whether it ended in time.
+        """End a replica at its merge point, or the next; return whether in time.
 
         Called by the coordinator.
         """
@@ -177,7 +178,7 @@ class ReplicaRun:
 
 
 class ReplicaThread(threading.Thread):
-    """The thread of a local replica: carries out one run after the other until it is told to end."""
+    """The thread of a local replica, which carries out one run after the other."""
 
     def __init__(self, replica_id: int) -> None:
         super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
@@ -189,7 +190,7 @@ class ReplicaThread(threading.Thread):
         self._runs.put(run)
 
     def end(self) -> None:
-        """End after what was taken so far."""
+        """End after the runs taken so far."""
         self._runs.put(None)
 
     def run(self) -> None:
@@ -210,7 +211,7 @@ _of_this_thread = _OfThisThread()
 
 
 def run_of_this_thread() -> ReplicaRun | None:
-    """Return the run that this thread carries out, None where it is no thread of a replica.
+    """Return the run of this thread, or None outside of replica threads.
 
     >>> run_of_this_thread() is None
     True
@@ -219,24 +220,24 @@ def run_of_this_thread() -> ReplicaRun | None:
 
 
 class ReplicaThreads:
-    """The threads of a strategy's local replicas: made by the first run, ended with the strategy.
+    """The threads of a strategy's local replicas, from its first run to its end.
 
     A run takes one thread for each replica, and a run inside of a merge function, or in another thread of the program,
     others. They end when the strategy is closed or collected.
 
     Args:
-        contexts: Of the local replicas.
+        frames: Of the local replicas, for the stack of contexts.
         places: Where each computes.
     """
 
-    def __init__(self, contexts: Sequence[ReplicaContext], places: Sequence[Place]) -> None:
-        self._contexts = contexts
+    def __init__(self, frames: Sequence[Frame], places: Sequence[Place]) -> None:
+        self._frames = frames
         self._places = places
         self._idle: list[list[ReplicaThread]] = []
         weakref.finalize(self, _end, self._idle).atexit = False
 
-    def run(self, strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` for each replica with its own ``(args, kwargs)``; return the results in order.
+    def run(self, extended: StrategyExtended, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
 
         Each runs with its device current, and starts on the stream that is current there in the calling thread.
 
@@ -244,10 +245,10 @@ class ReplicaThreads:
             RuntimeError: The replicas made different numbers of merge calls.
         """
         streams = [ReplicaStream(place) for place in self._places]
-        threads = self._taken()
+        threads = self._taken(extended.local_replica_ids)
         runs = [
-            ReplicaRun(context, thread, stream, fn, *own)
-            for context, thread, stream, own in zip(self._contexts, threads, streams, arguments, strict=True)
+            ReplicaRun(frame, thread, stream, fn, *own)
+            for frame, thread, stream, own in zip(self._frames, threads, streams, arguments, strict=True)
         ]
         try:
             while True:
@@ -258,7 +259,7 @@ class ReplicaThreads:
                 if all(run.is_done for run in runs):
                     return [run.result for run in runs]
                 _check_all_merge(runs)
-                _merge(strategy, runs)
+                _merge(extended, runs)
         finally:
             self._give_back(threads, runs)
 
@@ -269,13 +270,13 @@ class ReplicaThreads:
         for thread in idle:
             thread.join()
 
-    def _taken(self) -> list[ReplicaThread]:
+    def _taken(self, replica_ids: Sequence[int]) -> list[ReplicaThread]:
         while self._idle:
             threads = self._idle.pop()
             # In a forked child those of its parent are not there.
             if all(thread.is_alive() for thread in threads):
                 return threads
-        return [ReplicaThread(context.replica_id_in_sync_group) for context in self._contexts]
+        return [ReplicaThread(replica_id) for replica_id in replica_ids]
 
     def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
         hangs: list[int] = []
@@ -314,7 +315,7 @@ def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
 
 
 def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
-    """Raise ValueError where replicas meet at calls that differ, as a sum and a mean or a sum and a gather."""
+    """Raise ValueError where replicas meet at different calls, as a sum and a mean."""
     if any(run.call != runs[0].call for run in runs):
         sites = "; ".join(
             f"replica {run.context.replica_id_in_sync_group} in {_call_text(run.call)} at {run.call_site}"
@@ -330,16 +331,16 @@ def _call_text(call: tuple[Any, ...]) -> str:
     return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 
-def _merge(strategy: Strategy, runs: Sequence[ReplicaRun]) -> None:
+def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
     requests = [run.merge_request for run in runs]
     works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
     ids = [run.context.replica_id_in_sync_group for run in runs]
     fn = requests[0][0]  # type: ignore[index]
-    with strategy.extended.shared_errors("the values of its replicas"):
+    with extended.shared_errors("the values of its replicas"):
         _check_same_call(runs)
         args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
         kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-    with entered(strategy.extended.frame), (strategy.extended.first_gpu or HOST).current():
-        merged = fn(strategy, *args, **kwargs)
+    with entered(extended.frame), (extended.first_gpu or HOST).current():
+        merged = fn(extended.strategy, *args, **kwargs)
     for run in runs:
         run.merged = merged

@@ -1,4 +1,4 @@
-"""ReplicaWork: a replica's handle of a collective of several, whose results each finds on the stream it waits on."""
+"""ReplicaWork: one replica's handle of a collective that several started together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Arrival:
 
     Made in the coordinating thread. Whichever replica waits first puts the results of all on their devices: its own by
     way of its current stream, those of the others by way of the streams of the coordinating thread, which they started
-    from: what the thread that waits has current on their devices means nothing to them.
+    from: the streams that are current in the waiting thread mean nothing to them.
 
     Args:
         work: The collective.
@@ -34,7 +34,7 @@ class _Arrival:
         self._result: Any = None
 
     def wait(self, replica: int, timeout: float | None) -> Any:
-        """Return the result once the current stream of a local replica's device has been made to wait for it."""
+        """Return the result; the current stream of the replica's device waits for it."""
         streams = list(self._streams)
         streams[replica] = here = _current_stream(self._places[replica])
         event = self._events[replica]
@@ -78,7 +78,7 @@ def replica_works(work: Work | FinishedWork | PartOfWork, places: Sequence[Place
 
 
 def finished_work(result: Any, gpu: Place | None) -> FinishedWork | PartOfWork:
-    """Return the handle of something that a lone replica has started, on ``gpu`` if that is not None."""
+    """Return the handle of a lone replica's result, on ``gpu`` unless that is None."""
     work = FinishedWork(result)
     return work if gpu is None else replica_works(work, [gpu])[0]
 

@@ -1,4 +1,4 @@
-"""ReplicatedExtended: several replicas, on this rank, on several ranks or both; a copy of each variable per replica.
+"""ReplicatedExtended: replicas on one or several ranks, with a copy of each variable.
 
 MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take part.
 """
@@ -18,15 +18,14 @@ from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
-from mpidist.strategies.devices import agreed_devices
-from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.leaves import outputs_for
-from mpidist.strategies.replica_context import ReplicaContext
+from mpidist.strategies.base import ReplicaContext, Strategy
+from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.strategies.replica_threads import ReplicaThreads
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.value_checks import outputs_for
 from mpidist.values import IndexedSlices, Variable, select_replica
 from mpidist.values.placement import place_at
-from mpidist.values.variable import make_variable
+from mpidist.values.synchronization import make_variable
 
 
 class ReplicatedExtended(StrategyExtended):
@@ -37,8 +36,7 @@ class ReplicatedExtended(StrategyExtended):
         devices: Devices of this rank's replicas; None for its share of the GPUs, or the CPU.
         comm: The ranks that take part; None for this process alone. Closed with the strategy.
         cross_device_ops: How values are reduced; chosen by :func:`select_cross_device_ops` by default.
-        options: Defaults of the communication.
-        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        cluster_resolver: The value of ``strategy.cluster_resolver``.
         allows_per_replica_input: Whether input may be made per replica.
     """
 
@@ -51,7 +49,6 @@ class ReplicatedExtended(StrategyExtended):
         devices: tuple[str, ...] | None,
         comm: Communicator | None,
         cross_device_ops: CrossDeviceOps | None = None,
-        options: CommunicationOptions | None = None,
         cluster_resolver: ClusterResolver | None = None,
         allows_per_replica_input: bool = False,
     ) -> None:
@@ -71,7 +68,7 @@ class ReplicatedExtended(StrategyExtended):
             self.first_gpu.settle()
         self.cluster_resolver = cluster_resolver
         self.allows_per_replica_input = allows_per_replica_input
-        self._ops = cross_device_ops or select_cross_device_ops(devices, self.num_replicas_in_sync, comm, options)
+        self._ops = cross_device_ops or select_cross_device_ops(devices, self.num_replicas_in_sync, comm)
         try:
             self._ops.bind(comm, self.num_replicas_in_sync, devices)
         except (TypeError, ValueError):
@@ -84,7 +81,7 @@ class ReplicatedExtended(StrategyExtended):
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self.local_replica_ids)]
         if comm is not None and max(counts) == 1 and self._ops.leaves_all_to_engine:
             self._contexts = [LoneReplicaContext(strategy, comm, self._ops)]
-        self.threads = ReplicaThreads(self._contexts, self._places)
+        self.threads = ReplicaThreads([context.frame for context in self._contexts], self._places)
 
     def input_workers(self) -> InputWorkers:
         """See ``StrategyExtended``."""
@@ -100,7 +97,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         if len(self._contexts) > 1:
             arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
-            return self.threads.run(self.strategy, fn, arguments)
+            return self.threads.run(self, fn, arguments)
         if self.first_gpu is None:
             return [self._contexts[0].call(fn, args, kwargs)]
         with self.first_gpu.current():
@@ -149,7 +146,9 @@ class ReplicatedExtended(StrategyExtended):
 
 
 class LoneReplicaContext(ReplicaContext):
-    """The only replica of its rank, as on all other ranks, whose sums the collectives form without further steps.
+    """The only replica of its rank, as on all other ranks.
+
+    The collectives form its sums without further steps.
 
     Args:
         strategy: The strategy that runs the replica.
@@ -183,4 +182,6 @@ class LoneReplicaContext(ReplicaContext):
         )
         if out is not None:
             return out
-        return restore(value, results[0]) if is_leaf else nest.pack_like(value, map(restore, leaves, results))
+        if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
+            results = list(map(restore, leaves, results))
+        return results[0] if is_leaf else nest.pack_like(value, results)

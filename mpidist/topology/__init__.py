@@ -1,4 +1,4 @@
-"""Where this rank stands: launcher, world, nodes, and what happens to the job when a rank fails."""
+"""This rank's place (launcher, world, nodes), and the job's end when a rank fails."""
 
 from mpidist.topology.abort import end_job, install_excepthook
 from mpidist.topology.launcher import cores_are_short, import_mpi, prepare_environment

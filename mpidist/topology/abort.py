@@ -1,4 +1,4 @@
-"""Ending the whole job when one rank fails, so that the other ranks do not wait for it for ever."""
+"""The end of the whole job when one rank fails. Otherwise the other ranks would wait for it for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError
@@ -38,7 +38,9 @@ _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.75, 2.0
 
 
 def end_job(code: int = EXIT_CODE) -> NoReturn:
-    """End the job with ``code``, which is not 0; this process also where nobody can be told of it.
+    """End the job with ``code``, which is not 0, or at least this process.
+
+    This process ends also where nobody can be told of it.
 
     As a child of mpirun of Open MPI 5 the rank exits, and mpirun ends the others. Anywhere else it calls MPI_Abort. On
     a host that the network has lost MPI_Abort waits for an answer of the launcher that never comes, and it keeps
@@ -59,7 +61,7 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
 
 
 def _mpirun_sees_the_end_of_this_process() -> bool:
-    """Whether mpirun of Open MPI 5 has started this process itself, and not a script that may go on without it."""
+    """Return whether mpirun of Open MPI 5 has started this process itself. A script in between may go on without it."""
     try:
         parent = Path("/proc", str(os.getppid()), "comm").read_text().strip()
     except OSError:
@@ -69,7 +71,7 @@ def _mpirun_sees_the_end_of_this_process() -> bool:
 
 
 def status_of_failure(code: int) -> int:
-    """Return ``code``, with which a command ends that failed on this rank; with other ranks, end the job instead.
+    """Return ``code`` for a command that failed here; with other ranks, end the job.
 
     They may have started MPI, and wait for this one. It imports mpi4py, which starts MPI: the launcher of Open MPI
     5.0.11 hangs where a rank exits with an error while another one starts MPI.
@@ -90,7 +92,7 @@ def status_of_failure(code: int) -> int:
 
 
 def install_excepthook() -> None:
-    """Make an uncaught exception on one rank end the whole MPI job (``import mpidist`` calls this).
+    """Make an uncaught exception on one rank end the whole MPI job. ``import mpidist`` calls this.
 
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
     (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; frames inside
@@ -100,10 +102,10 @@ def install_excepthook() -> None:
     in a forked child. The hook that was there before is called in all cases but one: Python's own, where the job is
     ended. ``MPIDIST_ABORT_ON_EXCEPTION=0`` (read here, once) turns it off. A second call changes nothing.
 
-    An uncaught exception in a thread ends the job, too: other ranks may wait for what the thread was to do. A rank that
+    An uncaught exception in a thread ends the job, too: other ranks may wait for the thread's work. A rank that
     ends only because of the error of another (PeerError) leaves it to that one to print its traceback and end the job;
-    if the job goes on it says in one line what has reached it. What Python ignores, errors in ``__del__`` and in
-    functions of ``atexit``, is printed with the rank, and ignored.
+    if the job goes on it reports the error in one line. Errors that Python ignores, those in ``__del__`` and in
+    functions of ``atexit``, are printed with the rank, and ignored.
 
     ``sys.exit(code)`` is no exception, and no hook sees it. A rank whose program ends tells the others, whose next
     collective then raises PeerError, which this hook sees (``mpidist.collectives.channel.shutdown``). Ranks that are in
@@ -129,8 +131,8 @@ def install_excepthook() -> None:
     sys.unraisablehook = _NamingHook(sys.unraisablehook)
 
 
-class _Hook:
-    """What the hooks share: whether there is a job to be ended, and the line above what this rank prints."""
+class _ExceptionHook:
+    """The base of the hooks: it knows the job to end, and names this rank."""
 
     def __init__(self, previous: Callable[..., object]) -> None:
         self.previous = previous
@@ -147,13 +149,13 @@ class _Hook:
         return None if interactive or forked or world.Get_size() == 1 else world
 
     def _name_of(self, world: MPI.Intracomm, ranks: Iterable[int]) -> str:
-        """Return what ranks of this node are named in what they print."""
+        """Return ranks of this node as text, for messages."""
         numbers = ranks_text(ranks)
         host = sys.modules["mpi4py.MPI"].Get_processor_name()
         return f"rank{'' if numbers.isdigit() else 's'} {numbers} of {world.Get_size()} on host {host}"
 
     def _end_job(self, world: MPI.Intracomm, tell: Callable[[], object]) -> None:
-        """Call ``tell``, which prints the error, flush, and abort the job whatever happens on the way."""
+        """Print the error by ``tell``, flush, and abort the job whatever happens on the way."""
         try:
             try:
                 tell()
@@ -181,14 +183,14 @@ class _Hook:
             print_once(text, without_folds(text), rank, lambda ranks: self._name_of(world, ranks))
 
     def _call(self, world: MPI.Intracomm, previous: Callable[[], object]) -> None:
-        """Have the hook that was there before print the error, under the name of this rank."""
+        """Have the previous hook print the error, under the name of this rank."""
         with lasting_stderr():
             sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")
             previous()
 
 
-class _AbortHook(_Hook):
-    """A ``sys.excepthook`` that prints what ``previous`` prints and then aborts the MPI job."""
+class _AbortHook(_ExceptionHook):
+    """A ``sys.excepthook`` that calls ``previous`` and then aborts the MPI job."""
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = self._world()
@@ -204,7 +206,7 @@ class _AbortHook(_Hook):
             self._end_job(world, lambda: self._call(world, lambda: self.previous(kind, error, trace)))
 
 
-class _ThreadHook(_Hook):
+class _ThreadHook(_ExceptionHook):
     """A ``threading.excepthook`` that does the same for threads."""
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
@@ -219,15 +221,15 @@ class _ThreadHook(_Hook):
             self._end_job(world, lambda: self._call(world, lambda: self.previous(args)))
 
 
-class _NamingHook(_Hook):
-    """A ``sys.unraisablehook`` that says which rank it is of which ``previous`` prints an error; the job goes on."""
+class _NamingHook(_ExceptionHook):
+    """A ``sys.unraisablehook`` that names the rank above the text of ``previous``. The job goes on."""
 
-    def __init__(self, previous: Callable[[Any], object]) -> None:
+    def __init__(self, previous: Callable[[sys.UnraisableHookArgs], object]) -> None:
         super().__init__(previous)
         # Kept: in its last moments Python has emptied this module, too.
         self._is_finalizing = sys.is_finalizing
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
         world = None if self._is_finalizing() else self._world()
         if world is not None and sys.stderr is not None:
             sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")

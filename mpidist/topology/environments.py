@@ -1,7 +1,8 @@
-"""The one table of launch environments: which variables a launcher gives its ranks, and how it starts which MPI.
+"""The one table of launch environments: the variables and start commands of each launcher.
 
-``read_launcher`` answers from it what the launcher of this process says, ``read_batch_system`` whose job the process
-is in. The launch check, ``doctor`` and ``launch`` use nothing else, and ``start_commands``, which says what to type.
+By it ``read_launcher`` returns the facts that the launcher gave this process, and ``read_batch_system`` the system
+whose job it is in. The launch check, ``doctor`` and ``launch`` use nothing else, and ``start_commands``, which makes
+commands.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Environ = Mapping[str, str]
 
 
 class LauncherVariableError(LaunchError):
-    """A variable that a launcher writes holds what no launcher writes; ``variable`` is the one to unset."""
+    """A launcher's variable has a value that no launcher writes. ``variable`` is the one to unset."""
 
     def __init__(self, variable: str, text: str) -> None:
         super().__init__(f"{text}; type: unset {variable}")
@@ -28,7 +29,7 @@ class LauncherVariableError(LaunchError):
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """What a launcher put into the environment of this process.
+    """The facts that a launcher put into the environment of this process.
 
     Attributes:
         name: The launcher; ``LAUNCHERS[name]`` is its row of the table.
@@ -49,10 +50,10 @@ class LauncherInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of the table: a launcher, how its ranks are told from other processes, and what it tells them.
+    """One row of the table: a launcher, its variables, and its commands.
 
     Attributes:
-        name: What messages call it.
+        name: For messages.
         rank: Variable of the rank; a process without it is none of this launcher's.
         size: Variable of the number of ranks; None where there is none.
         local_rank: Variable of the rank on this node; None where there is none.
@@ -62,11 +63,11 @@ class Launcher:
         starts: The command that starts ranks of an MPI library (by vendor) as one world, without ``-n`` and program.
             An MPI library that is missing here needs its own mpirun.
         kind: Variable that says which of several ways of starting was taken, such as srun's ``--mpi``; or None.
-        shell: Variable that an interactive shell has, and what is started from it, if this launcher started the shell
-            as a rank; or None.
-        from_shell: The option with which it starts ranks from such a shell, which holds what the job was given.
+        shell: Variable that an interactive shell and its children have if this launcher started the shell as a rank; or
+            None.
+        from_shell: The option with which it starts ranks from such a shell, which holds the job's resources.
         library: The MPI library that it belongs to, and that alone it starts; or None.
-        command: What starts ranks where ``starts`` does not have the library.
+        command: The command that starts ranks where ``starts`` does not have the library.
         count: The options for ``{ranks}`` ranks.
         unbound: Those for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
         passes: The option that gives all ranks ``{variable}``, which is NAME=VALUE, or NAME for that of the shell; one
@@ -102,14 +103,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """A system that gives hosts to jobs, by whatever the ranks are then started.
+    """A system that gives hosts to jobs, whichever command starts the ranks.
 
     Attributes:
-        name: What messages call it.
+        name: For messages.
         job: Variable that a process in a job of this system has.
         hosts: Variable with the hosts of the job, or with the name of a file that lists them.
         launcher: The row of its own launcher; None where that is one of several.
-        without: What submits a job that does not get ``{host}``; empty where there is no such option.
+        without: The command that submits a job without ``{host}``; empty where there is no such option.
     """
 
     name: str
@@ -246,7 +247,7 @@ _LAUNCHERS = (
 _STEPS_OF_SLURM_ITSELF = 0xFFFFFFF0
 
 LAUNCHERS: Mapping[str, Launcher] = {row.name: row for row in reversed(_LAUNCHERS)}
-"""The rows of the table by name; ``read_launcher`` looks at them in an order of its own."""
+"""The rows of the table by name. ``read_launcher`` has an order of its own."""
 
 BATCH_SYSTEMS: tuple[BatchSystem, ...] = (
     # An instance of Flux often lives in a job of another system, so it is asked first.
@@ -267,7 +268,7 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
 
 
 def read_launcher(environ: Environ | None = None) -> LauncherInfo | None:
-    """Return what the launcher says about this process, or None for a process that no launcher started.
+    """Return the launcher's facts about this process, or None without a launcher.
 
     Args:
         environ: The environment to read; ``os.environ`` by default.
@@ -349,10 +350,10 @@ def read_batch_system(environ: Environ | None = None) -> BatchSystem | None:
 
 
 def in_shell(launcher: str, environ: Environ | None = None) -> bool:
-    """Whether a launcher started, as a rank, the interactive shell that this process belongs to: ``srun --pty bash``.
+    """Return whether this process is in a shell that a launcher started as a rank.
 
-    What the job was given belongs to that shell, and commands that start ranks wait for it, an mpirun for ever. The
-    shell that ``salloc`` starts by srun, on sites that are set up so, holds nothing.
+    Such as that of ``srun --pty bash``. The job's resources belong to that shell, and commands that start ranks wait
+    for it, an mpirun for ever. The shell that ``salloc`` starts by srun, on sites that are set up so, holds nothing.
 
     Args:
         launcher: The name of a row of ``LAUNCHERS``.

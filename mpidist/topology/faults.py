@@ -1,4 +1,4 @@
-"""Lost ranks: how MPI says that a process is gone, and what can be done then (ULFM, MPI 5's fault tolerance).
+"""Lost ranks: how MPI reports them, and how a job goes on (ULFM). ULFM is the fault tolerance of MPI 5.
 
 Open MPI 5 can go on without a lost process when it was started with ``mpirun --with-ft ulfm``; any other MPI ends the
 job.
@@ -20,18 +20,18 @@ _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 
 def is_fault_tolerant() -> bool:
-    """Whether the launcher was asked for fault tolerance; MPI need not run."""
+    """Return whether the launcher was asked for fault tolerance; MPI need not run."""
     return os.environ.get(_FT_VARIABLE, "0") in ("1", "true")
 
 
 def can_go_on() -> bool:
-    """Whether MPI, which runs, lets the other ranks go on when one is lost."""
+    """Return whether MPI, which runs, lets the other ranks survive the loss of one."""
     mpi = sys.modules["mpi4py.MPI"]
     return is_fault_tolerant() and hasattr(mpi.Comm, "Shrink")
 
 
 def says_rank_is_lost(error: BaseException) -> bool:
-    """Whether ``error`` is MPI's, and means that a process is gone or that others have given a communicator up."""
+    """Return whether MPI's ``error`` means a lost process or a revoked communicator."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(error, mpi.Exception):
         return False
@@ -49,7 +49,7 @@ def lost_ranks(comm: MPI.Intracomm) -> set[int]:
 
 
 def means_loss(error: BaseException, comm: MPI.Intracomm) -> bool:
-    """Whether ``error``, of a call on ``comm``, comes of a rank that is gone.
+    """Return whether ``error`` of a call on ``comm`` comes from a lost rank.
 
     Open MPI calls it an internal error where a collective that does not block meets a rank that is lost.
     """
@@ -60,13 +60,16 @@ def means_loss(error: BaseException, comm: MPI.Intracomm) -> bool:
 
 
 def revoke(comm: MPI.Intracomm) -> None:
-    """Let every rank of ``comm`` that waits on it, now or later, get an error (MPI_Comm_revoke); local."""
+    """Give every rank that waits on ``comm``, now or later, an error (MPI_Comm_revoke). Local."""
     if can_go_on() and not comm.Is_revoked():
         comm.Revoke()
 
 
 def agree(comm: MPI.Intracomm, mine: bool) -> bool:
-    """Whether all ranks of ``comm`` say so and none is lost; the same on all, also where it is revoked (collective)."""
+    """Return whether all ranks of ``comm`` pass True and none is lost (collective).
+
+    It is the same on all, also where ``comm`` is revoked.
+    """
     try:
         return bool(comm.Agree(int(mine)))
     except sys.modules["mpi4py.MPI"].Exception as error:
@@ -77,7 +80,7 @@ def agree(comm: MPI.Intracomm, mine: bool) -> bool:
 
 @contextmanager
 def revoking(comm: MPI.Intracomm) -> Iterator[None]:
-    """A block of calls on ``comm``: where MPI fails in it, ranks that wait there for this one get an error, too."""
+    """Revoke ``comm`` where MPI fails in the block. Ranks that wait there for this one then get an error, too."""
     try:
         yield
     except sys.modules["mpi4py.MPI"].Exception:

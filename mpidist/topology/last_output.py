@@ -1,9 +1,9 @@
-"""Printing what a process ends with: where it stays, and once for all ranks of a node that end with the same error.
+"""The last output of a process, which survives it; equal errors are printed once.
 
-Nothing that others have buffered is flushed any more. Of ranks with the same error the first prints it, and names those
-that come meanwhile. They meet at a Unix socket whose name, a digest of the error, is in no file system and goes with
-its process. So nothing stays behind, and no rank waits for one that is gone. A rank that nobody answers prints the
-error itself.
+Nothing that others have buffered is flushed any more. Of ranks of a node with the same error the first prints it, and
+names those that come meanwhile. They meet at a Unix socket whose name, a digest of the error, is in no file system and
+goes with its process. So nothing stays behind, and no rank waits for one that is gone. A rank that nobody answers
+prints the error itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 STDERR = 2
 _LISTEN_SECONDS = 0.2
@@ -31,23 +31,25 @@ _RANK = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")
 
 
-def lasting_descriptor(stream: Any) -> int | None:
-    """Return the descriptor of a stream whose text outlives this process; None for a buffer, or where it is closed.
+def lasting_descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor of a stream whose text outlives this process, or None.
+
+    None stands for a buffer, and for a stream that is closed.
 
     PyTorch, while it prints an uncaught exception, has an ``io.StringIO`` in ``sys.stderr``; others have a temporary
     file without a name.
     """
     try:
-        descriptor: int = stream.fileno()
+        descriptor = stream.fileno()
         return descriptor if os.fstat(descriptor).st_nlink else None
     except (AttributeError, TypeError, ValueError, OSError):
         return None
 
 
 def write_last(text: str) -> None:
-    """Write ``text`` on ``sys.stderr``; if it would not outlive this process there, on file descriptor 2, too.
+    """Write ``text`` on ``sys.stderr``, and where it would be lost, on file descriptor 2.
 
-    A stream without a descriptor may hand on what it gets, as one does that keeps a copy of all output. What has come
+    A stream without a descriptor may hand its text on, as one does that keeps a copy of all output. Text that has come
     to ``sys.__stderr__`` in this way is not printed once more.
 
     Raises:
@@ -56,7 +58,7 @@ def write_last(text: str) -> None:
     _write(text, sys.stderr)
 
 
-def _write(text: str, stream: Any) -> None:
+def _write(text: str, stream: TextIO) -> None:
     lasts = False
     # Whatever is wrong with a stream of the program's own, the text is printed below.
     with contextlib.suppress(Exception), _writes_of_real_stderr() as written:
@@ -71,7 +73,7 @@ def _write(text: str, stream: Any) -> None:
 
 @contextlib.contextmanager
 def lasting_stderr() -> Iterator[None]:
-    """Let what a function prints on ``sys.stderr`` in the block outlive this process."""
+    """Make text that a function prints on ``sys.stderr`` in the block outlive this process."""
     if lasting_descriptor(sys.stderr) is not None:
         yield
         return
@@ -82,7 +84,7 @@ def lasting_stderr() -> Iterator[None]:
 class _Lasting(io.TextIOBase):
     """Writes at once on a stream, and where it lasts."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
 
@@ -93,7 +95,7 @@ class _Lasting(io.TextIOBase):
 
 @contextlib.contextmanager
 def _writes_of_real_stderr() -> Iterator[list[str]]:
-    """Give a list that gets what is written on ``sys.__stderr__`` in the block."""
+    """Yield a list of all text written on ``sys.__stderr__`` in the block."""
     real: Any = sys.__stderr__
     written: list[str] = []
     if real is None:
@@ -114,20 +116,21 @@ def _writes_of_real_stderr() -> Iterator[list[str]]:
 
 
 def flush_output() -> None:
-    """Flush what this process has printed; a stream that cannot be flushed does not keep the others from it."""
+    """Flush this process's output. A stream that cannot be flushed does not keep the others from it."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
 
 def print_once(text: str, key: str, rank: int, name_of: Callable[[Iterable[int]], str]) -> None:
-    """Print an error under the name of this rank, unless another rank of this node prints the same and names it.
+    """Print an error, unless another rank of this node prints the same.
 
-    Takes 0.2 s, or until the other rank has done so; 0.5 s more at most where that one does not come to it.
+    It is printed under the name of this rank; the other rank would name this one. Takes 0.2 s, or until the other rank
+    has done so; 0.5 s more at most where that one does not come to it.
 
     Args:
         text: The error.
-        key: What is the same on ranks with the same error.
+        key: Text that is the same on ranks with the same error.
         rank: This one.
         name_of: Gives ranks as text.
     """
@@ -153,10 +156,10 @@ def print_once(text: str, key: str, rank: int, name_of: Callable[[Iterable[int]]
 
 
 def _address(key: str) -> bytes:
-    """Return the name at which ranks meet that have an error to print in the same place.
+    """Return the socket name at which ranks with the same error and output meet.
 
-    Ranks of a node are children of one process of the launcher, those of another job of another one. Where each has a
-    file of its own for what it prints, each file is to hold the error.
+    Ranks of a node are children of one process of the launcher, those of another job of another one. Where each prints
+    to a file of its own, each file is to hold the error.
     """
     descriptor = lasting_descriptor(sys.stderr)
     place = ""
@@ -169,7 +172,7 @@ def _address(key: str) -> bytes:
 
 
 def _listen(address: bytes) -> socket.socket | None:
-    """Return a socket of that name; None if another rank has it, or there can be none."""
+    """Return a socket of that name, or None. None if another rank has it, or there can be none."""
     try:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -184,7 +187,7 @@ def _listen(address: bytes) -> socket.socket | None:
 
 
 def _hear(listening: socket.socket, connections: list[socket.socket]) -> Iterable[int]:
-    """Yield the ranks that come, and put what they wait at into ``connections``."""
+    """Yield the ranks that come, and put their sockets into ``connections``."""
     end = time.monotonic() + _LISTEN_SECONDS
     while (left := end - time.monotonic()) > 0:
         try:
@@ -204,7 +207,7 @@ def _hear(listening: socket.socket, connections: list[socket.socket]) -> Iterabl
 
 
 def _another_prints(address: bytes, rank: int) -> bool | None:
-    """Whether the rank that has this name prints the error and names this rank; comes back when it has.
+    """Return whether the rank that has this name prints the error and names this rank. Returns when it has.
 
     None where it does not listen yet, or not any more.
     """
@@ -224,7 +227,7 @@ def _another_prints(address: bytes, rank: int) -> bool | None:
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is; the names are open to all users of a machine."""
+    """Return whether the process at the other end is this user's. The names are open to all users of a machine."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(packed)[1]
     return user == os.getuid()

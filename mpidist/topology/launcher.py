@@ -1,4 +1,4 @@
-"""What the launcher means for this process: what MPI needs at its start, and the launch check."""
+"""The launcher's meaning for this process: MPI's variables at its start, and the launch check."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def cores_are_short() -> bool:
-    """Whether the launcher put more ranks on this node than this process has cores; False where it does not say.
+    """Return whether this node has more ranks than this process has cores. False where the launcher does not say.
 
     Ranks that are bound to one core each see one core and are counted as too many.
     """
@@ -58,7 +58,7 @@ def _needed_environment() -> dict[str, str]:
 
 
 def _quick_start(info: LauncherInfo | None) -> dict[str, str]:
-    """Return what only makes MPI start sooner.
+    """Return the variables that only make MPI start sooner.
 
     Where there is no fabric, Open MPI's "ofi" component sleeps for a second as it is closed again. It carries one-sided
     messages between nodes, so a job on one node loses nothing without it. Only where a launcher has started that job:
@@ -70,7 +70,7 @@ def _quick_start(info: LauncherInfo | None) -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """Set what MPI reads from the environment at its start, unless the user has set it; does not start MPI.
+    """Set the variables that MPI reads at its start, unless the user has. It does not start MPI.
 
     ``OMPI_MCA_osc=^ucx`` always, ``OMPI_MCA_mpi_yield_when_idle=1`` where the launcher put more ranks on this
     node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``, and
@@ -172,7 +172,7 @@ def check_world(size: int) -> None:
 
 
 def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
-    """Return what to type, as sentences, so that the ranks of a launcher become one world of an MPI library."""
+    """Return sentences with the commands that make one world of a launcher's ranks."""
     count = "" if info.size is None else f" -n {info.size}"
     command = command_for(info.name, library.vendor)
     if command is not None:

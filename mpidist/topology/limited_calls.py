@@ -1,4 +1,7 @@
-"""Waiting for all ranks to come, with a report and a deadline, before calls that MPI offers in a blocking form only."""
+"""Blocking MPI calls that report and give up.
+
+Before calls that MPI offers in a blocking form only, ranks wait for all to come, with a report and a deadline.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
 
     Args:
         comm: The communicator.
-        doing: What the duplicate is for, for the report.
+        doing: The purpose of the duplicate, for the report.
 
     Raises:
         CollectiveTimeoutError: Not all ranks came within ``MPIDIST_TIMEOUT``.
@@ -70,13 +73,13 @@ def _wait(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
 
 @contextmanager
 def limited(doing: str) -> Iterator[None]:
-    """Return a block around a call that blocks in MPI: reports when it takes long, then ends the job.
+    """Return a block around a blocking MPI call that reports, then ends the job.
 
-    It reports after ``MPIDIST_WARN_AFTER`` and ends the job after ``MPIDIST_TIMEOUT``: what waits in such a call
-    can get no exception.
+    It reports after ``MPIDIST_WARN_AFTER`` and ends the job after ``MPIDIST_TIMEOUT``: a thread in such a call can get
+    no exception.
 
     Args:
-        doing: What the block does, after "is".
+        doing: The block's work, after "is".
     """
     site, limit = user_call_site(), settings.TIMEOUT.read()
     over = threading.Event()

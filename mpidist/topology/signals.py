@@ -1,4 +1,4 @@
-"""Signals that ask a job to save and end, which launchers and schedulers send to all of its ranks."""
+"""Signals that ask a job to save and end, which launchers send to all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def signals_left_to_others() -> Iterator[None]:
-    """Let signals that ask for a save not end this process in the block: it has nothing to save, others do.
+    """Ignore signals that ask for a save in the block. This process has nothing to save; the others have.
 
     Handlers of the program stay. In a thread other than the main one nothing can be done, and nothing is.
 

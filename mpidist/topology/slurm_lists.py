@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 MOST_TASKS = 1 << 22
-"""Of one job: several times what the largest machines have cores."""
+"""The most tasks of one job: several times the cores of the largest machines."""
 _MOST_HOSTS = 1 << 16  # of one list in Slurm itself, too
 _MOST_SHOWN = 200
 # Where Slurm has nothing to tell it writes "(null)": no name of a host has round brackets.
@@ -17,7 +17,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the host names of a list such as ``SLURM_JOB_NODELIST``, in its order; zero padding is kept.
+    """Return the hosts of a list such as ``SLURM_JOB_NODELIST``, in its order. Zero padding is kept.
 
     Raises:
         ValueError: A bracket that is not closed or inside another one, a part that is empty or no range of numbers, or

@@ -1,4 +1,4 @@
-"""What starts ranks of which MPI library as one world, by the table of launch environments."""
+"""Commands that start ranks as one world, by the table of launch environments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpidist.topology.environments import LAUNCHERS, Environ, Launcher, in_shell
 
 
 def command_for(launcher: str, vendor: str, environ: Environ | None = None) -> str | None:
-    """Return the command with which a launcher starts ranks of an MPI library as one world; ``-n`` follows.
+    """Return the command that starts ranks of an MPI library as one world. ``-n`` follows.
 
     Args:
         launcher: The name of a row of ``LAUNCHERS``, as in ``LauncherInfo.name``.
@@ -18,7 +18,7 @@ def command_for(launcher: str, vendor: str, environ: Environ | None = None) -> s
 
     Returns:
         None where this launcher does not start that library (use the library's own mpirun), or where the job was
-        started in just this way already, so that the command cannot be what was missing.
+        started in just this way already, so that the command cannot have been missing.
 
     >>> command_for("srun", "Open MPI", {})
     'srun --mpi=pmix'
@@ -33,7 +33,7 @@ def command_for(launcher: str, vendor: str, environ: Environ | None = None) -> s
 
 
 def mpirun_of(vendor: str) -> Launcher | None:
-    """Return the row of the mpirun that belongs to an MPI library, None where the table has none.
+    """Return the row of the mpirun that belongs to an MPI library, or None.
 
     >>> mpirun_of("Open MPI").command
     'mpirun'
@@ -42,7 +42,7 @@ def mpirun_of(vendor: str) -> Launcher | None:
 
 
 def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
-    """Return the variables with which the mpirun of an MPI library fits a machine of one's own; see ``Launcher``.
+    """Return the variables with which mpirun fits a machine of one's own; see ``Launcher``.
 
     >>> own_machine("Intel MPI", (2021, 18)), own_machine("MPICH", (5, 0))
     ({'I_MPI_PIN': 'off'}, {})

@@ -1,4 +1,6 @@
-"""Watching MPI start: a rank that never comes leaves the others in MPI_Init for ever, where nothing else can speak.
+"""The watch over MPI's start.
+
+A rank that never comes leaves the others in MPI_Init for ever, where no thread of theirs can speak.
 
 mpi4py keeps Python's lock while MPI starts, so no thread could act. A child process does: it says which rank, on which
 host, has waited for ``MPIDIST_WARN_AFTER`` seconds, and ends it after ``MPIDIST_TIMEOUT``. It lives until MPI has
@@ -28,7 +30,7 @@ _STDERR = 2
 
 
 def watch_start(info: LauncherInfo | None) -> None:
-    """Have the start of MPI watched, unless this rank is alone or MPI has started already."""
+    """Watch the start of MPI, unless this rank is alone or MPI runs already."""
     if info is None or info.size == 1 or _MODULE in sys.modules:
         return
     try:
@@ -41,7 +43,7 @@ def watch_start(info: LauncherInfo | None) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds mpi4py.MPI, until it is loaded, with a loader that has its start watched; nothing else."""
+    """A finder of mpi4py.MPI alone, whose loader has the start watched."""
 
     def __init__(self, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._info = info
@@ -95,7 +97,7 @@ class _Loader(Loader):
 
 
 def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
-    """Begin to watch; returns a descriptor whose end is the end of it, also where this process is killed.
+    """Begin to watch, and return a descriptor that ends the watch when closed. Also where this process is killed.
 
     A process that may have no more children or descriptors starts MPI all the same; None then.
     """

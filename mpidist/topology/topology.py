@@ -1,4 +1,4 @@
-"""The map of the job: which rank is on which node, and the communicators of the world and of one node."""
+"""The map of the job: nodes, ranks, and the communicators of world and node."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ _world: list[Topology] = []
 
 
 def has_world() -> bool:
-    """Whether the topology of all ranks has been made."""
+    """Return whether the topology of all ranks has been made."""
     return bool(_world)
 
 
 def replace_world(comm: MPI.Intracomm) -> None:
-    """Let ``comm``, the ranks that are left, be the world of mpidist from now on (collective)."""
+    """Make ``comm``, the ranks that are left, the world of mpidist (collective)."""
     _world[:] = [Topology(comm)]
 
 
 def world_topology() -> Topology:
-    """Return the topology of all ranks that are left, made on the first call (collective), which starts MPI.
+    """Return the topology of all ranks that are left. The first call makes it (collective), and starts MPI.
 
     Raises:
         LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
@@ -102,7 +102,7 @@ def world_topology() -> Topology:
 
 
 def rank() -> int:
-    """Return which rank this process is, from 0; among those that are left, where ranks were lost.
+    """Return this process's rank, from 0, among those that are left.
 
     Local, and the same in every collective and strategy of all ranks. The first use of MPI starts it.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from mpidist.core import settings
 from mpidist.core.callsite import is_of_package, is_of_program, path_in_package
@@ -14,7 +13,9 @@ _SHOWS = "; MPIDIST_FULL_TRACEBACK=1 shows them\n"
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return what Python prints of an uncaught exception, each run of frames inside mpidist as one line.
+    """Return an uncaught exception as Python prints it, with mpidist's frames folded.
+
+    Each run of frames inside mpidist is one line.
 
     All frames are there where ``MPIDIST_FULL_TRACEBACK=1``, and where none is of the user's program.
     """
@@ -28,12 +29,12 @@ def traceback_text(error: BaseException) -> str:
 
 
 def without_folds(text: str) -> str:
-    """Return a traceback without the lines for frames inside mpidist, which ranks may have others of."""
+    """Return a traceback without the lines for mpidist's frames, which may differ among ranks."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.endswith(_SHOWS))
 
 
 def read_setting() -> tuple[bool, str]:
-    """Return whether every rank is to print all frames, and what is wrong with the setting, which asks for that, too.
+    """Return whether to print all frames on every rank, and the setting's error. A wrong setting asks for all frames.
 
     An error in place of the one that is to be printed would hide it.
     """
@@ -57,7 +58,7 @@ def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackE
 class _FoldedStack(traceback.StackSummary):
     """Frames of a traceback, printed without those of mpidist."""
 
-    def format(self, **options: Any) -> list[str]:
+    def format(self, **options: bool) -> list[str]:
         lines: list[str] = []
         for inside, run in groupby(self, lambda frame: is_of_package(frame.filename)):
             frames = list(run)

@@ -1,4 +1,4 @@
-"""What a training loop needs beside a strategy: losses, optimizers, metrics, random numbers."""
+"""Parts of a training loop beside the strategy: losses, optimizers, metrics, random numbers."""
 
 from mpidist.training.gradient_accumulator import GradientAccumulator
 from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm

@@ -17,7 +17,7 @@ from mpidist.values.placement import copy_of, place_of
 
 
 class _Sums:
-    """What one replica has added up."""
+    """The sums of one replica."""
 
     def __init__(self, length: int) -> None:
         self.count = 0
@@ -30,7 +30,7 @@ class GradientAccumulator:
     Call it inside ``strategy.run``, once per step on every replica; nothing is communicated. Because sums are
     formed per replica and then over replicas, the numbers do not depend on how replicas are laid out over ranks.
     Gradients are summed, not averaged: divide the losses by the size of everything that is added up
-    (``global_batch_size=steps * batch_size``). A checkpoint does not hold what is half added up: save where
+    (``global_batch_size=steps * batch_size``). A checkpoint does not hold unfinished sums: save where
     ``add`` has just returned a sum.
 
     Args:
@@ -77,7 +77,7 @@ class GradientAccumulator:
         return self.flush() if replica.count == self.steps else None
 
     def flush(self) -> list[Any] | None:
-        """Return what has been added since the last sums, None if nothing, and start anew.
+        """Return the sums since the last ones, or None, and start anew.
 
         For the end of an epoch that is no multiple of ``steps`` batches. Call it on every replica.
 
@@ -116,7 +116,10 @@ def _replica_key() -> tuple[StrategyLike | None, int]:
 
 
 def _plus(total: Any, gradient: Any, position: int) -> Any:
-    """Return the sum so far; sparse gradients are kept in a list, to be put together once."""
+    """Return the sum with ``gradient``.
+
+    Sparse gradients are kept in a list, to be put together once.
+    """
     if gradient is None:
         return total
     if isinstance(gradient, IndexedSlices):

@@ -1,4 +1,4 @@
-"""Gradients before an optimizer takes them: checks, the sum over replicas all at once or in buckets, clipping."""
+"""Gradients before an optimizer takes them: checks, sums over replicas, buckets, clipping."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], lis
 
 
 def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
-    """Do what ``checked_pairs`` does, one pair after the other as they come."""
+    """Yield the pairs of ``checked_pairs``, one after the other as they come."""
     names, found = [], False
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], AnyVariable):
@@ -81,7 +81,9 @@ def checksum(gradients: Iterable[Any]) -> int:
 
 
 def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
-    """Return the pairs with the gradients summed over all replicas; pairs without a gradient are left out.
+    """Return the pairs with the gradients summed over all replicas.
+
+    Pairs without a gradient are left out.
 
     In the place of a ShardedVariable there are its shards, each with its part of the gradient.
 
@@ -150,7 +152,10 @@ class Buckets:
         self._gradients, self._variables, self._nbytes = {}, [], 0
 
     def sums(self) -> Iterator[tuple[list[Any], list[Variable]]]:
-        """Return the summed gradients and their variables, a bucket at a time, once all have been added."""
+        """Return the summed gradients and their variables, a bucket at a time.
+
+        Called once all have been added.
+        """
         if self._started and self._gradients:
             self._start()
         last = self._gradients
@@ -168,7 +173,7 @@ class Buckets:
 def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[list[Any], Any]:
     """Scale gradients down together so that their common norm is at most ``clip_norm`` (tf.clip_by_global_norm).
 
-    Inside ``strategy.run`` clip what ``aggregate_gradients`` returned: clipping each replica's own gradients gives
+    Inside ``strategy.run`` clip the sums of ``aggregate_gradients``: clipping each replica's own gradients gives
     numbers that depend on how the batch was dealt.
 
     Args:
@@ -232,7 +237,7 @@ def strategy_of(variables: Iterable[Variable]) -> Strategy:
 
 
 def _strategy_name(strategy: Strategy, beside: Strategy | None = None) -> str:
-    """Return what to call a strategy in a message that has named ``beside`` before."""
+    """Return the name of a strategy for a message that has named ``beside`` before."""
     kind = type(strategy).__name__
     if kind == "DefaultStrategy":
         return "DefaultStrategy (it was created outside of strategy.scope())"

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 import operator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpidist.arrays.differentiable import arithmetic_of
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
+
+Floating = TypeVar("Floating", bound="np.floating[Any]")
+
+
+@overload
+def compute_average_loss(
+    per_example_loss: NDArray[Floating], sample_weight: Any = None, global_batch_size: int | None = None
+) -> Floating: ...
+
+
+@overload
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any: ...
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -123,10 +138,13 @@ def global_count(batch: Any) -> int:
 
 
 class PlainArithmetic:
-    """What NumPy and CuPy compute with; see ``mpidist.arrays.differentiable`` for other libraries."""
+    """The arithmetic of NumPy and CuPy; see ``mpidist.arrays.differentiable`` for other libraries."""
 
     def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
-        """Return ``value``, which messages call ``what``, as an array where it is, or where ``like`` is."""
+        """Return ``value`` as an array where it is, or where ``like`` is.
+
+        Messages call it ``what``.
+        """
         array = array_of(value, what)
         return array if like is None else place_of(like).brings(array)
 

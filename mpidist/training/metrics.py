@@ -1,4 +1,4 @@
-"""Metrics: numbers added up on each replica, and combined over all of them when they are read."""
+"""Metrics: numbers summed on each replica, and over replicas when they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 
+Result = np.floating[Any] | np.integer[Any]
+
 
 class Metric:
-    """What the metrics share: totals in ON_READ variables with aggregation SUM.
+    """The base of all metrics: totals in ON_READ variables with aggregation SUM.
 
     Create it inside ``with strategy.scope():`` (collective). Under a strategy that keeps one copy of each variable the
     replicas add to common totals: ``update_state`` is then collective over the replicas in sync. A subclass names its
@@ -48,13 +50,13 @@ class Metric:
 
     @property
     def _has_copies(self) -> bool:
-        """Whether each replica has totals of its own; strategies that keep one copy of a variable keep no others."""
+        """Whether each replica has totals of its own, as where variables have several copies."""
         return all(total.synchronization == VariableSynchronization.ON_READ for total in self._totals.values())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the metric, and return what it has come to where it is called; takes what ``update_state`` takes.
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        """Update the metric by the arguments of ``update_state``, and return its value here.
 
-        Inside ``strategy.run`` that is the metric over what this replica alone has been given, which takes no messages
+        Inside ``strategy.run`` that is the metric over the values of this replica alone, which takes no messages
         beyond those of ``update_state``; ``result`` is over all replicas. Of common totals it is the same.
 
         >>> metric = Mean()
@@ -68,7 +70,7 @@ class Metric:
         """Add to the totals of this replica; see the subclasses."""
         raise NotImplementedError(f"{type(self).__name__} does not implement update_state()")
 
-    def result(self) -> Any:
+    def result(self) -> Result:
         """Return the metric over all that every replica has been given since the last reset.
 
         Collective: call it on every rank, or inside ``strategy.run`` on every replica.
@@ -97,10 +99,10 @@ class Metric:
     def _values(self) -> list[Any]:
         return [total.value() for total in self._totals.values()]
 
-    def _made_of(self, sums: list[Any]) -> Any:
+    def _made_of(self, sums: list[Any]) -> Result:
         return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
-    def _result_of(self, *sums: Any) -> Any:
+    def _result_of(self, *sums: Any) -> Result:
         raise NotImplementedError(f"{type(self).__name__} does not implement _result_of()")
 
     def _add(self, **amounts: Any) -> None:
@@ -111,7 +113,7 @@ class Metric:
             total.assign_add(place_of(array).casts(array, total.dtype))
 
     def _checkpoint_children(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name."""
+        """Return the variables that a checkpoint holds, by name."""
         return dict(self._totals)
 
 

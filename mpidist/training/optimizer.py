@@ -48,7 +48,7 @@ class Optimizer:
 
     @property
     def touches_only_rows(self) -> bool:
-        """Whether a sparse gradient changes no other rows than its own; False where slots of all rows decay."""
+        """Whether a sparse gradient changes only its rows; not where slots of all rows decay."""
         return False
 
     def __init__(self, learning_rate: LearningRate, name: str) -> None:
@@ -73,7 +73,10 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next update; assign a number or a function of the step."""
+        """The learning rate of the next update.
+
+        Assign a number or a function of the step.
+        """
         return self.rate_at(self._step())
 
     @learning_rate.setter
@@ -109,7 +112,9 @@ class Optimizer:
         return [] if self._iterations is None else [self._iterations, *slots]
 
     def get_slot(self, variable: AnyVariable, slot_name: str) -> Any:
-        """Return the slot of a variable: a Variable, or of a ShardedVariable another one made of its shards' slots.
+        """Return the slot of a variable.
+
+        It is a Variable, or of a ShardedVariable another one made of its shards' slots.
 
         Raises:
             ValueError: There is no such slot, or the variable has none yet.
@@ -132,7 +137,7 @@ class Optimizer:
 
         Collective: call it on every rank, in the same order. The variables' own strategy is entered, so it may be
         called outside its scope; inside ``strategy.run`` the first ``apply_gradients`` does it. Slots that a
-        checkpoint was restored for start from what it holds.
+        checkpoint was restored for start from its values.
 
         Args:
             var_list: The variables that will be updated. Saved slots are told apart by their position in it. A shard
@@ -173,7 +178,7 @@ class Optimizer:
                 }
 
     def _start_of(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return what a variable of this optimizer starts from: what a checkpoint brought for it, or zeros."""
+        """Return the initial value of an own variable: a restored one, or zeros."""
         value = self._deferred.get(key)
         if value is None:
             return np.zeros(shape, dtype)
@@ -209,7 +214,7 @@ class Optimizer:
         The gradients are *summed* over replicas (divide the loss by the global batch size), packed into buckets of
         16 MiB, and each replica updates its own copies, all alike, as soon as the sums of a bucket are there. A
         generator that computes the gradients as it goes, those of the last layers first, hides the communication: each
-        bucket is on its way while the next gradients are computed; what has been yielded must not be changed before
+        bucket is on its way while the next gradients are computed; yielded gradients must not be changed before
         the call returns. After an error in the middle (PeerError, MismatchError) some variables have been updated and
         others not: go back to a checkpoint.
 
@@ -300,7 +305,7 @@ class Optimizer:
                 )
 
     def _settings(self) -> str:
-        """Return what a program sets in an optimizer, except for a function of the step."""
+        """Return the text of the optimizer's settings, except for a function of the step."""
         shown = [
             f"{name}={value!r}"
             for name, value in (self._numbers | self.public_attributes()).items()
@@ -309,7 +314,7 @@ class Optimizer:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _agree_in_replica(self, context: ReplicaContext) -> None:
-        """Compare the settings with those of the other ranks where they have changed, before anything else is sent."""
+        """Compare changed settings with those of the other ranks, before anything else is sent."""
         settings = self._settings()
         if settings != self._agreed and has_strategy():
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
@@ -324,12 +329,12 @@ class Optimizer:
         self._agreed = settings
 
     def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
-        """Have the strategy update what the update context is about."""
+        """Have the strategy update the variables in this update context."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
         strategy.extended.apply_gradients(self, map(self._that_change, summed))
 
     def _that_change(self, summed: Summed) -> Summed:
-        """Leave out sparse gradients without rows where they change nothing, as most shards of a variable get."""
+        """Leave out sparse gradients that change nothing, as most shards of a variable get."""
         if not self.touches_only_rows:
             return summed
         gradients, variables = summed
@@ -341,7 +346,7 @@ class Optimizer:
         return [gradient for gradient, _ in kept], [variable for _, variable in kept]
 
     def update_copies(self, summed: Iterable[Summed]) -> None:
-        """Update the copies that the update context is about by gradients that have been summed."""
+        """Update the copies of the update context by summed gradients."""
         step = self._step()
         rate = self.rate_at(step)
         for gradients, variables in summed:
@@ -361,7 +366,9 @@ class Optimizer:
             variable.assign(variable.constraint(current(variable)))
 
     def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
-        """Update one variable, in update context: it and its slots mean the copies of one replica.
+        """Update one variable, in update context.
+
+        It and its slots mean the copies of one replica.
 
         Args:
             variable: The variable.
@@ -373,23 +380,23 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} does not implement update_variable()")
 
     def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
-        """Update one variable by a sparse gradient, by default as by the dense array that it stands for."""
+        """Update one variable by a sparse gradient, by default by the dense one."""
         self.update_variable(variable, gradient.to_dense(), learning_rate, step)
 
     # For servers that update in the place of the program ------------------------------------------------------
 
     def rule(self) -> Optimizer:
-        """Return a twin without variables and without a schedule: what it takes to update elsewhere."""
+        """Return a twin without variables and schedule, for updates elsewhere."""
         twin = copy.copy(self)
         vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _iterations=None, _slots={})
         return twin
 
     def take_settings(self, other: Optimizer) -> None:
-        """Take over what a program sets in an optimizer, such as its momentum, from another one of its kind."""
+        """Copy the settings of another optimizer of this kind, such as its momentum."""
         vars(self).update(other.public_attributes())
 
     def public_attributes(self) -> dict[str, Any]:
-        """Return what a program may set in an optimizer, the learning rate aside, by name."""
+        """Return the settings of the optimizer by name, the learning rate aside."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def keep_slots(self, variable: Variable, slots: dict[str, Variable]) -> None:
@@ -430,7 +437,7 @@ class Optimizer:
     # Saved state ----------------------------------------------------------------------------------------------
 
     def _checkpoint_children(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name; what was restored and is not in use yet included."""
+        """Return the state for a checkpoint, by name, with restored values not yet in use."""
         children: dict[str, Any] = {**self._deferred, "numbers": self._numbers}
         if self._iterations is not None:
             children["iterations"] = self._iterations
@@ -440,24 +447,24 @@ class Optimizer:
         return children
 
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
-        """Take values of variables that do not exist yet, and take out each as it comes to use."""
+        """Keep values for variables that do not exist yet, until each is made."""
         for key, value in self._deferred.items():
             values.setdefault(key, value)
         self._deferred = values
 
 
 def current(variable: Variable) -> Array:
-    """Return the array of a variable's copy that the context addresses, not to be written: no copy of it."""
+    """Return the array of the variable's copy in this context, not to be written."""
     return variable.as_array()
 
 
 def compute_dtype(variable: AnyVariable) -> np.dtype[Any]:
-    """Return the dtype in which a variable's updates are formed: float32 for half precision, else its own."""
+    """Return the dtype of a variable's updates: float32 for half precision, else its own."""
     return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
 
 
 def _check_schedule(schedule: Callable[..., float]) -> None:
-    """Raise TypeError unless a learning rate that is a function can be called with the step."""
+    """Raise TypeError unless a learning-rate function can be called with the step."""
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how replicas are laid out: one seed for the job, generators by key."""
+"""Random numbers that do not depend on the layout of replicas, from one seed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def set_seed(seed: int) -> None:
 def common_rng(key: int, *more: int) -> np.random.Generator:
     """Return a new generator that gives the same numbers on every replica, for one key.
 
-    The numbers depend on the seed and the key alone. A key is what tells this draw from others, such as the step:
-    the same key gives the same numbers again, so a run that is resumed from a checkpoint draws what it would have
-    drawn.
+    The numbers depend on the seed and the key alone. A key tells this draw from others, such as the step: the same key
+    gives the same numbers again, so a run that is resumed from a checkpoint draws the same numbers.
 
     Args:
         key: A whole number from 0.

@@ -180,7 +180,7 @@ class Adam(Optimizer):
         subtract(variable, self._move(variable, gradient, learning_rate, step))
 
     def _move(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> Array:
-        """Update the moments, and return what is to be subtracted from the variable, in its compute dtype."""
+        """Update the moments, and return the step to subtract, in the compute dtype."""
         dtype = compute_dtype(variable)
         number = dtype.type
         gradient = gradient.astype(dtype, copy=False)

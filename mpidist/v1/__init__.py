@@ -1,5 +1,7 @@
 """The names of ``tf.compat.v1.distribute``."""
 
+from typing import TYPE_CHECKING
+
 from mpidist import cluster_resolver
 from mpidist.compat.input_iterator import InputIterator
 from mpidist.compat.v1_strategies import MirroredStrategyV1 as MirroredStrategy
@@ -9,7 +11,6 @@ from mpidist.compat.v1_strategies import get_strategy
 from mpidist.core.context import (
     experimental_set_strategy,
     get_loss_reduction,
-    get_replica_context,
     has_strategy,
     in_cross_replica_context,
 )
@@ -21,6 +22,15 @@ from mpidist.parameter_server.server import Server
 from mpidist.strategies import ReplicaContext, StrategyExtended
 from mpidist.v1 import experimental
 from mpidist.values import DistributedValues
+
+if TYPE_CHECKING:
+
+    def get_replica_context() -> ReplicaContext | None:
+        """Return the context of the replica that runs, or None in cross-replica context."""
+else:
+    from mpidist.core.context import get_replica_context
+
+del TYPE_CHECKING
 
 __all__ = [
     "CrossDeviceOps",

@@ -1,4 +1,4 @@
-"""What a strategy hands around: per-replica and mirrored values, variables, sparse slices."""
+"""Values of strategies: per-replica and mirrored values, variables, sparse slices."""
 
 from mpidist.values.composite import CompositeVariable
 from mpidist.values.distributed import (

@@ -1,11 +1,11 @@
-"""Component: one copy of a variable; and the reading and assigning that it shares with Variable."""
+"""Component: one copy of a variable; and Assignable, which it shares with Variable."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from mpidist.values.indexed_slices import IndexedSlices, check_positions
 from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
-if TYPE_CHECKING:
-    from mpidist.values.variable import Variable
-
 Assignment = Callable[[Array, Array], None]
+Own = TypeVar("Own", bound="Assignable")
 
 
 def assign(array: Array, value: Array) -> None:
@@ -39,20 +37,22 @@ def assign_sub(array: Array, value: Array) -> None:
 
 
 class Assignable(ReadsAsArray):
-    """What variables and their components have in common: reading, and the family of assignments."""
+    """The base of variables and their components: reading, and the family of assignments."""
 
     name: str
 
-    def assign_by(self, how: Assignment, value: Any) -> Any:
+    def assign_by(self: Own, how: Assignment, value: Any) -> Own:
         """Change the value by one of the assignments."""
         raise NotImplementedError
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Any:
+    def scatter_by(self: Own, how: scatter.ScatterOp, slices: Any) -> Own:
         """Change rows by one of the scatter operations."""
         raise NotImplementedError
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the value; the table in ``mpidist.values.synchronization`` says what that means where.
+    def assign(
+        self: Own, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
+        """Set the value; see the table in ``mpidist.values.synchronization`` for its meaning by context.
 
         In cross-replica context give the same value on every rank, or a PerReplica, of which copy r gets the value r.
         Nothing is communicated at once; a checksum travels with the next collective of the strategy, which is a
@@ -77,20 +77,20 @@ class Assignable(ReadsAsArray):
         return self.assign_by(assign, value)
 
     def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
+        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
         """Add ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_add, delta)
 
     def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
+        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Own:
         """Subtract ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_sub, delta)
 
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_add(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Add rows at positions; repeated positions accumulate.
 
         In replica context the rows of all replicas are gathered first (collective) by the variable's
@@ -105,27 +105,27 @@ class Assignable(ReadsAsArray):
         """
         return self.scatter_by(scatter.ADD, sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_sub(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Subtract rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.SUB, sparse_delta)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_mul(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Multiply rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.MUL, sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_div(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Divide rows at positions, integers towards zero; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.DIV, sparse_delta)
 
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_min(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Take the smaller of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MIN, sparse_delta)
 
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_max(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Take the larger of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MAX, sparse_delta)
 
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
+    def scatter_update(self: Own, sparse_delta: IndexedSlices) -> Own:
         """Replace rows at positions; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.UPDATE, sparse_delta)
 
@@ -157,7 +157,7 @@ class Assignable(ReadsAsArray):
 
         It is where the variable is: a NumPy array, or a CuPy array on the variable's device. Use the variable
         itself, ``numpy.asarray(variable)`` or ``cupy.asarray(variable)``, to compute with it without a copy. (CuPy
-        has no read-only arrays: what it makes of a variable is not to be written.)
+        has no read-only arrays: those that it makes of a variable are not to be written.)
         """
         return copy_of(self.as_array())
 
@@ -203,7 +203,7 @@ class Assignable(ReadsAsArray):
 
 
 class Component(Assignable):
-    """One copy of a variable: what ``extended.update`` gives to its function. Assignments act on this copy alone.
+    """One copy of a variable, the argument of update functions. Assignments act on this copy alone.
 
     Args:
         name: Of the copy.
@@ -213,7 +213,8 @@ class Component(Assignable):
     def __init__(self, name: str, device: str) -> None:
         self.name = name
         self.device = device
-        self.container: Variable
+        # The variable that it is a copy of.
+        self.container: Assignable
 
     def copied(self) -> Component:
         """Return a component of another variable with the same value."""
@@ -224,11 +225,14 @@ class Component(Assignable):
         return f"on {self.device}"
 
     def start_from(self, value: Array) -> None:
-        """Set the value that another one was to have before anybody used it; local, and the same on every rank."""
+        """Set the initial value from a restored one; local, and the same on every rank."""
         self.assign_by(assign, value)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block around what comes before an assignment: where that is collective, errors reach every rank."""
+        """Return a block for work before an assignment.
+
+        Where assigning is collective its errors reach every rank.
+        """
         del doing
         return nullcontext()
 
@@ -291,7 +295,10 @@ class ArrayComponent(Component):
 
 
 def _check_on_device(positions: Array, rows: int) -> None:
-    """Raise IndexError unless all positions are in range: NumPy does so itself, CuPy wraps them around."""
+    """Raise IndexError unless all positions on a device are in range.
+
+    NumPy does so itself; CuPy would wrap them around.
+    """
     if is_device_array(positions):
         check_positions(positions, rows)
 
@@ -328,7 +335,7 @@ def as_value_of(variable: Assignable, value: Any) -> Array:
 
 
 def _converts(value: Any, given: DType, dtype: DType) -> bool:
-    """Whether a value of dtype ``given`` may be assigned to a variable of ``dtype``."""
+    """Return whether a value of dtype ``given`` may be assigned to a variable of ``dtype``."""
     is_python = isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic)
     if is_python and (np.can_cast(given, dtype, "same_kind") or (dtype.name == "bfloat16" and given.kind in "iuf")):
         return True

@@ -32,7 +32,10 @@ class CompositeVariable(Assignable):
         return self.variables[0].distribute_strategy
 
     def cut(self, value: Any) -> list[Any]:
-        """Return the parts' shares of an array of this shape, of IndexedSlices, or of a distributed value of them."""
+        """Return the parts' shares of a value of this shape.
+
+        It is an array, IndexedSlices, or a distributed value of them.
+        """
         raise NotImplementedError
 
     def like(self, variables: Sequence[Variable], name: str) -> CompositeVariable:
@@ -55,10 +58,10 @@ def cut_for(variable: AnyVariable, value: Any) -> list[Any]:
 
 
 def wholes_of(variables: Iterable[AnyVariable]) -> list[AnyVariable]:
-    """Return each of ``variables`` once, with the composite that it is a part of in its place where there is one."""
+    """Return each of ``variables`` once, with composites in place of their parts."""
     return list(dict.fromkeys(_whole_of(variable) for variable in variables))
 
 
 def _whole_of(variable: AnyVariable) -> AnyVariable:
     whole = variable.whole if isinstance(variable, Variable) else None
-    return variable if whole is None else whole
+    return whole if isinstance(whole, CompositeVariable) else variable

@@ -45,7 +45,7 @@ def variable_arguments(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
 ) -> dict[str, Any]:
-    """Check what can be checked without knowing the strategy, and fill in the defaults."""
+    """Check the arguments as far as no strategy is needed, and fill in the defaults."""
     if initial_value is None:
         raise ValueError("Variable was given no initial_value; expected a number, an array or a callable")
     _check_is_no_model(initial_value)
@@ -82,7 +82,10 @@ def variable_arguments(
 
 
 def _check_is_no_model(initial_value: Any) -> None:
-    """Raise TypeError for what has many values, and can often be called, as functions that make a value can."""
+    """Raise TypeError for modules and optimizers, which have many values.
+
+    They can often be called, as functions that make a value can.
+    """
     for is_one, name, instead in _MODELS:
         if is_one(initial_value):
             raise TypeError(
@@ -114,7 +117,9 @@ def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, a
 
 
 class VariableNames:
-    """The names of a strategy's variables, in order of creation, which is the same on all ranks.
+    """The names of a strategy's variables, in order of creation.
+
+    The order is the same on all ranks.
 
     A rank that lists its variables in another order than the others would add up gradients of different variables. So
     their labels travel with the gradients, and no two variables of a strategy have the same label.
@@ -129,7 +134,7 @@ class VariableNames:
         self._taken: Counter[str] = Counter()
 
     def default(self) -> str:
-        """Return the name of the next variable that is given none, as TensorFlow 1 counts them.
+        """Return the name of the next unnamed variable, as TensorFlow 1 counts them.
 
         >>> names = VariableNames()
         >>> names.default()
@@ -141,10 +146,13 @@ class VariableNames:
         return f"Variable_{self._unnamed}" if self._unnamed else "Variable"
 
     def took_default(self) -> None:
-        """Note that there is a variable of the name ``default()``, which could have failed on all ranks."""
+        """Note that a variable has the name ``default()``.
+
+        Its creation could have failed, on all ranks.
+        """
         self._unnamed += 1
 
     def label(self, name: str) -> str:
-        """Return what no other variable is called, and note the name."""
+        """Return a label that no other variable has, and note the name."""
         self._taken[name] += 1
         return name if self._taken[name] == 1 else f"{name} (number {self._taken[name]} of this name)"

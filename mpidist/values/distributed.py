@@ -1,4 +1,4 @@
-"""Values with one component per replica: PerReplica (they differ), Mirrored (they are equal), structures of them."""
+"""Values with one component per replica: PerReplica (they differ), Mirrored (they are equal)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from mpidist.values.placement import array_of
 
 
 class DistributedValues:
-    """What has a value per replica: PerReplica, Mirrored and Variable (tf.distribute.DistributedValues)."""
+    """The base of values per replica: PerReplica, Mirrored and Variable (tf.distribute.DistributedValues)."""
 
 
 class ReplicaValues(DistributedValues):
-    """A value per replica of this rank, given to functions of replicas one by one; a Variable resolves by itself.
+    """A value per replica of this rank.
+
+    Functions of replicas get one each; a Variable resolves by itself.
 
     Args:
         values: The components of this rank's replicas, in order.
@@ -134,7 +136,9 @@ PerReplica.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class Mirrored(ReplicaValues, ReadsAsArray):
-    """Components that are equal on all replicas; behaves as an array by way of the first local copy.
+    """Components that are equal on all replicas.
+
+    It behaves as an array by way of the first local copy.
 
     >>> Mirrored((np.array([1.0, 2.0]), np.array([1.0, 2.0]))) + 1
     array([2., 3.])
@@ -232,7 +236,7 @@ def select_replica(local_id: int, structure: Any) -> Any:
 
 
 def select_replica_mirrored(local_id: int, structure: Any) -> Any:
-    """As :func:`select_replica`, for structures in which nothing may differ between replicas.
+    """Select as :func:`select_replica`, where nothing may differ between replicas.
 
     Raises:
         TypeError: A leaf is a PerReplica.

@@ -115,7 +115,10 @@ def check_positions(positions: Array, rows: int) -> None:
 
 
 def _range(indices: Array) -> tuple[int, int]:
-    """Return the smallest and the largest index, 0 and -1 where there is none; waits for a device once."""
+    """Return the smallest and the largest index, or 0 and -1.
+
+    Waits for a device once.
+    """
     if indices.size == 0:
         return 0, -1
     with place_of(indices).current():
@@ -124,7 +127,7 @@ def _range(indices: Array) -> tuple[int, int]:
 
 
 def concatenate(slices: Sequence[IndexedSlices]) -> IndexedSlices:
-    """Return all rows of ``slices``, in order, where the first of them are; their sum as sparse values.
+    """Return the sum of sparse values: all rows, in order, where the first are.
 
     Raises:
         ValueError: Row shapes, dtypes or dense shapes differ.
@@ -194,7 +197,7 @@ def last_of_each(rows: Array, positions: Array) -> tuple[Array, Array]:
 
 
 def _sorted(positions: Array) -> tuple[Array, Array, Array]:
-    """Return the stable order of the positions, where each new one starts in it, and the numbers from 0."""
+    """Return the stable order of the positions, the starts in it, and numbers from 0."""
     order = np.argsort(positions, kind="stable")
     starts = np.flatnonzero(_begins(positions[order]))
     return order, starts, np.cumsum(np.ones_like(order)) - 1

@@ -1,4 +1,4 @@
-"""Operators of things that stand for an array: each asks ``as_array()`` for it and lets its library do the rest."""
+"""Operators of objects that stand for an array, which the array's library carries out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_operand(value: Any) -> Any:
 
 
 def _as_operands(value: Any) -> Any:
-    """Return ``value``, arguments of a NumPy function, with what stands for an array replaced by the array."""
+    """Return arguments of a NumPy function with arrays in place of their stand-ins."""
     if isinstance(value, (list, tuple)):
         parts = [_as_operands(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -32,7 +32,7 @@ def _as_operands(value: Any) -> Any:
 
 
 class ReadsAsArray(NDArrayOperatorsMixin):
-    """Mixin: arithmetic, comparison, indexing and NumPy functions act on what ``as_array()`` returns.
+    """Mixin: arithmetic, comparison, indexing and NumPy functions act on ``as_array()``.
 
     An array on a device is computed with there, and never copied to the host unasked.
     """
@@ -42,7 +42,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def _is_on_device(self) -> bool:
-        """Whether ``as_array()`` returns an array on a device."""
+        """Return whether ``as_array()`` returns an array on a device."""
         raise NotImplementedError
 
     def numpy(self) -> Array:

@@ -1,4 +1,4 @@
-"""Place: the host, or one device of this process; where an array lies, and bringing arrays there."""
+"""Place: the host, or one device of this process; bringing arrays there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place:
     """The host, or one device.
 
     Args:
-        ops: What handles arrays of its kind.
+        ops: The operations for arrays of its kind.
         number: Which device; 0 for the host, whose devices are virtual.
     """
 
@@ -44,7 +44,7 @@ class Place:
         return self.ops.on(self.number)
 
     def settle(self) -> None:
-        """Let this thread compute here from now on, where it would otherwise on a GPU that this process does not use.
+        """Let this thread compute here from now on, not on an unused GPU.
 
         That is GPU 0, in a thread that has chosen none.
         """
@@ -144,7 +144,10 @@ def place_of_operands(operands: Iterable[Any]) -> Place:
 
 
 def array_of(value: Any, what: str = "value") -> Array:
-    """Return what ``to_array`` does, and also lists as arrays: on the device of the first device array in them."""
+    """Return ``value`` as ``to_array`` does, and lists as arrays too.
+
+    A list becomes an array on the device of the first device array in it.
+    """
     if not isinstance(value, (list, tuple)):
         return to_array(value, what)
     place = place_of_operands(value)
@@ -176,7 +179,9 @@ _placement = _Placement()
 
 @contextmanager
 def variables_on_host() -> Iterator[None]:
-    """Create the variables of the block in host memory, also under a strategy of devices: counters that steer a step.
+    """Create the variables of the block in host memory, such as counters.
+
+    Also under a strategy of devices.
 
     A copy per replica is kept as everywhere; reading one does not wait for a device.
     """

@@ -1,4 +1,4 @@
-"""Sparse updates of an array in place, and the checks on what is scattered."""
+"""Sparse updates of an array in place, and the checks of their rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScatterOp(NamedTuple):
         apply_rows: Changes a NumPy array in place, given positions and rows.
         can_aggregate: Whether rows of several replicas can be summed or averaged first.
         combine: Makes one of two rows for the same position; None takes the last of them.
-        apply_once: Returns what an element becomes, given it and its row.
+        apply_once: Returns the new element, given the old one and its row.
     """
 
     name: str
@@ -74,7 +74,7 @@ UPDATE = ScatterOp("scatter_update", _update, False, None, _second)
 
 
 def check_slices(slices: Any, variable: Any) -> IndexedSlices:
-    """Return ``slices`` in the variable's dtype where it is, after checking kind, positions and shape of the rows."""
+    """Return ``slices`` in the variable's dtype and place, after checking its rows."""
     if not isinstance(slices, IndexedSlices):
         raise TypeError(
             f"a {type(slices).__name__} was scattered into variable {variable.name!r}; "

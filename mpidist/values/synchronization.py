@@ -1,4 +1,4 @@
-"""The rules by which the copies of a variable are kept together: synchronization x aggregation x context.
+"""The rules that keep the copies of a variable together: synchronization x aggregation x context.
 
 Writing (n replicas, n > 1):
 
@@ -21,22 +21,19 @@ are laid out over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.values.component import Assignment, as_value_of, assign
+from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import array_of, on_host, place_of
-
-if TYPE_CHECKING:
-    from mpidist.values.scatter import ScatterOp
-    from mpidist.values.variable import Variable
+from mpidist.values.placement import array_of, on_host, place_at, place_of, placed
+from mpidist.values.scatter import ScatterOp
+from mpidist.values.variable import Policy, Variable, changing
 
 
 def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
@@ -55,35 +52,14 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
         component.assign_by(how, part)
 
 
-@contextmanager
-def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
-    """A block in which this rank changes the copies of a variable by itself; the ranks compare them afterwards.
-
-    Args:
-        variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
-            that one rank copied are its own.
-        how: What is done to it.
-        rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
-    """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
-        yield
-        return
-    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
-    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
-        yield
-    if rows is not None:
-        parts = (rows.values, rows.indices)
-        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
-
-
 def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, ReplicaValues) else value
     return strategy.extended.broadcast_nest(mine, note=doing)
 
 
-class Policy:
-    """The rules of ON_WRITE, where copies are equal at all times; of others in subclasses."""
+class _OnWrite(Policy):
+    """Copies are equal at all times."""
 
     def read(self, variable: Variable) -> Array:
         """Return the value in cross-replica context."""
@@ -167,11 +143,14 @@ class Policy:
             )
 
 
-class _Central(Policy):
-    """There is one copy, into which every replica scatters: in TensorFlow too, aggregation is for assignments alone."""
+class _Central(_OnWrite):
+    """There is one copy, into which every replica scatters.
+
+    In TensorFlow too, aggregation is for assignments alone.
+    """
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
-        """All of them have a meaning."""
+        """Allow all of them."""
 
     def scatter_in_replica(
         self, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
@@ -179,7 +158,7 @@ class _Central(Policy):
         self._scatter_rows(ReduceOp.SUM, variable, context, how, slices)
 
 
-class _OnRead(Policy):
+class _OnRead(_OnWrite):
     """Every replica writes its own copy; copies are combined when they are read together."""
 
     def read(self, variable: Variable) -> Array:
@@ -219,13 +198,26 @@ class _OnRead(Policy):
         )
 
 
-_ON_WRITE = Policy()
+_ON_WRITE = _OnWrite()
 _ON_READ = _OnRead()
 _CENTRAL = _Central()
 
 
-def policy_for(synchronization: VariableSynchronization, is_central: bool) -> Policy:
-    """Return the rules of a synchronization, or those of variables that have one copy for all replicas."""
-    if is_central:
-        return _CENTRAL
-    return _ON_READ if synchronization == VariableSynchronization.ON_READ else _ON_WRITE
+def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, **properties: Any) -> Variable:
+    """Return a variable with a copy of ``array`` for each of ``devices``; for ``StrategyExtended.create_variable``."""
+    name = properties["name"]
+    components = [
+        ArrayComponent(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
+        for i, device in enumerate(placed(devices))
+    ]
+    return variable_of(strategy, components, **properties)
+
+
+def variable_of(strategy: StrategyLike, components: Sequence[Component], **properties: Any) -> Variable:
+    """Return a variable made of ``components``, which no other variable has."""
+    variable: Variable = object.__new__(Variable)
+    policy = _ON_READ if properties["synchronization"] == VariableSynchronization.ON_READ else _ON_WRITE
+    if strategy.extended.is_central:
+        policy = _CENTRAL
+    variable.assemble(strategy, components, policy=policy, **properties)
+    return variable

@@ -1,16 +1,21 @@
-"""Variable: what users create, and how its creation reaches the current strategy."""
+"""Variable, and the way of its creation to the current strategy."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.core.context import (
@@ -23,29 +28,31 @@ from mpidist.core.context import (
     variable_creators,
 )
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
-from mpidist.core.protocols import StrategyLike
-from mpidist.values import first_use, scatter
-from mpidist.values.component import ArrayComponent, Assignable, Assignment, Component, as_value_of
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.values import scatter
+from mpidist.values.component import Assignable, Assignment, Component, as_value_of
 from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
-from mpidist.values.placement import Place, place_at, placed
-from mpidist.values.synchronization import Policy, changing, policy_for
+from mpidist.values.indexed_slices import IndexedSlices
+from mpidist.values.placement import Place, on_host, place_at
 
-if TYPE_CHECKING:
-    from mpidist.values.composite import CompositeVariable
+Instance = TypeVar("Instance")
 
 
 class _CreatedByStrategy(ABCMeta):
     """Makes ``Variable(...)`` ask the current strategy, through the creators that are active."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    # Type checkers take the arguments from ``__init__``, as this returns an instance of the class.
+    def __call__(cls: type[Instance], *args: Any, **kwargs: Any) -> Instance:
         if cls is not Variable:
-            return super().__call__(*args, **kwargs)
+            instance: Instance = type.__call__(cls, *args, **kwargs)
+            return instance
         arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
         for creator in variable_creators():
             create = partial(creator, create)
-        return create(**arguments)
+        created: Instance = create(**arguments)
+        return created
 
 
 def _create_under_current_strategy(**arguments: Any) -> Any:
@@ -68,7 +75,7 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
 
 
 class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
-    """A value that lives as long as the program, with a copy per replica (tf.Variable under a strategy).
+    """A value that outlives a step, with a copy per replica (tf.Variable).
 
     Inside ``strategy.scope()`` creation is collective: call it on every rank, in the same order; all copies start
     from the first rank's value. Outside any strategy it is an ordinary variable of this process.
@@ -119,7 +126,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     __signature__ = inspect.signature(variable_arguments).replace(return_annotation=None)
     # What it is a part of; see ``whole_of``.
-    whole: CompositeVariable | None = None
+    whole: Assignable | None = None
     # Whether it may still be given a restored value that waits for it, when it comes to its place.
     is_unused = True
 
@@ -128,6 +135,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         strategy: StrategyLike,
         components: Sequence[Component],
         *,
+        policy: Policy,
         initial_value: Any,
         name: str,
         trainable: bool,
@@ -143,7 +151,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         self._has_one_value = len(components) == 1 and strategy.num_replicas_in_sync == 1
         for component in self._components:
             component.container = self
-        self._policy: Policy = policy_for(synchronization, strategy.extended.is_central)
+        self._policy = policy
         self.name = name
         self.label = strategy.extended.variable_names.label(name) if label is None else label
         self.is_copy = label is not None
@@ -160,7 +168,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     def values(self) -> tuple[Component, ...]:
         """The copies of this rank's replicas."""
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         return self._components
 
     @property
@@ -180,7 +188,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     @property
     def initial_value(self) -> Any:
-        """What the variable was created from on this rank.
+        """The value or array that the variable was created from on this rank.
 
         Raises:
             RuntimeError: It was an array that the program has let go of since; variables do not keep it alive.
@@ -214,7 +222,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         return self._component(self._local_id() or 0).local_place()
 
     def _component(self, local_id: int) -> Component:
-        """Return the copy of a local replica; the only one where all of them share it."""
+        """Return the copy of a local replica, or the one that all share."""
         return self._components[local_id if len(self._components) > 1 else 0]
 
     def _local_id(self) -> int | None:
@@ -231,7 +239,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     def as_array(self) -> Array:
         """See ``ReadsAsArray``."""
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         local_id = self._local_id()
         if local_id is not None:
             return self._component(local_id).as_array()
@@ -240,16 +248,19 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
             return super().value()
         return self._component(local_id or 0).value()
 
     def sparse_read(self, indices: Any) -> Array:
-        """Return the rows at ``indices``; of a copy in the memory of another process only these travel."""
+        """Return the rows at ``indices``.
+
+        Of a copy in the memory of another process only these travel.
+        """
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         local_id = self._local_id()
         if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
             return super().sparse_read(indices)
@@ -258,7 +269,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     def assign_by(self, how: Assignment, value: Any) -> Variable:
         """See ``Assignable``."""
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
         if self._has_one_value:
@@ -280,7 +291,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Variable:
         """See ``Assignable``."""
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         frame = current_frame()
         self._check_belongs_here(frame)
         if self._has_one_value:
@@ -316,7 +327,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if self.is_unused:
-            first_use.before_first_use(self)
+            before_first_use(self)
         frame = current_frame()
         if self._strategy.num_replicas_in_sync > 1 and (
             frame.strategy is not self._strategy or frame.replica_context is not None
@@ -331,6 +342,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         twin.assemble(
             self._strategy,
             parts,
+            policy=self._policy,
             initial_value=self._initial_value(),
             name=self.name,
             trainable=self.trainable,
@@ -361,6 +373,53 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         )
 
 
+class Policy(ABC):
+    """The rules by which a variable is read and written outside of an update."""
+
+    @abstractmethod
+    def read(self, variable: Variable) -> Array:
+        """Return the value in cross-replica context."""
+
+    @abstractmethod
+    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
+        """Assign in replica context."""
+
+    @abstractmethod
+    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+        """Assign in cross-replica context."""
+
+    @abstractmethod
+    def check_scatter(self, variable: Variable, how: scatter.ScatterOp) -> None:
+        """Raise NotImplementedError where ``how`` has no meaning."""
+
+    @abstractmethod
+    def scatter_in_replica(
+        self, variable: Variable, context: ReplicaContextLike, how: scatter.ScatterOp, slices: IndexedSlices
+    ) -> None:
+        """Scatter in replica context, after ``check_scatter`` has allowed it."""
+
+
+@contextmanager
+def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
+    """Run a block that changes this rank's copies alone; the ranks compare them afterwards.
+
+    Args:
+        variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
+            that one rank copied are its own.
+        how: The kind of change.
+        rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
+    """
+    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
+        yield
+        return
+    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
+    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
+        yield
+    if rows is not None:
+        parts = (rows.values, rows.indices)
+        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
+
+
 def _weakly(value: Any) -> Callable[[], Any]:
     """Return a function that returns ``value``, without keeping an array alive."""
     return weakref.ref(value) if isinstance(value, np.ndarray) or is_device_array(value) else lambda: value
@@ -383,23 +442,6 @@ class Reference:
         return id(self._variable)
 
 
-def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, **properties: Any) -> Variable:
-    """Return a variable with a copy of ``array`` for each of ``devices``; for ``StrategyExtended.create_variable``."""
-    name = properties["name"]
-    components = [
-        ArrayComponent(place_at(device).copies(array), name if i == 0 else f"{name}/replica_{i}", device)
-        for i, device in enumerate(placed(devices))
-    ]
-    return variable_of(strategy, components, **properties)
-
-
-def variable_of(strategy: StrategyLike, components: Sequence[Component], **properties: Any) -> Variable:
-    """Return a variable made of ``components``, which no other variable has."""
-    variable: Variable = object.__new__(Variable)
-    variable.assemble(strategy, components, **properties)
-    return variable
-
-
 def _sole_value(value: Any) -> Any:
     return value.values[0] if isinstance(value, ReplicaValues) and len(value.values) == 1 else value
 
@@ -419,3 +461,48 @@ def update_components(
         with place_at(device).current(), entered(Frame(strategy, None, i)):
             results.append(fn(component, *args, **kwargs))
     return results
+
+
+# Restored values that wait for variables are looked for when a variable is first used: by then the program has put it
+# where it belongs, which it has not when the variable is made.
+
+
+class LooksForVariables(Protocol):
+    """Holds values for variables that do not exist yet."""
+
+    def look(self, used: Variable | None = None) -> None:
+        """Give each unused variable that has come to its place its value; local. Errors are those of ``used``."""
+
+
+_waiting: WeakValueDictionary[int, LooksForVariables] = WeakValueDictionary()
+_numbers = count()
+# Replicas of one process run in threads.
+_lock = threading.RLock()
+
+
+def begin_to_wait(waiting: LooksForVariables) -> None:
+    """Let ``waiting`` look before each first use of a variable, while it lives."""
+    _waiting[next(_numbers)] = waiting
+
+
+def stop_waiting(waiting: LooksForVariables) -> None:
+    """Let ``waiting`` look no more."""
+    for number in [number for number, those in _waiting.items() if those is waiting]:
+        del _waiting[number]
+
+
+def before_first_use(variable: Variable) -> None:
+    """Let all that wait look, as they may wait for ``variable``."""
+    with _lock:
+        give_restored_values(variable)
+        variable.is_unused = False
+
+
+def give_restored_values(used: Variable | None = None) -> None:
+    """Let all that wait look, the latest first.
+
+    A variable that one fills is not looked at by the next.
+    """
+    with _lock:
+        for _, waiting in sorted(_waiting.items(), reverse=True):
+            waiting.look(used)

@@ -16,8 +16,9 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import latest_checkpoint, safetensors_file, saving
-from mpidist.checkpoint.job import finish_writing, give_up_all
+from mpidist.checkpoint import formats, latest_checkpoint
+from mpidist.checkpoint.checkpoint import Save
+from mpidist.checkpoint.writer import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.jobs import child_environment, run_script
@@ -31,7 +32,7 @@ class Brake:
         self.go = threading.Event()
         self.error: OSError | None = None
         self.threads: list[threading.Thread] = []
-        self._write = safetensors_file.write
+        self._write = formats.write_tensors
 
     def __call__(self, path: Path, tensors: Any) -> Any:
         self.threads.append(threading.current_thread())
@@ -44,7 +45,7 @@ class Brake:
 @pytest.fixture
 def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brake]:
     brake = Brake()
-    monkeypatch.setattr(safetensors_file, "write", brake)
+    monkeypatch.setattr(formats, "write_tensors", brake)
     yield brake
     brake.go.set()
 
@@ -150,15 +151,15 @@ SLOW_SAVE = """
     import sys, time
     import numpy as np
     import mpidist
-    from mpidist.checkpoint import safetensors_file
+    from mpidist.checkpoint import formats
 
-    write = safetensors_file.write
+    write = formats.write_tensors
     def slow(path, tensors):
         time.sleep(0.5)
         if sys.argv[2] == "fail":
             raise OSError(28, "No space left on device", str(path))
         return write(path, tensors)
-    safetensors_file.write = slow
+    formats.write_tensors = slow
     strategy = mpidist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         v = mpidist.Variable(np.arange(1000.0))
@@ -273,7 +274,7 @@ def test_two_saves_of_one_process_to_one_name(brake: Brake, tmp_path: Path) -> N
 def test_a_rank_without_memory_for_the_copy(
     strategy: mpidist.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(array: Any) -> Any:
+    def exhausted(*_: Any) -> Any:
         raise MemoryError("Unable to allocate 8 bytes")
 
     is_chief = strategy.extended.should_checkpoint
@@ -281,7 +282,7 @@ def test_a_rank_without_memory_for_the_copy(
         checkpoint = Checkpoint(v=mpidist.Variable(1.0))
     with monkeypatch.context() as patch:
         if is_chief:
-            patch.setattr(saving, "on_host", exhausted)
+            patch.setattr(Save, "_part_of", exhausted)
         with pytest.raises(MemoryError if is_chief else PeerError, match="Unable to allocate"):
             checkpoint.save(tmp_path / "ckpt", async_save=True)
     assert checkpoint.save(tmp_path / "ckpt", async_save=True).endswith("ckpt-1")

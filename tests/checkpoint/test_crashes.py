@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 # Lets a process kill itself before the n-th of its steps on the file system.
 DIES = """
     import os, signal, sys
-    from mpidist.checkpoint import safetensors_file
+    from mpidist.checkpoint import formats
 
     class Death:
         EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir", "os.scandir")
@@ -33,9 +33,9 @@ DIES = """
         def __init__(self):
             self.folder, self.steps_left, self.steps = None, -1, 0
             sys.addaudithook(self.watch)
-            self.sync, self.write = os.fsync, safetensors_file._write_all
+            self.sync, self.write = os.fsync, formats._write_all
             os.fsync = lambda descriptor: (self.step(), self.sync(descriptor))[1]
-            safetensors_file._write_all = self.write_by_halves
+            formats._write_all = self.write_by_halves
 
         def watch(self, event, arguments):
             # Files are opened, and directories listed, also by whatever else Python does.

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, safetensors_file, storage
-from mpidist.checkpoint.job import Job
-from mpidist.checkpoint.manifest import Manifest, Part, Tensor
+from mpidist.checkpoint import DamagedCheckpointError, formats, latest_checkpoint, storage
+from mpidist.checkpoint.formats import Manifest, Tensor, TensorPart
+from mpidist.checkpoint.writer import Job
 
 pytestmark = pytest.mark.one_rank
 
@@ -59,12 +59,13 @@ def write_in_two_parts(path: Path) -> None:
         {"v": v.reshape(-1)[:2], "z": z.view(np.uint8), "model/a": np.array(5.0)},
         {"v": v.reshape(-1)[2:], "half": np.zeros(0, np.float16)},
     )
-    files = {name: safetensors_file.write(path / name, part) for name, part in zip(DATA, parts, strict=True)}
+    files = {name: formats.write_tensors(path / name, part) for name, part in zip(DATA, parts, strict=True)}
+    parts_of_v = TensorPart(DATA[0], 0, 2), TensorPart(DATA[1], 2, 6)
     tensors = {
-        "v": Tensor((3, 2), "float64", "tensor", (Part(DATA[0], 0, 2), Part(DATA[1], 2, 6)), "ON_WRITE", "NONE"),
-        "z": Tensor((2,), "complex128", "bytes", (Part(DATA[0], 0, 2),)),
-        "model/a": Tensor((), "float64", "tensor", (Part(DATA[0], 0, 1),), "ON_WRITE", "NONE"),
-        "half": Tensor((0,), "float16", "tensor", (Part(DATA[1], 0, 0),)),
+        "v": Tensor((3, 2), "float64", "tensor", parts_of_v, "ON_WRITE", "NONE"),
+        "z": Tensor((2,), "complex128", "bytes", (TensorPart(DATA[0], 0, 2),)),
+        "model/a": Tensor((), "float64", "tensor", (TensorPart(DATA[0], 0, 1),), "ON_WRITE", "NONE"),
+        "half": Tensor((0,), "float16", "tensor", (TensorPart(DATA[1], 0, 0),)),
     }
     values = {
         "step": 7,

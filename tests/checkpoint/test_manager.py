@@ -18,7 +18,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, safetensors_file
+from mpidist.checkpoint import DamagedCheckpointError, formats
 from mpidist.checkpoint import manager as manager_module
 from mpidist.core.errors import PeerError
 from tests.support.ranks.jobs import child_environment
@@ -136,7 +136,7 @@ def test_a_save_that_failed_does_not_count_for_the_interval(
     manager.wait()
     checkpoint.step = 5
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(safetensors_file, "write", fails)
+        patch.setattr(formats, "write_tensors", fails)
         manager.save()
         manager.wait()
     checkpoint.step = 6
@@ -182,18 +182,18 @@ def test_the_old_goes_only_when_the_new_is_safe(
     manager = CheckpointManager(checkpoint, tmp_path, 1)
     first = manager.save()
     events = []
-    write, remove = safetensors_file.write, manager_module.remove_checkpoint
+    write, remove = formats.write_tensors, manager_module.remove_checkpoint
 
     def fails(path: Path, tensors: Any) -> Any:
         raise OSError(28, "No space left on device", str(path))
 
     expected = OSError if strategy.extended.should_checkpoint else PeerError
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "write", fails)
+        patch.setattr(formats, "write_tensors", fails)
         with pytest.raises(expected, match="No space left"):
             manager.save()
     assert manager.checkpoints == [first]
-    monkeypatch.setattr(safetensors_file, "write", lambda *a: (events.append("written"), write(*a))[1])
+    monkeypatch.setattr(formats, "write_tensors", lambda *a: (events.append("written"), write(*a))[1])
     monkeypatch.setattr(manager_module, "remove_checkpoint", lambda path: (events.append(path.name), remove(path)))
     second = manager.save()
     assert names([second]) == ["ckpt-2"]
@@ -347,14 +347,14 @@ def test_without_locks_nothing_is_taken_for_a_leftover(tmp_path: Path, monkeypat
 
 def test_while_a_thread_writes_its_files_are_not_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(array=np.arange(10))
-    write = safetensors_file.write
+    write = formats.write_tensors
 
     def slow(path: Path, tensors: Any) -> Any:
         time.sleep(0.1)
         CheckpointManager(Checkpoint(step=0), tmp_path, 1)
         return write(path, tensors)
 
-    monkeypatch.setattr(safetensors_file, "write", slow)
+    monkeypatch.setattr(formats, "write_tensors", slow)
     path = checkpoint.save(tmp_path / "ckpt", async_save=True)
     CheckpointManager(Checkpoint(step=0), tmp_path, 1)
     checkpoint.restore(path).assert_consumed()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, safetensors_file, saving
-from mpidist.checkpoint.job import Job
-from mpidist.checkpoint.saving import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint import DamagedCheckpointError, division, formats
+from mpidist.checkpoint.division import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint.writer import Job
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
@@ -133,7 +133,7 @@ def test_the_failure_of_any_rank_is_that_of_all(
 
     world = MPI.COMM_WORLD
     checkpoint = Checkpoint(**model(strategy, 1.0))
-    write = safetensors_file.write
+    write = formats.write_tensors
 
     def fails(path: Path, tensors: Any) -> Any:
         path.write_bytes(b"a part")
@@ -143,7 +143,7 @@ def test_the_failure_of_any_rank_is_that_of_all(
         first = checkpoint.save(folder / "ckpt", sharded=True)
         for failing in range(world.size):
             with monkeypatch.context() as patch:
-                patch.setattr(safetensors_file, "write", fails if world.rank == failing else write)
+                patch.setattr(formats, "write_tensors", fails if world.rank == failing else write)
                 expected = OSError if world.rank == failing else PeerError
                 with pytest.raises(expected, match=r"No space left on device") as caught:
                     checkpoint.save(folder / "ckpt", sharded=True, async_save=async_save)
@@ -167,14 +167,14 @@ def test_folders_that_are_not_shared(
     # What another host does whose folder of this name is its own, or has nothing of what the first rank has made.
     rank = MPI.COMM_WORLD.rank
     checkpoint = Checkpoint(**model(strategy, 1.0))
-    write, part = safetensors_file.write, Job.part
+    write, part = formats.write_tensors, Job.part
 
     def part_elsewhere(job: Job) -> Any:
         job.directory = tmp_path / job.directory.name
         return part(job)
 
     if rank == 1 and seen:
-        monkeypatch.setattr(safetensors_file, "write", lambda path, tensors: write(tmp_path / path.name, tensors))
+        monkeypatch.setattr(formats, "write_tensors", lambda path, tensors: write(tmp_path / path.name, tensors))
     elif rank == 1:
         monkeypatch.setattr(Job, "part", part_elsewhere)
     with of_all_ranks(tmp_path) as folder:
@@ -202,7 +202,7 @@ def test_other_objects_on_one_rank(strategy: mpidist.Strategy, tmp_path: Path) -
 def test_a_part_that_is_missing_or_damaged(
     strategy: mpidist.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "SMALLEST_PART_BYTES", 8)
+    monkeypatch.setattr(division, "SMALLEST_PART_BYTES", 8)
     is_first = strategy.extended.should_checkpoint
     with of_all_ranks(tmp_path) as folder:
         with strategy.scope():

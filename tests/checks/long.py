@@ -1,4 +1,4 @@
-"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts with Slurm, CuPy's NCCL binding, MPICH."""
+"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts with Slurm, CuPy's binding, MPICH, types."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SHARES = [
     ["long 2"],
     ["binding"],
     ["MPICH"],
+    ["types"],
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
     ["hosts: slurm_scripts"],
@@ -33,6 +34,7 @@ def everything() -> list[Part]:
         one_rank("long 2", ["tests"], "--long", "-m", "long", *_others_than_long_1(), seconds=_SECONDS),
         _make("binding", "test-binding"),
         _make("MPICH", "test-mpich"),
+        _make("types", "test-types"),
         *hosts,
     ]
 

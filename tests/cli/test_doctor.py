@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpidist.__main__ import main
-from mpidist.cli.doctor_facts.facts import Link, NcclNet
+from mpidist.cli.doctor_facts.facts import LinkSpeed, NcclNet
 from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
 from mpidist.core.version import __version__
 from tests.cli import doctor_jobs as made
@@ -27,9 +27,9 @@ runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
 """
 # Rank 2 keeps silent towards rank 1, as if there were no way between them.
 NO_WAY_BETWEEN_1_AND_2 = """
-from mpidist.cli.doctor_facts import messages
-first_partners = messages.first_partners
-messages.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
+from mpidist.cli.doctor_facts import timed_messages
+first_partners = timed_messages.first_partners
+timed_messages.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
 """
 # As if the network failed after the first messages.
 RANK_1_IS_GONE_IN_THE_MIDDLE = """
@@ -288,8 +288,8 @@ def made_finding(text: str, command: str) -> Any:
 
 
 def test_links_as_text() -> None:
-    def link(one: int, speed: float) -> Link:
-        return Link((one, one + 1), (f"n{one}", f"n{one + 1}"), True, 1e-5 * (one + 1), speed)
+    def link(one: int, speed: float) -> LinkSpeed:
+        return LinkSpeed((one, one + 1), (f"n{one}", f"n{one + 1}"), True, 1e-5 * (one + 1), speed)
 
     assert links_text([link(0, 1e9)]) == "10 us, 1 GB/s (ranks 0 and 1)"
     text = "10 us to 20 us, 100 MB/s to 1 GB/s, slowest: n1 - n2 (ranks 1 and 2)"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mpidist.cli.doctor_facts import machine, messages
+from mpidist.cli.doctor_facts import machine, timed_messages
 from mpidist.cli.doctor_facts.facts import GpuFacts, Interface
 from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
 from mpidist.cli.doctor_facts.machine import nccl_net
-from mpidist.cli.doctor_facts.messages import Heard, first_partners, merged, partners_on_nodes
 from mpidist.cli.doctor_facts.rank import hosts_of_job
+from mpidist.cli.doctor_facts.timed_messages import Heard, first_partners, merged, partners_on_nodes
 from mpidist.collectives.gpu import network_probes
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
@@ -206,7 +206,7 @@ def test_first_partners_are_mutual_and_make_a_ring(size: int) -> None:
         assert (one + 1) % size in partners[one]
         assert all(one in partners[other] for other in partners[one])
     assert len(partners[0]) == size - 1
-    if size <= messages.ALL_PAIRS_RANKS:
+    if size <= timed_messages.ALL_PAIRS_RANKS:
         assert all(len(others) == size - 1 for others in partners)
 
 
@@ -259,9 +259,9 @@ def test_rounds_of_links(count: int) -> None:
 
 WATCHED = """
 import os, signal, time
-from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 NOTHING = Ending("", "")
-with Watch({document}) as watch:
+with Watchdog({document}) as watch:
     watch.stage({seconds}, Ending("takes too long", "look"), Ending("was ended", "look again"))
     {then}
 print("went on")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpidist.cli.doctor_checks.network import check_links, check_network, check_reach
-from mpidist.cli.doctor_facts.facts import Interface, JobFacts, Link
+from mpidist.cli.doctor_facts.facts import Interface, JobFacts, LinkSpeed
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
 
@@ -30,8 +30,8 @@ def test_ethernet_where_there_is_infiniband(vendor: str, command: str) -> None:
 
 
 def test_one_slow_link() -> None:
-    def link(one: int, speed: float) -> Link:
-        return Link((one, one + 1), (f"node{one}", f"node{one + 1}"), True, 1e-5, speed)
+    def link(one: int, speed: float) -> LinkSpeed:
+        return LinkSpeed((one, one + 1), (f"node{one}", f"node{one + 1}"), True, 1e-5, speed)
 
     hosts = [f"node{rank}" for rank in range(4)]
     slow = replace(job({}, {}, {}, {}, hosts=hosts), links=(link(0, 1e9), link(1, 1e8), link(2, 1.1e9)))
@@ -59,7 +59,7 @@ def test_what_shows_a_slow_link(system: str | None, in_use: dict[str, tuple[str,
     hosts = [f"node{rank}" for rank in range(4)]
     speeds = {(0, 1): 1e9, (1, 2): 1e8, (2, 3): 1.1e9}
     measured = tuple(
-        Link(ranks, (hosts[ranks[0]], hosts[ranks[1]]), True, 1e-5, speed) for ranks, speed in speeds.items()
+        LinkSpeed(ranks, (hosts[ranks[0]], hosts[ranks[1]]), True, 1e-5, speed) for ranks, speed in speeds.items()
     )
     slow = job({}, {}, {}, {}, hosts=hosts, interfaces=INFINIBAND, batch_system=system)
     (found,) = check_links(replace(slow, links=measured, in_use=in_use))

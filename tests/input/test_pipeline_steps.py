@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpidist.compat.input_iterator import EvenBatches
 from mpidist.input import SHARD_HINT, Dataset
 from mpidist.input.caching import Cached
 from mpidist.input.choosing import Shuffled, Skip
-from mpidist.input.even_batches import EvenBatches
 from mpidist.input.graph import Form, GraphNode
 from mpidist.input.sources import FileNames
 from mpidist.input.steps import Concatenated, Mapped, Prefetched

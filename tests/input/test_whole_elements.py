@@ -16,7 +16,7 @@ pytestmark = pytest.mark.counts
 
 @pytest.fixture(autouse=True)
 def not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_elements, "watch", whole_elements.Watch())
+    monkeypatch.setattr(whole_elements, "watch", whole_elements.FirstElementWatch())
 
 
 @pytest.fixture(scope="module")

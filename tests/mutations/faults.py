@@ -96,7 +96,7 @@ _ARRAYS = (
 _TOPOLOGY = (
     Fault(
         "GPUs that do not divide are dealt to two processes at once",
-        "mpidist/topology/gpus.py",
+        "mpidist/topology/gpu_sharing.py",
         "start = place * each + min(place, rest)",
         "start = place * each",
         ("tests/topology/test_gpus.py",),
@@ -322,7 +322,7 @@ _INPUT = (
 _STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
-        "mpidist/strategies/extended.py",
+        "mpidist/strategies/strategy_extended.py",
         '            self.announce(error, "the function given to run()")\n',
         "",
         ("tests/acceptance/test_going_on_after_errors.py",),
@@ -330,7 +330,7 @@ _STRATEGIES = (
     ),
     Fault(
         "the mean of plain values is divided by the replicas instead of the ranks",
-        "mpidist/strategies/extended.py",
+        "mpidist/strategies/strategy_extended.py",
         "divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync",
         "divisor = self.num_replicas_in_sync",
         ("tests/acceptance/test_examples_reductions.py",),
@@ -375,14 +375,14 @@ _PARAMETER_SERVER = (
 _CHECKPOINT = (
     Fault(
         "a manifest is read without a look at its checksum",
-        "mpidist/checkpoint/manifest.py",
+        "mpidist/checkpoint/formats.py",
         "            if found != expected:",
         "            if not expected:",
         ("tests/checkpoint/test_damage.py",),
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/saving.py",
+        "mpidist/checkpoint/checkpoint.py",
         "needs_copy = self._options.is_async and copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),

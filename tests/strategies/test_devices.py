@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.core.errors import DeviceError
-from mpidist.strategies.devices import agreed_devices
+from mpidist.strategies.replica_devices import agreed_devices
 from tests.support.ranks.jobs import ROOT, child_environment
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.strategies import leaves as shared_inputs
+from mpidist.strategies import value_checks as shared_inputs
 from tests.support.ranks.layouts import layouts
 
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-2local"), indirect=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mpidist.arrays import cupy_module
-from mpidist.topology import gpus
-from mpidist.topology.gpus import devices_of_each, share_of_each, visible_devices
+from mpidist.topology import gpu_sharing
+from mpidist.topology.gpu_sharing import devices_of_each, share_of_each, visible_devices
 from tests.support.ranks.jobs import child_environment, run_alone
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -49,7 +49,7 @@ def test_visible_devices_are_named_by_their_bus(fake_gpus: Any) -> None:
 
 def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(gpus, "find_cupy", lambda: asked.append(True))
+    monkeypatch.setattr(gpu_sharing, "find_cupy", lambda: asked.append(True))
     monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ())
     monkeypatch.setattr(cupy_module, "loaded_cupy", lambda: None)
     assert visible_devices() == ()

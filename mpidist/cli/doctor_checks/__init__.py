@@ -1,6 +1,7 @@
-"""The checks of ``python -m mpidist doctor``: functions from facts to findings, one file for what belongs together.
+"""The checks of ``python -m mpidist doctor``: functions from facts to findings.
 
-They ask nothing of MPI or the machine: what they need to know stands in ``mpidist.cli.doctor_facts.facts``.
+Each file has checks that belong together. They ask nothing of MPI or the machine: all they need is in
+    ``mpidist.cli.doctor_facts.facts``.
 """
 
 from mpidist.cli.doctor_checks.finding import Finding
@@ -25,6 +26,6 @@ CHECKS = (
 
 
 def findings(job: JobFacts) -> list[Finding]:
-    """Return what all checks find, the errors first."""
+    """Return the findings of all checks, the errors first."""
     found = [finding for check in CHECKS for finding in check(job)]
     return sorted(found, key=lambda finding: finding.level != "error")

@@ -1,4 +1,4 @@
-"""What to type to start the job in another way, by the table of launchers."""
+"""Commands that start the job in another way, by the table of launchers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(
         unbound: Whether they may run on any core.
         settings: Environment variables that all ranks get.
         options: More of them, for the launcher.
-        program: What each rank runs.
+        program: The program of each rank.
     """
     row, hosts = _row(job.first), len(job.machines)
     places = (row.unbound if unbound else row.count).format(ranks=ranks, hosts=hosts, each=-(-ranks // hosts))
@@ -43,9 +43,10 @@ def start(
 
 
 def start_unbound(job: JobFacts, ranks: int, threads: int) -> str:
-    """Return the command that starts so many ranks, with so many threads of BLAS each, which may run on any core.
+    """Return the command that starts ``ranks`` ranks, which may run on any core.
 
-    On a machine of one's own ``launch`` knows what mpirun needs there, such as root's permission.
+    Each has ``threads`` threads of BLAS. On a machine of one's own ``launch`` knows the options that mpirun needs
+    there, such as root's permission.
     """
     row, first = _row(job.first), job.first
     if row.library and first.batch_system is None and len(job.machines) == 1:
@@ -54,13 +55,16 @@ def start_unbound(job: JobFacts, ranks: int, threads: int) -> str:
 
 
 def with_all_gpus(job: JobFacts, gpus: int) -> str | None:
-    """Return the command whose ranks each see so many GPUs of their node; None where the launcher hides none."""
+    """Return the command whose ranks each see so many GPUs, or None. None where the launcher hides no GPUs."""
     options = _row(job.first).all_gpus.format(gpus=gpus)
     return start(job, len(job.ranks), options=options) if options else None
 
 
 def near_gpus(job: JobFacts) -> str:
-    """Return the command whose ranks run on cores next to their GPUs, or on any where the launcher cannot say that."""
+    """Return the command whose ranks run on cores next to their GPUs.
+
+    On any cores where the launcher has no option for it.
+    """
     options, ranks = _row(job.first).near_gpus, len(job.ranks)
     return start(job, ranks, options=options) if options else start(job, ranks, unbound=True)
 

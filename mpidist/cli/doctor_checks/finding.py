@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong or could be better, and what to type."""
+"""Finding: one problem or possible improvement, and the command to type."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WARNING = "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         level: ``ERROR`` or ``WARNING``.
         subject: In a word.
-        text: What is so, and what it leads to.
-        command: The literal thing to type.
+        text: The problem and its effect.
+        command: The literal command to type.
     """
 
     level: str

@@ -1,4 +1,4 @@
-"""Whether the GPUs of each node can be used, each rank has one of its own near its cores, and NCCL a fast network."""
+"""Checks of the GPUs: usable, one for each rank, near its cores; NCCL's network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts
 from mpidist.core import wording
-from mpidist.topology.gpus import devices_of_each
+from mpidist.topology.gpu_sharing import devices_of_each
 
 _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 # How the names of slices end.
@@ -16,7 +16,7 @@ _SLICE = re.compile(r" MIG (\S+)$")
 
 
 def check_gpus(job: JobFacts) -> list[Finding]:
-    """Check driver, CuPy, NCCL, which rank has which GPU, its cores, and the network of NCCL."""
+    """Check driver, CuPy, NCCL, the GPUs and cores of each rank, and NCCL's network."""
     of_ranks = _differing(job) or _several(job)
     return [*_unusable(job), *_without_driver(job), *of_ranks, *_shared(job), *_far(job), *_slow_net(job)]
 
@@ -28,7 +28,7 @@ def devices(job: JobFacts) -> dict[int, tuple[str, ...]]:
 
 
 def labels(job: JobFacts) -> dict[int, list[str]]:
-    """Return what to call the GPUs that each rank is to use, by rank; slices (MIG) of a GPU are called so."""
+    """Return the labels of the GPUs that each rank uses; slices (MIG) are marked."""
     return {
         rank: [_label(job.known[rank].gpus, number) for number in numbers] for rank, numbers in _numbers(job).items()
     }
@@ -104,7 +104,10 @@ def _shared(job: JobFacts) -> list[Finding]:
 
 
 def _several(job: JobFacts) -> list[Finding]:
-    """Find a rank that has several GPUs, in a job of several machines: what it sends to others leaves one of them."""
+    """Find a rank that has several GPUs, in a job of several machines.
+
+    One GPU carries everything that it sends to others.
+    """
     for rank, mine in devices(job).items():
         if len(mine) > 1 and len(job.machines) > 1:
             text = (

@@ -1,4 +1,4 @@
-"""Whether each rank has cores of its own, with room for its threads, and /dev/shm what the ranks of a node share."""
+"""Checks of the hosts: cores of each rank, room for its threads, and /dev/shm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
 from mpidist.collectives.reduce.table import size_text
 
 ENOUGH_BYTES = 256 << 20
-"""For input and result of a large bucket of gradients, and what MPI and NCCL take."""
+"""Room for a large bucket of gradients, its result, MPI and NCCL."""
 _SUGGESTED = "8g"
 
 
@@ -20,7 +20,7 @@ def check_cores(job: JobFacts) -> list[Finding]:
 
 
 def _of_machine(cores: CoreFacts) -> int:
-    """Return the cores of the machine, or as many as the container may use the time of."""
+    """Return the cores of the machine, or as many as the container's limit allows."""
     return min(cores.machine, math.ceil(cores.quota)) if cores.quota else cores.machine
 
 

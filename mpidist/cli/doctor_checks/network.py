@@ -1,4 +1,4 @@
-"""Which ranks do not reach one another, and whether messages between nodes take the fastest network at full speed."""
+"""Checks of the network: ranks that do not reach one another, and slow links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MUCH_SLOWER = 0.5
 
 
 def check_reach(job: JobFacts) -> list[Finding]:
-    """Check that every pair exchanged a message; pairs of the same two hosts are one finding."""
+    """Check that every pair exchanged a message. Pairs of the same two hosts are one finding."""
     reach = job.reach
     if reach is None or not reach.failed:
         return []
@@ -136,7 +136,7 @@ def _taking_infiniband(vendor: str, device: str) -> str:
 
 
 def check_links(job: JobFacts) -> list[Finding]:
-    """Check bandwidth between nodes against the median; every collective goes at the pace of the slowest."""
+    """Check bandwidth between nodes against the median. Every collective goes at the pace of the slowest."""
     between = [link for link in job.links if link.between_nodes]
     if len(between) < _LEAST_LINKS:
         return []
@@ -153,7 +153,10 @@ def check_links(job: JobFacts) -> list[Finding]:
 
 
 def _without(job: JobFacts, one: str, other: str) -> str:
-    """Return how to look at the link, and how to run without a host where the batch system can leave one out."""
+    """Return the commands that examine the link, and that run without one host.
+
+    The latter where the batch system can leave a host out.
+    """
     here, there = _look(job, one), _look(job, other)
     looks = f"{here}   # on {one} and on {other}" if here == there else f"{here}   # on {one}; on {other}: {there}"
     system = next((system for system in BATCH_SYSTEMS if system.name == job.first.batch_system), None)
@@ -162,7 +165,7 @@ def _without(job: JobFacts, one: str, other: str) -> str:
 
 
 def _look(job: JobFacts, host: str) -> str:
-    """Return the command that shows the interfaces of a host that messages took, all of them where that is unknown."""
+    """Return the command that shows the interfaces of a host that messages took. All of them where that is unknown."""
     facts = next(facts for facts in job.known.values() if facts.host == host)
     infiniband = {interface.name for interface in facts.interfaces if interface.is_infiniband}
     used = job.in_use.get(host, ())

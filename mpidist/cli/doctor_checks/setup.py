@@ -1,4 +1,4 @@
-"""Whether all ranks are in one world, with the same software and settings, and a tuning file that is for them."""
+"""Checks of the setup: one world, equal software and settings, and the tuning file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NEEDED_LEVEL = "MPI_THREAD_MULTIPLE"
 
 
 def is_torn(launcher: LauncherInfo | None, mpi: MpiFacts) -> bool:
-    """Whether the launcher started more ranks than the MPI world of this process has."""
+    """Return whether the launcher started more ranks than this process's MPI world has."""
     return launcher is not None and (mpi.size <= launcher.rank or mpi.size < (launcher.size or 0))
 
 
 def torn(launcher: LauncherInfo, mpi: MpiFacts, command: str) -> Finding:
-    """Return the finding on a world that is torn.
+    """Return the finding on a world that has only a part of the ranks.
 
     Args:
-        launcher: What the launcher says.
-        mpi: What MPI says.
-        command: What makes one world of the ranks.
+        launcher: The facts of the launcher.
+        mpi: The facts of MPI.
+        command: The command that makes one world of the ranks.
     """
     started = "several" if launcher.size is None else str(launcher.size)
     worlds = f"{started} worlds of one rank" if mpi.size == 1 else f"worlds of {mpi.size}"
@@ -109,11 +109,12 @@ def _unknown(name: str) -> Finding:
 
 
 def _roles(job: JobFacts) -> list[Finding]:
-    """Deal the tasks of ``MPIDIST_JOBS`` out; a process without a launcher may be none of the job that it is for."""
+    """Deal the tasks of ``MPIDIST_JOBS`` out. A process without a launcher may be none of the job that it is for."""
     text, first = job.first.settings.get(JOBS.name), job.first
     if not text or JOBS.name in first.wrong_settings:
         return []
-    jobs: dict[str, int] = JOBS.parse(text)
+    jobs = JOBS.parse(text)
+    assert jobs is not None
     size = sum(jobs.values()) if first.launcher is None and first.mpi.size == 1 else len(job.ranks)
     try:
         deal_tasks(jobs, size, JOBS.name)
@@ -123,7 +124,7 @@ def _roles(job: JobFacts) -> list[Finding]:
 
 
 def _differing(job: JobFacts) -> list[str]:
-    """Return the names of variables that are not the same on all ranks; that of rank 0 alone counts for one of them."""
+    """Return the variables that differ among ranks; one counts on rank 0 alone."""
     names = {name for facts in job.known.values() for name in facts.settings} - {TUNING_FILE.name}
     first = job.first.settings
     return sorted(

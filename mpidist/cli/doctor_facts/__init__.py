@@ -1,1 +1,1 @@
-"""What ``python -m mpidist doctor`` gathers: facts of each rank, and what the ranks find out together."""
+"""The facts that ``python -m mpidist doctor`` gathers, of each rank and of all together."""

@@ -1,4 +1,4 @@
-"""What mpidist's collectives do on the ranks of this job: nodes, the table of algorithms, GPUs and MPI."""
+"""The collectives' facts on the ranks of this job: nodes, table, GPUs and MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def collective_facts(comm: MPI.Intracomm, has_gpus: bool) -> CollectiveFacts:
-    """Return what collectives over ``comm`` do (collective); what the tuning file says is right on rank 0 only.
+    """Return the facts of collectives over ``comm`` (collective). Those of the tuning file are right on rank 0 only.
 
     Args:
         comm: All ranks.
@@ -48,7 +48,7 @@ def collective_facts(comm: MPI.Intracomm, has_gpus: bool) -> CollectiveFacts:
 
 
 def _table(setup: Setup) -> tuple[Table, str, str]:
-    """Return the table in force, where it comes from, and what is wrong with the file."""
+    """Return the table in force, its origin, and the file's error."""
     path = TUNING_FILE.read()
     if path is None:
         return SHIPPED, "the shipped table", ""
@@ -62,7 +62,7 @@ def _table(setup: Setup) -> tuple[Table, str, str]:
 
 
 def _run_to_the_end(steps: Steps[bool]) -> bool:
-    """Return what the ranks have agreed on."""
+    """Return the result that the ranks have agreed on."""
     while True:
         try:
             next(steps)

@@ -60,7 +60,7 @@ class NcclNet:
     Attributes:
         name: InfiniBand, a plugin with its library, or TCP sockets; empty without NCCL.
         lacks: Why it does not take a faster one that is there; empty where it takes the fastest.
-        command: What to type for that.
+        command: The command that makes NCCL take it.
     """
 
     name: str = ""
@@ -77,7 +77,7 @@ class GpuFacts:
         visible: PCI bus ids of those that CuPy sees.
         names: Their names; that of a slice (MIG) ends with its profile, such as MIG 1g.10gb.
         cores: The cores next to each, of its socket or NUMA node; empty where the kernel does not say.
-        problem: Why CuPy cannot be used, and what to type; empty where it can, and without a driver.
+        problem: Why CuPy cannot be used, and the command to type; empty where it can, and without a driver.
         nccl: Version of NCCL; empty where there is none.
         nccl_problem: Why NCCL cannot be used; empty where it can, and where CuPy cannot.
         variable: CUDA_VISIBLE_DEVICES; None where it is not set.
@@ -114,17 +114,17 @@ class Interface:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself.
+    """The facts that one rank knows of itself.
 
     Attributes:
         host: Name of its host.
         machine: Equal for the ranks that share host, memory and processes.
-        launcher: What its launcher says; None without one.
+        launcher: The facts of its launcher; None without one.
         mpi: Its MPI library.
         software: Versions by name.
         cores, shared_memory, gpus, interfaces: Of its machine, as it sees them.
         settings: The ``MPIDIST_*`` variables that it has.
-        wrong_settings: What is wrong with their values, by variable.
+        wrong_settings: The errors of their values, by variable.
         unknown_settings: Those that mean nothing.
         batch_system: In whose job it is; None outside of one.
         job_hosts: The hosts of the job, where the batch system names them.
@@ -168,13 +168,13 @@ class Reach:
 
     @property
     def ring(self) -> list[tuple[int, int]]:
-        """The hops of the ring of all ranks that could be asked about, the lower rank of each first."""
+        """The hops of the ring of all ranks that could be asked about. The lower rank of each comes first."""
         hops = {tuple(sorted((rank, (rank + 1) % self.size))) for rank in range(self.size)}
         return sorted((one, other) for one, other in hops if not {one, other} <= set(self.silent))
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """How fast messages go between two ranks.
 
     Attributes:
@@ -194,7 +194,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CollectiveFacts:
-    """What mpidist's collectives do on these ranks.
+    """The facts of mpidist's collectives on these ranks.
 
     Attributes:
         node_of_rank: Node of every rank, as mpidist counts them.
@@ -202,7 +202,7 @@ class CollectiveFacts:
         place: The row of the table that counts.
         table: The table at that place, as text.
         table_origin: Where it comes from.
-        table_error: What is wrong with the tuning file; empty where nothing is.
+        table_error: The error of the tuning file; empty where there is none.
         gpu_table: The row for arrays on GPUs, as text; empty without GPUs.
         mpi_takes_gpu_memory: Whether MPI is given pointers to GPU memory; None without GPUs.
     """
@@ -231,7 +231,7 @@ class JobFacts:
 
     ranks: tuple[RankFacts | None, ...]
     reach: Reach | None = None
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
     in_use: dict[str, tuple[str, ...]] = field(default_factory=dict)
     collectives: CollectiveFacts | None = None
 

@@ -1,4 +1,7 @@
-"""The course of doctor on the ranks of a job: each looks at itself, all look at one another, rank 0 gets it all."""
+"""The course of doctor on the ranks of a job.
+
+Each rank examines itself, all exchange messages, and rank 0 gets the facts.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpidist.cli.doctor_facts import links, machine, messages
+from mpidist.cli.doctor_facts import links, machine, timed_messages
 from mpidist.cli.doctor_facts.collectives import collective_facts
-from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, Link, RankFacts, Reach
-from mpidist.cli.doctor_facts.watch import Ending, Watch
+from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, LinkSpeed, RankFacts, Reach
+from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.topology import import_mpi
 
@@ -22,7 +25,7 @@ _GO_ON, _STOP = b"+", b"-"
 _STAGE_SECONDS = 60.0
 _LOOK = "gdb -batch -ex 'thread apply all bt' -p {}   # on its host, while it hangs"
 # Ranks come to a stage one after the other, and some have waited for a message that never came.
-_PATIENCE = 2
+_WAIT_FACTOR = 2
 
 
 class UnreachableError(RuntimeError):
@@ -33,8 +36,8 @@ class UnreachableError(RuntimeError):
         self.job = job
 
 
-def gather(me: RankFacts, seconds: float, watch: Watch) -> JobFacts | None:
-    """Return what there is to know of the job; on rank 0 only, None on the others (collective).
+def gather(me: RankFacts, seconds: float, watch: Watchdog) -> JobFacts | None:
+    """Return the facts of the job on rank 0, None on the others (collective).
 
     Args:
         me: The facts of this rank but for its GPUs.
@@ -47,29 +50,31 @@ def gather(me: RankFacts, seconds: float, watch: Watch) -> JobFacts | None:
     """
     comm: MPI.Intracomm = import_mpi().COMM_WORLD
     if comm.Get_size() == 1:
-        return _alone(comm, replace(me, gpus=machine.gpus()))
+        me = replace(me, gpus=machine.gpus())
+        is_usable = not me.wrong_settings
+        return JobFacts((me,), collectives=collective_facts(comm, bool(me.gpus.visible)) if is_usable else None)
     stages = _Stages(watch, f"rank {comm.Get_rank()} of {comm.Get_size()} on {me.host}")
-    everyone, found = _acquaint(comm, me, seconds, stages)
-    job = _together(comm, everyone, found, seconds, stages)
+    everyone, found = _exchange_facts(comm, me, seconds, stages)
+    job = _examine_together(comm, everyone, found, seconds, stages)
     watch.idle()
     return job
 
 
 class _Stages:
-    """Says to the watch what this rank does.
+    """Tells the watchdog the stage of this rank.
 
     Args:
         watch: Of this process.
         who: This rank.
     """
 
-    def __init__(self, watch: Watch, who: str) -> None:
+    def __init__(self, watch: Watchdog, who: str) -> None:
         self._watch = watch
         self._who = who
         self._look = _LOOK.format(os.getpid())
 
     def first_messages(self, seconds: float) -> None:
-        """Ranks exchange their first messages, for which MPI makes connections."""
+        """Begin the stage of first messages, for which MPI makes connections."""
         does = f"{self._who} exchanges first messages with other ranks"
         self._watch.stage(
             _STAGE_SECONDS + seconds,
@@ -83,11 +88,11 @@ class _Stages:
         )
 
     def waits(self) -> None:
-        """The rank waits for others with a deadline of its own."""
+        """Stop the watchdog while the rank waits for others with a deadline of its own."""
         self._watch.idle()
 
     def __call__(self, doing: str) -> None:
-        """Say what is done from now on."""
+        """Begin a stage."""
         self._watch.stage(
             _STAGE_SECONDS,
             Ending(
@@ -98,25 +103,22 @@ class _Stages:
         )
 
 
-def _alone(comm: MPI.Intracomm, me: RankFacts) -> JobFacts:
-    usable = not me.wrong_settings
-    return JobFacts((me,), collectives=collective_facts(comm, bool(me.gpus.visible)) if usable else None)
-
-
 # First meeting --------------------------------------------------------------------------------------------------------
 
 
-def _acquaint(comm: MPI.Intracomm, me: RankFacts, seconds: float, stages: _Stages) -> tuple[list[RankFacts], Reach]:
-    """Return the facts of all ranks once every pair has exchanged a message; the same on every rank."""
+def _exchange_facts(
+    comm: MPI.Intracomm, me: RankFacts, seconds: float, stages: _Stages
+) -> tuple[list[RankFacts], Reach]:
+    """Return the facts of all ranks once every pair has exchanged a message. They are the same on every rank."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    job = _meet(comm, messages.first_partners(rank, size), me, seconds, stages)
+    job = _meet(comm, timed_messages.first_partners(rank, size), me, seconds, stages)
     stages("telling one another what they know")
     everyone, found = _from_first(comm, job)
-    if size > messages.ALL_PAIRS_RANKS:
+    if size > timed_messages.ALL_PAIRS_RANKS:
         machines: dict[str, list[int]] = {}
         for other, facts in enumerate(everyone):
             machines.setdefault(facts.machine, []).append(other)
-        job = _meet(comm, messages.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
+        job = _meet(comm, timed_messages.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
         stages("telling one another what they know")
         _, second = _from_first(comm, job)
         found = replace(found, tested=found.tested + second.tested)
@@ -131,22 +133,22 @@ def _meet(comm: MPI.Intracomm, partners: list[int], me: RankFacts, seconds: floa
     """
     size = comm.Get_size()
     stages.first_messages(seconds)
-    heard = messages.exchange(comm, partners, me.host, seconds)
+    heard = timed_messages.exchange(comm, partners, me.host, seconds)
     stages.waits()
-    patience = _PATIENCE * seconds
+    report_seconds = _WAIT_FACTOR * seconds
     if comm.Get_rank() > 0:
-        messages.send_report(comm, pickle.dumps((me, heard)), patience)
+        timed_messages.send_report(comm, pickle.dumps((me, heard)), report_seconds)
         # Rank 0 waits once for messages, and twice for reports; where it does not answer it ends the job.
-        if messages.receive_verdict(comm, (1 + 3 * _PATIENCE) * seconds) == _STOP:
+        if timed_messages.receive_verdict(comm, (1 + 3 * _WAIT_FACTOR) * seconds) == _STOP:
             raise UnreachableError(None)
         return None
     # A rank of a large job that is not a partner may still report.
     silent = set(heard.partners) - set(heard.hosts)
-    content = messages.receive_reports(comm, set(range(1, size)) - silent, patience)
+    content = timed_messages.receive_reports(comm, set(range(1, size)) - silent, report_seconds)
     reports = {rank: pickle.loads(report) for rank, report in content.items()} | {0: (me, heard)}
-    found = messages.merged(size, seconds, {rank: report[1] for rank, report in reports.items()}, me.host)
+    found = timed_messages.merged(size, seconds, {rank: report[1] for rank, report in reports.items()}, me.host)
     job = JobFacts(tuple(reports[rank][0] if rank in reports else None for rank in range(size)), reach=found)
-    messages.send_verdict(comm, _STOP if found.failed else _GO_ON)
+    timed_messages.send_verdict(comm, _STOP if found.failed else _GO_ON)
     if found.failed:
         raise UnreachableError(job)
     return job
@@ -160,10 +162,10 @@ def _from_first(comm: MPI.Intracomm, job: JobFacts | None) -> tuple[list[RankFac
 # Together -------------------------------------------------------------------------------------------------------------
 
 
-def _together(
+def _examine_together(
     comm: MPI.Intracomm, everyone: list[RankFacts], found: Reach, seconds: float, stages: _Stages
 ) -> JobFacts | None:
-    """Find out the rest, now that every message arrives."""
+    """Gather the facts that need messages, now that every one arrives."""
     rank = comm.Get_rank()
     stages("looking at its GPUs")
     gpus = comm.allgather(machine.gpus())
@@ -195,8 +197,11 @@ def _speeds(
     collectives: CollectiveFacts,
     seconds: float,
     stages: _Stages,
-) -> tuple[list[Link], tuple[str, ...]]:
-    """Return the links of which this rank is the first, and the interfaces that measuring between nodes took."""
+) -> tuple[list[LinkSpeed], tuple[str, ...]]:
+    """Return this rank's link speeds, and the interfaces that measuring between nodes used.
+
+    A link belongs to the first rank of its pair.
+    """
     hosts = [facts.host for facts in everyone]
     nodes: list[list[int]] = [[] for _ in range(max(collectives.node_of_rank) + 1)]
     for rank, node in enumerate(collectives.node_of_rank):

@@ -1,4 +1,7 @@
-"""How fast messages go between ranks: pairs inside nodes, then pairs of neighbouring nodes, each for a moment."""
+"""The speed of messages between ranks, measured for a moment each.
+
+Pairs inside nodes come first, then pairs of neighbouring nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mpidist.cli.doctor_facts.facts import Link
-from mpidist.cli.doctor_facts.messages import meet, wait_for
+from mpidist.cli.doctor_facts.facts import LinkSpeed
+from mpidist.cli.doctor_facts.timed_messages import meet, wait_for
 from mpidist.core.message_tags import DOCTOR_PING
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def pairs_inside(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def rounds_between(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
-    """Return the first ranks of neighbouring nodes, in rounds in which each rank is at most once.
+    """Return the first ranks of neighbouring nodes, in rounds of disjoint pairs.
 
     >>> rounds_between([[0], [1], [2]]), rounds_between([[0, 1], [2, 3]])
     ([[(0, 1)], [(1, 2)], [(0, 2)]], [[(0, 2)]])
@@ -47,8 +50,8 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
 
 def measured(
     comm: MPI.Intracomm, pairs: Sequence[Pair], hosts: Sequence[str], between_nodes: bool, seconds: float
-) -> Link | None:
-    """Measure all ``pairs`` at the same time; the first rank of a pair gets the link (collective).
+) -> LinkSpeed | None:
+    """Measure all ``pairs`` at the same time (collective). The first rank of a pair gets the link.
 
     Args:
         comm: All ranks.
@@ -68,7 +71,7 @@ def measured(
         doing = f"measuring between {hosts[rank]} and {hosts[peer]}"
         latency, speed = _Measurement(comm, peer, rank == mine[0], seconds, doing).run()
         if rank == mine[0]:
-            link = Link(mine, (hosts[mine[0]], hosts[mine[1]]), between_nodes, latency, speed)
+            link = LinkSpeed(mine, (hosts[mine[0]], hosts[mine[1]]), between_nodes, latency, speed)
     meet(comm, _MEETING_FACTOR * seconds, "which measure")
     return link
 
@@ -82,7 +85,7 @@ class _Measurement:
         self._small, self._large = bytearray(_SMALL_BYTES), bytearray(_LARGE_BYTES)
 
     def run(self) -> tuple[float, float]:
-        """Return seconds of a small message and bytes per second of large ones, both one way."""
+        """Return a small message's seconds and large ones' bytes per second, both one way."""
         self._ping_pong(_FIRST_PINGS)
         latency = self._ping_pong(_PINGS)
         self._stream(1)
@@ -101,7 +104,7 @@ class _Measurement:
         return (time.perf_counter() - start) / count / 2
 
     def _stream(self, count: int) -> float:
-        """Send so many large messages, and return the time until the other side says that it has them."""
+        """Send so many large messages, and return the time until the other side confirms."""
         start = time.perf_counter()
         for _ in range(count):
             if self._begins:
@@ -139,4 +142,4 @@ def in_use(before: dict[str, int], after: dict[str, int], least: int) -> tuple[s
 
 
 LEAST_BYTES = _LARGE_BYTES
-"""What an interface has moved at least if messages of a measurement went over it."""
+"""The least that an interface has moved if messages of a measurement took it."""

@@ -1,4 +1,4 @@
-"""Facts of the machine that a rank is on, asked of the kernel: cores, /dev/shm, interfaces, GPUs, NCCL's network."""
+"""Facts of the rank's machine from the kernel: cores, /dev/shm, interfaces, GPUs, NCCL's network."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
 from mpidist.collectives.gpu import network_probes
 from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
-from mpidist.topology.gpus import visible_devices
+from mpidist.topology.gpu_sharing import visible_devices
 
 SOCKETS = "TCP sockets"
 _GET_PLUGIN = (
@@ -38,7 +38,7 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 
 
 def nccl_net() -> NcclNet:
-    """Return which network NCCL takes on this machine, as all-reduces choose their way by it, too."""
+    """Return the network that NCCL takes on this machine. All-reduces choose their way by it, too."""
     fabric, wanted = network_probes.rdma_fabric(), network_probes.setting("NCCL_NET")
     if fabric is not None:
         return NcclNet(fabric.name)
@@ -65,7 +65,10 @@ def nccl_net() -> NcclNet:
 
 
 def identity() -> str:
-    """Return a text that is equal for processes that share host name, kernel, processes and /dev/shm."""
+    """Return a text that is equal for processes of one machine.
+
+    These share host name, kernel, processes and /dev/shm.
+    """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -77,13 +80,13 @@ def identity() -> str:
 
 
 def cores() -> CoreFacts:
-    """Return the cores that this process may run on, and what limits its threads."""
+    """Return the cores that this process may run on, and the limit of its threads."""
     settings = {name: os.environ[name] for name in THREAD_SETTINGS if os.environ.get(name)}
     return CoreFacts(tuple(sorted(os.sched_getaffinity(0))), os.cpu_count() or 1, _quota(), settings)
 
 
 def _quota() -> float | None:
-    """Return how many cores' time the container of this process gives it; None without a limit."""
+    """Return the cores' time that the container allows this process, or None."""
     groups = Path("/sys/fs/cgroup")
     # cgroup v2, else v1; a system without either has no limit to tell of.
     with contextlib.suppress(OSError, ValueError):
@@ -154,7 +157,7 @@ def _infiniband(device: Path) -> Interface:
 
 
 def traffic() -> dict[str, int]:
-    """Return the bytes that each network interface of this machine has moved so far, both ways."""
+    """Return the bytes that each network interface has moved so far, both ways."""
     moved = {}
     for path in _listed(_NETWORK):
         if path.name != "lo":
@@ -174,7 +177,7 @@ def traffic() -> dict[str, int]:
 
 
 def gpus() -> GpuFacts:
-    """Return the GPUs of this machine as this process sees them; imports CuPy only where there may be any."""
+    """Return the GPUs as this process sees them. It imports CuPy only where there may be any."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not gpus_may_be_present():
         return GpuFacts(variable=variable)
@@ -196,7 +199,7 @@ def gpus() -> GpuFacts:
     )
 
 
-def _name(cupy: Any, device: int) -> str:
+def _name(cupy: ModuleType, device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
 

@@ -1,4 +1,4 @@
-"""What one rank knows of itself, once MPI has started."""
+"""The facts that a rank knows of itself once MPI has started."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _wrong_settings() -> dict[str, str]:
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the hosts that the batch system gave the job, none where it is another one or says it in another way."""
+    """Return the hosts that the batch system gave the job, or none.
+
+    None of them where it is another system, or lists them in another way.
+    """
     system = read_batch_system(environ)
     value = "" if system is None else environ.get(system.hosts, "")
     if system is None or not value:

@@ -1,4 +1,4 @@
-"""A process that watches this one: MPI may block for ever, or end its process itself, and somebody has to say so.
+"""A watchdog process: it reports when MPI blocks for ever, or ends this process.
 
 It is another process because mpi4py keeps the interpreter's lock while MPI starts, so that no thread could act.
 """
@@ -39,14 +39,14 @@ _NOTHING: _Texts = ("", "")
 
 
 class Ending(NamedTuple):
-    """Why this process ends early, and what to type then."""
+    """The reason of this process's early end, and the command to type then."""
 
     text: str
     command: str
 
 
-class Watch:
-    """Ends this process if it stays in one stage for too long; to be made before MPI starts.
+class Watchdog:
+    """Ends this process if it stays in one stage for too long. To be made before MPI starts.
 
     Args:
         document: Makes the document of which this process owes one on stdout, of an end before :meth:`reports`; None
@@ -59,7 +59,7 @@ class Watch:
         # A launcher that ends a rank ends its whole group.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,12 +67,12 @@ class Watch:
         self._process.communicate()
 
     def stage(self, seconds: float, slow: Ending, ended: Ending | None = None) -> None:
-        """Watch from now on.
+        """Begin a stage.
 
         Args:
             seconds: How long until :meth:`idle` or the next stage.
-            slow: What to say on stderr if it takes longer; then this process is killed.
-            ended: What to say if this process ends before.
+            slow: The text for stderr if it takes longer; then this process is killed.
+            ended: The text if this process ends before.
         """
         unwatched = self._unwatched()
         ends = unwatched["ended"] if ended is None else self._texts(ended)
@@ -83,7 +83,7 @@ class Watch:
         self._tell(self._unwatched())
 
     def reports(self) -> None:
-        """This process is about to print its document."""
+        """Stop the watch: this process is about to print its document."""
         self._document = None
         self.idle()
 
@@ -96,7 +96,7 @@ class Watch:
         return {"seconds": None, "slow": _NOTHING, "ended": (document, "")}
 
     def _texts(self, ending: Ending) -> _Texts:
-        """Return what is written on stdout and on stderr."""
+        """Return the texts for stdout and stderr."""
         document = "" if self._document is None else f"{self._document(ending)}\n"
         return document, f"mpidist doctor: {ending.text}. Type: {ending.command}\n"
 

@@ -12,7 +12,7 @@ _USAGE_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("folder", metavar="DIR", help="where trace-rank-0000.json and the others are")
 
 

@@ -1,32 +1,27 @@
-"""The GPUs that a process can see, and how the processes of one node share them out."""
+"""The GPUs that a process can see, and their division among a node's processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the PCI bus ids of the GPUs that CuPy sees in this process, in CuPy's order; local.
+    """Return the PCI bus ids of the visible GPUs, in CuPy's order; local.
 
     Empty where CuPy cannot be used, and imports it only where the machine has a driver.
     """
     cupy = find_cupy().module if gpus_may_be_present() else None
     if cupy is None:
         return ()
-    runtime: Any = cupy.cuda.runtime
-    return tuple(_bus_id(runtime, device) for device in range(runtime.getDeviceCount()))
-
-
-def _bus_id(runtime: Any, device: int) -> str:
-    name = runtime.deviceGetPCIBusId(device)
-    return name.decode() if isinstance(name, bytes) else str(name)
+    runtime = cupy.cuda.runtime
+    names = map(runtime.deviceGetPCIBusId, range(runtime.getDeviceCount()))
+    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
 
 
 def devices_of_each(devices_seen: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
-    """Return which devices each process of one node is to use, by their numbers in that process.
+    """Return the devices that each process of one node uses, by its own numbers.
 
     Processes that see the same devices share them out, by local rank, and the first ones get the rest; where there
     are more processes than devices each has one, in turn. Processes that see different devices, because the launcher

@@ -1,7 +1,7 @@
-"""How functions, arguments and results travel between coordinator and workers: pickled, variables by what they mean.
+"""Pickles of functions, arguments and results between coordinator and workers.
 
-A variable, a strategy or a resource of each worker is not copied: in its place goes its name, and on the other side
-stands what the name means there.
+A variable, a strategy or a resource of each worker is not copied: its name travels in its place, and the other side
+puts its own object there.
 """
 
 from __future__ import annotations
@@ -26,41 +26,47 @@ except ImportError:
     HAS_CLOUDPICKLE = False
 
 
+# The name that travels in an object's place, the function that names objects, and the one that finds them by name.
+Name = tuple[object, ...]
+NameOf = Callable[[object], Name | None]
+Find = Callable[[Name], object]
+
+
 class CannotTravelError(ValueError):
-    """Something was given to another rank that means nothing there; the text says what to do instead."""
+    """An object cannot be used on another rank; the text names the alternative."""
 
 
 class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
-    """Puts names in the place of what a function says has one."""
+    """Writes names in the place of objects that have one."""
 
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, name_of: NameOf) -> None:
         self._name_of = name_of
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def persistent_id(self, value: Any) -> Any:
-        """Return the name that goes in the place of an object, None where it is copied."""
+    def persistent_id(self, value: object) -> Name | None:
+        """Return the name in the place of an object, or None to copy it."""
         return self._name_of(value)
 
 
 class _FindingUnpickler(pickle.Unpickler):
-    """Puts what a name means in its place."""
+    """Reads objects by their names."""
 
-    def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, find: Find) -> None:
         self._find = find
         super().__init__(file)
 
-    def persistent_load(self, name: Any) -> Any:
-        """Return what stands for a name."""
+    def persistent_load(self, name: Name) -> object:
+        """Return the object that a name stands for."""
         return self._find(name)
 
 
-def pack(value: Any, name_of: Callable[[Any], Any], what: str) -> bytes:
+def pack(value: object, name_of: NameOf, label: str) -> bytes:
     """Return ``value`` as bytes.
 
     Args:
         value: Anything that can be pickled.
         name_of: Returns the name of an object that is not to be copied, None of others.
-        what: What is packed, for the error.
+        label: A description of ``value``, for the error.
 
     Raises:
         TypeError: It cannot be pickled.
@@ -73,21 +79,21 @@ def pack(value: Any, name_of: Callable[[Any], Any], what: str) -> bytes:
         raise
     except Exception as error:  # pickling runs the code of whatever it meets
         hint = "" if HAS_CLOUDPICKLE else f"; for functions of a script type: {pip_install('coordinator')}"
-        raise TypeError(f"{what} cannot be sent to another rank: {type(error).__name__}: {error}{hint}") from error
+        raise TypeError(f"{label} cannot be sent to another rank: {type(error).__name__}: {error}{hint}") from error
     return file.getvalue()
 
 
-def unpack(data: bytes, find: Callable[[Any], Any]) -> Any:
-    """Return what :func:`pack` was given, with what ``find`` returns for each name."""
+def unpack(data: bytes, find: Find) -> Any:
+    """Return the value given to :func:`pack`, with ``find``'s object for each name."""
     return _FindingUnpickler(io.BytesIO(data), find).load()
 
 
-class TravellingError(NamedTuple):
+class PickledError(NamedTuple):
     """An exception on its way to the coordinator.
 
     Attributes:
         data: The exception, packed; empty if it cannot be.
-        text: What it says.
+        text: Its type and message.
         trace: Its traceback.
     """
 
@@ -95,8 +101,8 @@ class TravellingError(NamedTuple):
     text: str
     trace: str
 
-    def unpack(self, find: Callable[[Any], Any]) -> Exception:
-        """Return the exception, or where it did not survive the way, a RuntimeError that says the same."""
+    def unpack(self, find: Find) -> Exception:
+        """Return the exception, or a RuntimeError of its text. The latter where it cannot be unpickled."""
         try:
             error = unpack(self.data, find)
         except Exception:  # unpickling runs the code of whatever it meets
@@ -104,7 +110,7 @@ class TravellingError(NamedTuple):
         return error if isinstance(error, Exception) else RuntimeError(self.text)
 
 
-def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> TravellingError:
+def pack_error(error: BaseException, name_of: NameOf) -> PickledError:
     """Pack an exception that is being handled.
 
     One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it
@@ -116,4 +122,4 @@ def pack_error(error: BaseException, name_of: Callable[[Any], Any]) -> Travellin
         # One that cannot be pickled travels as its text.
         with suppress(TypeError, CannotTravelError):
             data = pack(error, name_of, "an exception")
-    return TravellingError(data, text, trace)
+    return PickledError(data, text, trace)

@@ -1,22 +1,64 @@
-"""train_and_evaluate: each rank plays its role in the cluster, until all are through."""
+"""Run each rank by its role: ``train_and_evaluate``, and ``launch`` for programs without an evaluator."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mpidist.checkpoint.job import finish_writing
+from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.job_resolver import resolver_of_job
 from mpidist.core.errors import PeerError
 from mpidist.estimator.cast import Cast, find_cast, ranks_of
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.line import Line, News
-from mpidist.estimator.specs import EvalSpec, TrainContext, TrainSpec
+from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others
+
+T = TypeVar("T")
+
+
+def launch(
+    main_fn: Callable[[], T],
+    roles: Sequence[str] = ("chief", "worker"),
+    cluster_resolver: ClusterResolver | None = None,
+) -> T | None:
+    """Call ``main_fn`` on the ranks of some ``roles``, which the others serve meanwhile.
+
+    Call it on every rank of the job. ``ps`` ranks serve, and workers where ``roles`` is ``("chief",)``, as with a
+    coordinator. An evaluator does neither: with one use ``train_and_evaluate``.
+
+    Args:
+        main_fn: The program; it makes the strategy.
+        roles: The jobs that call it.
+        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS`` says.
+
+    Returns:
+        The result of ``main_fn``; None on ranks that serve.
+
+    Raises:
+        TypeError: ``main_fn`` is no function, or ``cluster_resolver`` no resolver.
+        ValueError: Other roles than chief and worker, or this rank is an evaluator.
+
+    Source: ``run_distribute_coordinator`` of TensorFlow's ``distribute_coordinator``.
+
+    >>> launch(lambda: 42)
+    42
+    """
+    check_function("main_fn", main_fn, "def main(): ...")
+    check_train_jobs("roles", roles)
+    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        raise TypeError(f"cluster_resolver is {cluster_resolver!r}; expected None or a resolver: MPIClusterResolver()")
+    resolver = cluster_resolver or resolver_of_job()
+    if resolver.task_type == "evaluator":
+        raise ValueError("this rank is an evaluator, for which launch() has nothing; use mpidist.train_and_evaluate()")
+    if resolver.task_type in (None, *roles):
+        return main_fn()
+    Server(resolver).join()
+    return None
 
 
 def train_and_evaluate(
@@ -100,7 +142,7 @@ def train_and_evaluate(
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)
     try:
-        result = _Part(cast, line, resolver, train_spec, eval_spec).play()
+        result = _RankRole(cast, line, resolver, train_spec, eval_spec).play()
     except SystemExit as error:
         line.give_up(News.LEFT, error.code)
         raise
@@ -111,11 +153,11 @@ def train_and_evaluate(
     return result
 
 
-class _Part:
-    """The part of this rank, by its role.
+class _RankRole:
+    """The role of this rank.
 
     Args:
-        cast: The parts of all ranks.
+        cast: The roles of all ranks.
         line: To the other ranks.
         resolver: Who is who.
         train_spec: How to train.
@@ -129,7 +171,7 @@ class _Part:
         self._directory = os.path.abspath(train_spec.checkpoint_dir)
         self._evaluations = Evaluations(eval_spec, Path(self._directory))
 
-    def play(self) -> Any:
+    def play(self) -> object:
         """Train, evaluate or serve, and return once all are through."""
         if self._cast.trains:
             return self._train()
@@ -142,11 +184,11 @@ class _Part:
         self._await_evaluation()
         return None
 
-    def _train(self) -> Any:
+    def _train(self) -> object:
         cast, evaluations = self._cast, self._evaluations
         job, index = cast.tasks[cast.rank]
         is_chief = cast.rank == cast.chief
-        evaluate = evaluations.evaluate_if_due if cast.evaluates else _nothing
+        evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else _nothing
         spec = self._train_spec
         context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
         result = spec.train_fn(context)
@@ -159,7 +201,7 @@ class _Part:
         return result
 
     def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object]) -> None:
-        """Wait until all have trained, have the final checkpoint evaluated, and let the others go."""
+        """Wait until all have trained, evaluate the final checkpoint, and let the others go."""
         cast, line = self._cast, self._line
         others = {rank for rank in cast.trainers if rank != cast.rank}
         line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)

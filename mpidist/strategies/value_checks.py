@@ -1,6 +1,4 @@
-"""The leaves of values that strategies reduce or gather: whether that can be done, making up results, reducing an axis.
-
-``Strategy.reduce`` with an axis reduces along it in each replica first, and then over the replicas.
+"""Checks of values that strategies reduce or gather, and results apart from them.
 
 Replicas of one process must not have in common the results they write to, nor the gradients of one PyTorch module: they
 run one after the other and share whatever the program made once. A module that was made once has one ``.grad`` per
@@ -11,23 +9,23 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, Array, is_torch, restorer, to_array
-from mpidist.arrays.dtypes import DType, check_transportable, reduction_dtypes
+from mpidist.arrays.convert import NUMBERS, Array, is_torch, to_array
+from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written, restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
-from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable
-from mpidist.values.placement import Place, copy_of, place_of
+from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable
+from mpidist.values.placement import copy_of, place_of
 
 if TYPE_CHECKING:
-    from mpidist.strategies.extended import StrategyExtended
+    pass
 
 _ONE_REPLICA_PER_RANK = (
     "Expected one replica per rank, each with a module and arrays of its own: give the strategy one device, and type "
@@ -37,14 +35,6 @@ _ONE_REPLICA_PER_RANK = (
 # step; where so many looks were in vain the replicas share constants, and one look in so many is enough.
 _LOOKS = 32
 _shared_calls = [0]
-
-_ALONG: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.sum,
-    ReduceOp.MEAN: np.sum,
-    ReduceOp.MIN: np.min,
-    ReduceOp.MAX: np.max,
-    ReduceOp.PROD: np.prod,
-}
 
 
 def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
@@ -86,7 +76,7 @@ def _copy_leaf(target: Array, source: Array) -> None:
 
 
 def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
-    """Raise TypeError unless ``op`` can reduce each of ``leaves``, so that one replica refuses what several would."""
+    """Raise TypeError unless ``op`` can reduce each of ``leaves``, also for one replica."""
     for leaf in leaves:
         reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
 
@@ -115,7 +105,7 @@ def copied(value: Any) -> Any:
 
 
 def check_returned(leaves: Sequence[Any]) -> None:
-    """Raise TypeError where one of ``leaves`` cannot be what a replica function computed."""
+    """Raise TypeError where one of ``leaves`` cannot be a result of a replica function."""
     for leaf in leaves:
         if leaf is None or isinstance(leaf, (str, bytes)):
             raise TypeError(
@@ -129,16 +119,16 @@ def check_returned(leaves: Sequence[Any]) -> None:
 
 
 def as_result(value: Any) -> Any:
-    """Return ``value``, a number or an array of NumPy without axes as a NumPy number: there is one kind of them."""
+    """Return ``value``, with numbers and 0-d NumPy arrays as NumPy numbers."""
     if isinstance(value, NUMBERS) or (type(value) is np.ndarray and value.ndim == 0):
         return np.asarray(value)[()]
     return value
 
 
 def apart_from(result: Any, given: Any) -> Any:
-    """Return ``result``, or a copy of it where it shares memory with ``given``, a leaf that it was made of.
+    """Return ``result``, or a copy where it shares memory with the leaf ``given``.
 
-    Where there is one replica the result may be what was given; a caller who changes it would change that.
+    Where there is one replica the result may be the given array itself; a caller who changes it would change that.
     """
     if isinstance(result, ReplicaValues):
         return type(result)([apart_from(part, given) for part in result.values], result.replica_ids)
@@ -162,7 +152,7 @@ def _arrays_in(value: Any) -> Iterator[Array]:
 
 
 def concatenated(arrays: Sequence[Array], axis: int) -> Array:
-    """Return the arrays of the replicas, which lie in one place, one after the other along ``axis``.
+    """Concatenate the arrays of the replicas, which lie in one place, along ``axis``.
 
     Raises:
         ValueError: They differ in dtype or along another axis.
@@ -190,107 +180,11 @@ def check_axis(axis: Any) -> None:
         )
 
 
-def reduce_over_axis(
-    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...], structure: str
-) -> list[Any]:
-    """Reduce ``leaves``, from a ``structure``, along ``axis`` and over the replicas, in one batch (collective)."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    along = f"{structure} along axis {axis}"
-    with extended.shared_errors(f"reducing{along}"):
-        leaves = [extended.distributed(leaf) for leaf in leaves]
-        parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
-        counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
-        samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
-    if op is ReduceOp.MEAN:
-        totals = extended.reduce_leaves(
-            ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}"
-        )
-    else:
-        totals = extended.reduce_leaves(op, _as_contributions(extended, parts), along)
-    results = []
-    for index, sample in enumerate(samples):
-        total, dtype = to_array(totals[index]), reduction_dtypes(to_array(sample).dtype, op)[1]
-        if op is ReduceOp.MEAN:
-            total = _quotient(total, to_array(totals[len(leaves) + index]))
-        with place_of(total).current():
-            result = total.astype(dtype, copy=False)
-        restore = restorer(sample)
-        results.append(result[()] if restore is None else restore(result))
-    return results
-
-
-def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
-    """Return what to combine: along an axis, values that are equal on all replicas count on each of them."""
-    contributions = []
-    for part in parts:
-        if isinstance(part, Mirrored):
-            part = PerReplica(part.values, part.replica_ids)
-        elif extended.num_replicas_in_sync > 1 and not isinstance(part, ReplicaValues):
-            part = PerReplica((part,) * len(extended.local_replica_ids), extended.local_replica_ids)
-        contributions.append(part)
-    return contributions
-
-
-def _per_component(leaf: Any, fn: Any) -> Any:
-    if isinstance(leaf, ReplicaValues):
-        return type(leaf)([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
-    return fn(to_array(leaf))
-
-
-def _check_axes(array: Array, axes: tuple[int, ...]) -> None:
-    for axis in axes:
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(
-                f"axis {axis} is out of range for a value of rank {array.ndim} (shape {array.shape}); "
-                + (f"expected {-array.ndim} to {array.ndim - 1}" if array.ndim else "expected axis=None for a scalar")
-            )
-
-
-def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> Array:
-    _check_axes(array, axes)
-    wire = reduction_dtypes(array.dtype, op)[0]
-    place = place_of(array)
-    with place.current():
-        if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return _extreme(array, op, axes, place)
-        # Rounded to the dtype of the result once, at the end.
-        return to_array(_ALONG[op](array, axis=axes, dtype=wire))
-
-
-def _extreme(array: Array, op: ReduceOp, axes: tuple[int, ...], place: Place) -> Array:
-    """Return the minimum or maximum along ``axes``; one that changes no other where there are no rows."""
-    if all(array.shape[axis] for axis in axes):
-        return to_array(_ALONG[op](array, axis=axes))
-    dropped = {axis % array.ndim for axis in axes}
-    shape = tuple(size for axis, size in enumerate(array.shape) if axis not in dropped)
-    neutral = place.ops.empty(shape, array.dtype, place.number)
-    neutral.fill(_neutral(array.dtype, op))
-    return neutral
-
-
-def _neutral(dtype: DType, op: ReduceOp) -> Any:
-    """Return what changes no minimum or maximum."""
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
-
-
-def _count(array: Array, axes: tuple[int, ...]) -> Array:
-    """Return the number of elements along ``axes``, where ``array`` is: it travels with the sums."""
-    return place_of(array).brings(np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64)))
-
-
-def _quotient(total: Array, count: Array) -> Array:
-    with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
-        return to_array(np.true_divide(total, count))
-
-
 def check_results_apart(outs: Any) -> None:
     """Raise ValueError where replicas gave the same memory for their results.
 
     Args:
-        outs: What each replica gave as ``out``, regrouped.
+        outs: The ``out`` of each replica, regrouped.
     """
     for leaf in nest.flatten(outs):
         parts = leaf.values if isinstance(leaf, PerReplica) else ()
@@ -303,7 +197,7 @@ def check_results_apart(outs: Any) -> None:
 
 
 def _share_elements(one: Array, other: Array) -> bool:
-    """Whether arrays whose addresses overlap have elements in common; on a device that is taken for granted."""
+    """Return whether overlapping arrays have elements in common; assumed on devices."""
     on_host = isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
     return not on_host or bool(np.shares_memory(one, other))
 
@@ -312,7 +206,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
     """Raise ValueError where replicas gave the gradient of one and the same parameter of PyTorch.
 
     Args:
-        leaves: What the replicas of this process gave.
+        leaves: The values of the replicas of this process.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -334,7 +228,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
 
 
 def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
-    """Return the address of a tensor that two replicas gave, which these are, and of how many."""
+    """Return the address of a shared tensor, the two replicas, and the number of values."""
     seen: dict[int, int] = {}
     for number, value in enumerate(values):
         address = _address(torch, value) if is_torch(value) else None
@@ -344,14 +238,20 @@ def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, in
 
 
 def _addresses_of_gradients(torch: Any) -> set[int | None]:
-    """Return where the gradients of all parameters lie; modules are not known here, so all objects are asked."""
+    """Return the addresses of the gradients of all parameters.
+
+    Modules are not known here, so all objects are asked.
+    """
     # Not isinstance: it asks proxies for their class, which may do anything.
     leaves = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_leaf)
     return {_address(torch, leaf.grad) for leaf in leaves if leaf.grad is not None}
 
 
 def _address(torch: Any, tensor: Any) -> int | None:
-    """Return where a tensor lies; None for one without elements, or without memory in one piece, as sparse ones."""
+    """Return the address of a tensor, or None.
+
+    None is for tensors without elements, or without memory in one piece, as sparse ones.
+    """
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     try:

@@ -1,6 +1,7 @@
-"""ParameterServerExtended: one copy of each variable on a server, for replicas in sync and workers that are not.
+"""ParameterServerExtended: one copy of each variable, on a server.
 
-Both parameter server strategies. What they share: where variables are, and that gradients are applied there.
+The base of both parameter server strategies. Replicas of a worker are in sync, workers are not. Variables are on
+servers, and gradients are applied there.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from mpidist.core.errors import MismatchError
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Kind, Part, Request
+from mpidist.parameter_server.messages import Kind, Request, RequestPart
+from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
 from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
 from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.travelling import pack
+from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
-from mpidist.strategies.extended import StrategyExtended
-from mpidist.strategies.strategy import Strategy
+from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import check_indices
@@ -48,22 +49,22 @@ def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, n
     return shards[0]
 
 
-def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a program sets in an optimizer, to be compared with what it is later on."""
+def _hyperparameters(optimizer: Optimizer) -> dict[str, object]:
+    """Return an optimizer's public settings, to be compared with later ones."""
     return {
         name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
         for name, value in optimizer.public_attributes().items()
     }
 
 
-class _AtServers:
-    """What the servers know of an optimizer: its number at each, and whose slots they have."""
+class _OptimizerAtServers:
+    """The servers' knowledge of an optimizer: its number at each, variables with slots."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.numbers: dict[Connection, int] = {}
         self.variables: set[Variable] = set()
-        self.parameters: dict[str, Any] = {}
+        self.parameters: dict[str, object] = {}
         # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
         self.count = 0
         self.writes: int | None = None
@@ -76,7 +77,7 @@ class ParameterServerExtended(CentralExtended):
         strategy: The strategy it belongs to.
         link: Connects this process with the servers.
         devices: Of this process's replicas; its share of the GPUs, or the CPU, by default.
-        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        cluster_resolver: The resolver of ``strategy.cluster_resolver``.
         gives_initial_values: Whether this process's initial values count; others wait for them.
         max_staleness: How many steps this worker may be ahead of the slowest; None for any number.
         partitioner: Says into how many shards a new variable is cut; None cuts none.
@@ -103,7 +104,7 @@ class ParameterServerExtended(CentralExtended):
         self._created = 0
         self._dealt = 0
         self._beside: list[int] = []
-        self._optimizers: dict[Optimizer, _AtServers] = {}
+        self._optimizers: dict[Optimizer, _OptimizerAtServers] = {}
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -139,7 +140,7 @@ class ParameterServerExtended(CentralExtended):
         return ShardedVariable(variables, name=name)
 
     def _next_server(self) -> int:
-        """Return the index of the server that the next variable goes to: round-robin, unless it goes beside another."""
+        """Return the server of the next variable: round-robin, unless it is colocated."""
         if self._beside:
             return self._beside[-1]
         self._dealt += 1
@@ -166,7 +167,7 @@ class ParameterServerExtended(CentralExtended):
             connection.control("await", number, doing=doing)
         return component
 
-    def _update_device(self, component: Any) -> str:
+    def _update_device(self, component: object) -> str:
         return self.worker_devices[0]
 
     def read_all(self, variables: Sequence[Variable]) -> list[Array]:
@@ -175,7 +176,7 @@ class ParameterServerExtended(CentralExtended):
 
     # Optimizers -----------------------------------------------------------------------------------------------
 
-    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Optimizer, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
         """Push gradients to the servers, which apply them; one message for each."""
         pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
         for gradient, variable in pairs:
@@ -186,10 +187,11 @@ class ParameterServerExtended(CentralExtended):
         if known.writes != counter.writes:
             self._recount(optimizer, known)
         rate = optimizer.rate_at(known.count)
-        requests: dict[Connection, list[Part]] = {}
+        requests: dict[Connection, list[RequestPart]] = {}
         for gradient, variable in pairs:
             component = component_of(variable)
-            extra = {"optimizer": known.numbers[component.connection], "step": known.count, "setting": rate}
+            extra: dict[str, Any] = {"step": known.count, "setting": rate}
+            extra["optimizer"] = known.numbers[component.connection]
             if isinstance(gradient, IndexedSlices):
                 part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
             else:
@@ -199,15 +201,15 @@ class ParameterServerExtended(CentralExtended):
         if self._max_staleness is not None:
             # Last, so that the step is counted before this worker waits for slower ones.
             clock = self._link.connections[0]
-            requests.setdefault(clock, []).append(Part(messages.TICK, self._number, setting=self._max_staleness))
+            requests.setdefault(clock, []).append(RequestPart(messages.TICK, self._number, setting=self._max_staleness))
         answers = ask_all(requests)
         place = [part.operation for part in requests[counter.connection]].index(messages.COUNT)
         known.count = int(answers[counter.connection][place])
 
-    def _recount(self, optimizer: Optimizer, known: _AtServers) -> None:
-        """Read the number of updates, at the beginning and where it may have been set, from a checkpoint say.
+    def _recount(self, optimizer: Optimizer, known: _OptimizerAtServers) -> None:
+        """Read the number of updates: at first, and where it may have been set.
 
-        The servers, which go on from the last update, begin at it as well.
+        A restored checkpoint sets it, for instance. The servers, which go on from the last update, begin at it as well.
         """
         counter = component_of(optimizer.iterations)
         is_first, known.writes = known.writes is None, counter.writes
@@ -217,18 +219,21 @@ class ParameterServerExtended(CentralExtended):
             connection.control("rewind", number, known.count, doing=doing)
 
     def forget_counts(self) -> None:
-        """Take the numbers of updates of all optimizers for unknown: another process may have set them."""
+        """Forget the numbers of updates of all optimizers: another process may have set them."""
         for known in self._optimizers.values():
             known.writes = None if known.writes is None else -1
 
     def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
-        """Return the number by which the servers know an optimizer: the next one, or ``number``, if it has none yet."""
+        """Return the number by which the servers know an optimizer.
+
+        One without a number gets the next, or ``number``.
+        """
         if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = _AtServers(len(self._optimizers) if number is None else number)
+            self._optimizers[optimizer] = _OptimizerAtServers(len(self._optimizers) if number is None else number)
         return self._optimizers[optimizer].ordinal
 
-    def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _AtServers:
-        """Tell the servers of an optimizer, or what has changed in it, and of the slots of variables that are new."""
+    def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _OptimizerAtServers:
+        """Tell the servers of a new or changed optimizer, and of new variables' slots."""
         self.number_of(optimizer)
         known = self._optimizers[optimizer]
         parameters = _hyperparameters(optimizer)

@@ -1,4 +1,4 @@
-"""Which devices a strategy's local replicas run on, and how the ranks of a strategy share the GPUs of a machine out."""
+"""The devices of a strategy's local replicas; sharing a machine's GPUs among ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import Communicator
 from mpidist.core.devices import parse_device
 from mpidist.core.errors import DeviceError
-from mpidist.topology.gpus import devices_of_each, visible_devices
+from mpidist.topology.gpu_sharing import devices_of_each, visible_devices
 from mpidist.topology.launcher import read_launcher
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -24,7 +24,7 @@ def check_device(device: str) -> str:
 
     Raises:
         ValueError: Not a device string, a device of another task, or a GPU that this process does not have.
-        DeviceError: A GPU, and there is no usable CuPy; the text says what to type.
+        DeviceError: A GPU, and there is no usable CuPy; the text says how to install it.
     """
     parsed = parse_device(device)
     if parsed.job is not None:
@@ -67,7 +67,7 @@ def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
 def agreed_devices(
     devices: tuple[str, ...] | None, comm: Communicator | None
 ) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the devices of this rank, how many every rank of ``comm`` has, and whether all of them have GPUs.
+    """Return the devices of this rank, each rank's number, and whether all have GPUs.
 
     Collective where there are several.
 
@@ -96,7 +96,7 @@ def agreed_devices(
 
 
 class _Rank(NamedTuple):
-    """What a rank tells the others of its devices."""
+    """The message of a rank about its devices."""
 
     named: tuple[str, ...] | None
     seen: tuple[str, ...]
@@ -106,7 +106,7 @@ class _Rank(NamedTuple):
 
 
 def _check_kinds(told: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
-    """Raise DeviceError if ranks would compute on the CPU beside others on GPUs without having been told to."""
+    """Raise DeviceError if ranks would compute on the CPU beside others on GPUs, unasked."""
     without = [rank for rank, own in enumerate(told) if own.named is None and not own.seen]
     with_gpus = [rank for rank, own in enumerate(devices) if _is_gpu(own)]
     if not without or not with_gpus:
@@ -157,5 +157,5 @@ def _share_alone(seen: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _machine() -> str:
-    """Return what tells this machine from others, for containers and virtual nodes on it too."""
+    """Return an id of this machine, equal in containers and virtual nodes on it."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()

@@ -1,4 +1,4 @@
-"""run: calls a training function again, on the ranks that are left, whenever ranks are lost."""
+"""Call a training function again, on the remaining ranks, whenever ranks are lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from mpidist.checkpoint.job import give_up_all
+from mpidist.checkpoint.writer import give_up_all
 from mpidist.collectives.channel.channel import abandon_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
@@ -103,7 +103,10 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def _all_are_through(mine: bool) -> bool:
-    """Whether all ranks have ended the training and none is lost (MPI_Comm_agree); the same on all."""
+    """Return, the same on all ranks, whether all have trained and none is lost.
+
+    Calls MPI_Comm_agree.
+    """
     if not mine:
         # Those that wait for this rank in a collective are to come here, too.
         abandon_all()
@@ -111,7 +114,7 @@ def _all_are_through(mine: bool) -> bool:
 
 
 def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
-    """Whether all ranks say so and none is lost; the same on all."""
+    """Return, the same on all ranks, whether all say so and none is lost."""
     with limited(doing):
         return agree(world, mine)
 

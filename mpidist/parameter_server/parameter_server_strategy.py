@@ -7,17 +7,19 @@ from typing import Any, NoReturn
 
 from mpidist.arrays.convert import Array
 from mpidist.cluster_resolver import ClusterResolver
+from mpidist.core.protocols import StrategyLike
 from mpidist.input import InputOptions
 from mpidist.parameter_server.dispatcher import Dispatcher
-from mpidist.parameter_server.extended import ParameterServerExtended
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
+from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
-from mpidist.strategies.devices import check_devices
-from mpidist.strategies.strategy import Strategy
+from mpidist.parameter_server.pickling import Find
+from mpidist.strategies.base import Strategy
+from mpidist.strategies.replica_devices import check_devices
 
 
 class DatasetForWorkers:
-    """What a ``distribute_`` method returned on the coordinator: a dataset that each worker is to make for itself.
+    """A dataset that each worker makes for itself. A ``distribute_`` method returns it on the coordinator.
 
     Args:
         strategy: Whose method it was.
@@ -25,10 +27,10 @@ class DatasetForWorkers:
         args: Its arguments.
     """
 
-    def __init__(self, strategy: Strategy, method: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, strategy: StrategyLike, method: str, args: tuple[object, ...]) -> None:
         self._strategy, self._method, self._args = strategy, method, args
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Make the dataset, on a worker."""
         return getattr(self._strategy, self._method)(*self._args)
 
@@ -39,7 +41,7 @@ class DatasetForWorkers:
         )
 
 
-def _finds_nothing(name: Any) -> NoReturn:
+def _finds_nothing(name: object) -> NoReturn:
     raise LookupError(f"nothing was scheduled, so no result can name {name!r}")
 
 
@@ -61,7 +63,7 @@ class CoordinatorExtended(ParameterServerExtended):
         """Connects with workers and servers."""
         return self._link
 
-    def dispatch(self, find: Callable[[Any], Any]) -> Dispatcher:
+    def dispatch(self, find: Find) -> Dispatcher:
         """Start handing functions out.
 
         Raises:
@@ -78,26 +80,26 @@ class CoordinatorExtended(ParameterServerExtended):
         """Tell the workers that the job is over."""
         (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
-    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    def run_replicas(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Raise NotImplementedError: replicas are on the workers."""
         raise NotImplementedError(
             "ParameterServerStrategy.run() was called on the coordinator; expected: inside a scheduled function, "
             "coordinator.schedule(lambda: strategy.run(fn, args))"
         )
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> DatasetForWorkers:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> DatasetForWorkers:
         """See ``StrategyExtended``: each worker does it."""
         return DatasetForWorkers(self.strategy, "experimental_distribute_dataset", (dataset, options))
 
     def distribute_from_function(
-        self, dataset_fn: Callable[..., Any], options: InputOptions | None
+        self, dataset_fn: Callable[..., object], options: InputOptions | None
     ) -> DatasetForWorkers:
         """See ``StrategyExtended``: each worker does it."""
         return DatasetForWorkers(self.strategy, "distribute_datasets_from_function", (dataset_fn, options))
 
 
 class WorkerTwinExtended(ParameterServerExtended):
-    """On a worker: what the coordinator's strategy means in a scheduled function."""
+    """On a worker: the coordinator's strategy as scheduled functions see it."""
 
     def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
         super().__init__(strategy, link, devices, resolver, False)
@@ -107,7 +109,7 @@ class WorkerTwinExtended(ParameterServerExtended):
         """False: the coordinator writes checkpoints."""
         return False
 
-    def create_variable(self, array: Array, **properties: Any) -> NoReturn:
+    def create_variable(self, array: Array, **properties: object) -> NoReturn:
         """Raise ValueError: the coordinator creates variables."""
         raise ValueError(
             f"variable {properties['name']!r} was created in a scheduled function; create it on the coordinator, "

@@ -1,6 +1,7 @@
-"""Messages with deadlines: point to point, polled, so that a dead link between two ranks holds up nobody for ever.
+"""Point-to-point messages with deadlines: a dead link holds up nobody for ever.
 
-They go over MPI.COMM_WORLD itself. Duplicating it takes every link to work, and doctor is the only one that uses it.
+They are polled, and go over MPI.COMM_WORLD itself. Duplicating it takes every link to work, and doctor is the only one
+that uses it.
 Which ranks reach which is found by one short message of every pair, all at the same time, with one deadline.
 """
 
@@ -24,7 +25,7 @@ _LENGTH_BYTES = 8
 # Requests that were given up: MPI may still write into their buffers, which they hold.
 _given_up: list[MPI.Request] = []
 ALL_PAIRS_RANKS = 128
-"""Up to so many ranks each exchanges a message with each: their connections grow with the square."""
+"""The most ranks of which each exchanges a message with each. Their connections grow with the square."""
 _HELLO_BYTES = 64
 
 
@@ -33,7 +34,7 @@ class NoAnswerError(RuntimeError):
 
 
 def finished(requests: Mapping[int, MPI.Request], seconds: float) -> set[int]:
-    """Wait until all requests are complete or the time is up; return the keys of the complete ones.
+    """Wait for all requests or a deadline, and return the keys of complete ones.
 
     One that MPI reports an error for, such as a connection that was refused, counts as never complete.
     """
@@ -107,7 +108,7 @@ def receive_reports(comm: MPI.Intracomm, ranks: Iterable[int], seconds: float) -
 
 
 def send_verdict(comm: MPI.Intracomm, verdict: bytes) -> None:
-    """Send a verdict of one byte from rank 0 to all others; does not wait for them."""
+    """Send a verdict of one byte from rank 0 to all others, without waiting."""
     give_up([comm.Isend(verdict, rank, DOCTOR_VERDICT) for rank in range(1, comm.Get_size())])
 
 
@@ -123,7 +124,7 @@ def receive_verdict(comm: MPI.Intracomm, seconds: float) -> bytes:
 
 
 class Heard(NamedTuple):
-    """What one rank found out.
+    """The messages that one rank exchanged.
 
     Attributes:
         partners: With whom it exchanged messages.
@@ -135,7 +136,9 @@ class Heard(NamedTuple):
 
 
 def first_partners(rank: int, size: int) -> list[int]:
-    """Return with whom a rank exchanges messages first: all others, in a large job its neighbours and rank 0.
+    """Return the ranks with which a rank exchanges its first messages.
+
+    These are all others; in a large job its neighbours and rank 0.
 
     >>> first_partners(1, 4), first_partners(5, 1000)
     ([0, 2, 3], [0, 4, 6])
@@ -146,7 +149,7 @@ def first_partners(rank: int, size: int) -> list[int]:
 
 
 def partners_on_nodes(rank: int, machines: Sequence[Sequence[int]]) -> list[int]:
-    """Return with whom a rank of a large job exchanges messages, so that every pair of machines does once.
+    """Return a rank's partners in a large job: every pair of machines meets once.
 
     Each machine deals the other machines to its ranks in turn.
 
@@ -163,7 +166,7 @@ def partners_on_nodes(rank: int, machines: Sequence[Sequence[int]]) -> list[int]
 
 
 def exchange(comm: MPI.Intracomm, partners: Iterable[int], host: str, seconds: float) -> Heard:
-    """Exchange a message with each partner, which must do the same, and return who was heard in time."""
+    """Exchange a message with each partner, and return those heard in time. The partner must do the same."""
     chosen = tuple(partners)
     hello = host.encode()[:_HELLO_BYTES].ljust(_HELLO_BYTES, b"\0")
     answers = {rank: bytearray(_HELLO_BYTES) for rank in chosen}
@@ -176,7 +179,7 @@ def exchange(comm: MPI.Intracomm, partners: Iterable[int], host: str, seconds: f
 
 
 def merged(size: int, seconds: float, reports: Mapping[int, Heard], own_host: str) -> Reach:
-    """Return what all ranks found out together; a rank whose report did not come counts as not heard by rank 0."""
+    """Return the results of all ranks together. A rank whose report did not come counts as not heard by rank 0."""
     hosts = {0: own_host}
     pairs: set[tuple[int, int]] = set()
     failed = {(0, rank) for rank in range(1, size) if rank not in reports}

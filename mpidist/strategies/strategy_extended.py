@@ -1,7 +1,8 @@
-"""StrategyExtended: the interface of a strategy for library writers, of which each strategy is a subclass.
+"""StrategyExtended: the interface of a strategy for library writers.
 
-A new strategy writes the eight abstract members at the top; the others check context and arguments and are built on
-them. It is one class, without an object behind it that would do the work: here TensorFlow's names are looked for.
+Each strategy is a subclass, which writes the eight abstract members at the top; the others check context and arguments
+and are built on them. It is one class, without an object behind it that would do the work: here TensorFlow's
+names are looked for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
@@ -22,10 +23,11 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.leaves import (
+from mpidist.strategies.value_checks import (
     apart_from,
     check_can_gather,
     check_can_reduce,
@@ -36,18 +38,13 @@ from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, V
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, place_at, place_of
-from mpidist.values.synchronization import changing
-from mpidist.values.variable import update_components
-
-if TYPE_CHECKING:
-    from mpidist.strategies.replica_context import ReplicaContext
-    from mpidist.strategies.strategy import Strategy
+from mpidist.values.variable import changing, update_components
 
 Result = TypeVar("Result")
 
 
 class StrategyExtended(ABC):
-    """What a strategy does (tf.distribute.StrategyExtended).
+    """The work of a strategy (tf.distribute.StrategyExtended).
 
     Args:
         strategy: The strategy it belongs to.
@@ -55,11 +52,11 @@ class StrategyExtended(ABC):
 
     Attributes:
         allows_per_replica_input: Whether input may be made per replica.
-        cluster_resolver: What ``strategy.cluster_resolver`` returns.
+        cluster_resolver: The value of ``strategy.cluster_resolver``.
         first_gpu: The GPU that is current in scopes and merge functions; None for the host alone.
-        frame: What is on the stack of contexts while the strategy's cross-replica context is current.
+        frame: The entry in the stack of contexts for the strategy's cross-replica context.
         is_central: Whether each variable has one copy, which all replicas share.
-        variable_names: What its variables are called.
+        variable_names: The names of its variables.
     """
 
     allows_per_replica_input = False
@@ -69,7 +66,7 @@ class StrategyExtended(ABC):
     first_gpu: Place | None = None
     cluster_resolver: ClusterResolver | None = None
 
-    def __init__(self, strategy: Strategy, communicator: Communicator | None = None) -> None:
+    def __init__(self, strategy: StrategyLike, communicator: Communicator | None = None) -> None:
         self.strategy = strategy
         self.communicator = communicator
         self.frame = Frame(strategy)
@@ -105,11 +102,11 @@ class StrategyExtended(ABC):
 
     @abstractmethod
     def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call ``fn`` for each replica of this rank in its context, and return the results in order. Extension.
+        """Call ``fn`` for each replica of this rank, and return the results in order. Extension.
 
         Args:
-            fn: The function.
-            args, kwargs: Its arguments; each replica gets its part of the distributed values in them.
+            fn: The function, called in the replica's context. args, kwargs: Its arguments; each replica gets its part
+                of the distributed values in them.
         """
 
     @abstractmethod
@@ -157,7 +154,7 @@ class StrategyExtended(ABC):
 
     @cached_property
     def wraps_lone_replica(self) -> bool:
-        """Whether values are PerReplica even with one replica on a rank: where ranks differ in their numbers."""
+        """Whether values are PerReplica even with one replica, as ranks differ in their numbers."""
         return len(set(self.replica_counts)) > 1
 
     @property
@@ -199,7 +196,7 @@ class StrategyExtended(ABC):
         return self.communicator is not None
 
     def _use_merge_call(self) -> bool:
-        """Whether reductions in replica context need the other local replicas to be collected first."""
+        """Return whether reductions in replica context wait for the other local replicas."""
         return len(self.local_replica_ids) > 1
 
     def _get_replica_id_in_sync_group(self, local_replica_id: int) -> int:
@@ -236,7 +233,9 @@ class StrategyExtended(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Do :meth:`reduce_to` for many pairs in few messages (collective); results in the order of the pairs.
+        """Reduce many pairs as :meth:`reduce_to` does, in few messages (collective).
+
+        Results come in the order of the pairs.
 
         Raises:
             ValueError: Something else than (value, destinations) tuples.
@@ -266,7 +265,7 @@ class StrategyExtended(ABC):
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
     def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
-        """Give every rank the ``tensor`` of rank ``root``, with a copy on each of ``destinations`` (collective).
+        """Copy the ``tensor`` of rank ``root`` to the ``destinations`` on every rank (collective).
 
         Python ints and floats are returned as they are, without communication, as in TensorFlow.
 
@@ -299,7 +298,7 @@ class StrategyExtended(ABC):
             op: The operation.
             pairs: Leaves, and where each result is to be.
             options: Packing, deadline and algorithm.
-            note: What they belong to, which all ranks must agree on.
+            note: Their structure or variable, on which all ranks must agree.
         """
         results: list[Any] = [None] * len(pairs)
         by_divisor: dict[int, list[int]] = {}
@@ -331,7 +330,7 @@ class StrategyExtended(ABC):
         return self.reduce_pairs(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, note)
 
     def _as_contribution(self, op: ReduceOp, value: Any) -> Any:
-        """Return the PerReplica that takes part in a reduction, or the value that is its own result."""
+        """Return the PerReplica to be reduced, or a value that is its own result."""
         value = self.distributed(value)
         if isinstance(value, Mirrored):
             if op in (ReduceOp.SUM, ReduceOp.PROD) and self.num_replicas_in_sync > 1:
@@ -421,7 +420,7 @@ class StrategyExtended(ABC):
 
         Args:
             var: A variable of this strategy.
-            fn: What to do with each component.
+            fn: The update of a component.
             args, kwargs: Further arguments.
             group: Whether to group the results; otherwise a tuple of them is returned.
 
@@ -463,7 +462,7 @@ class StrategyExtended(ABC):
         return self.parameter_devices
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether ``v`` was created while this strategy was in scope."""
+        """Return whether ``v`` was created while this strategy was in scope."""
         return isinstance(v, Variable) and v.distribute_strategy is self.strategy
 
     @contextmanager
@@ -483,9 +482,10 @@ class StrategyExtended(ABC):
         return v.value() if isinstance(v, (Variable, Component)) else v
 
     def read_all(self, variables: Sequence[Variable]) -> list[Array]:
-        """Return the values of several variables, as ``value()`` of each; from parameter servers in few messages.
+        """Return the values of several variables, from parameter servers in few messages.
 
-        In the current context; ON_READ variables are aggregated outside of ``run`` (collective). Extension.
+        As ``value()`` of each in the current context; ON_READ variables are aggregated outside of ``run`` (collective).
+        Extension.
 
         >>> import mpidist
         >>> v, w = mpidist.Variable(1.0), mpidist.Variable([2.0])
@@ -500,7 +500,7 @@ class StrategyExtended(ABC):
 
     def update_in_replica(
         self,
-        replica: ReplicaContext,
+        replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -545,7 +545,7 @@ class StrategyExtended(ABC):
         optimizer.update_copies(summed)
 
     def own_variable(self, var: Any, method: str) -> Variable:
-        """Return the variable that ``var``, or a component of it, is, after checking that it is this strategy's."""
+        """Return the variable that ``var`` is, or is a component of; check its strategy."""
         var = var.container if isinstance(var, Component) else var
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
             return var
@@ -560,12 +560,12 @@ class StrategyExtended(ABC):
     def call_for_each_replica(
         self, fn: Callable[..., Result], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Result:
-        """Do what ``Strategy.run`` does."""
+        """Run a function as ``Strategy.run`` does."""
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
     def run(self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """Call ``fn`` for each replica and group the results; errors of one rank reach the others. Extension."""
+        """Call ``fn`` for each replica and group the results; announce errors to other ranks. Extension."""
         try:
             results = self.run_replicas(fn, args, kwargs)
         except Exception as error:
@@ -581,7 +581,7 @@ class StrategyExtended(ABC):
         return regroup(values, self.local_replica_ids, wrap_lone=self.wraps_lone_replica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Do what ``Strategy.experimental_local_results`` does. Extension."""
+        """Return the components of this rank; see ``Strategy.experimental_local_results``. Extension."""
         if isinstance(value, (ReplicaValues, Variable)):
             return tuple(value.values)
         if not nest.is_nest(value):
@@ -591,16 +591,16 @@ class StrategyExtended(ABC):
     # Input ----------------------------------------------------------------------------------------------------
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """Do what ``Strategy.experimental_distribute_dataset`` does (collective). Extension."""
+        """Distribute a dataset (collective); see ``Strategy.experimental_distribute_dataset``. Extension."""
         return distribute_dataset(dataset, self.input_workers(), self.strategy, options)
 
     def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
-        """Do what ``Strategy.distribute_datasets_from_function`` does (collective). Extension."""
+        """Distribute datasets (collective); see ``Strategy.distribute_datasets_from_function``. Extension."""
         workers, allowed = self.input_workers(), self.allows_per_replica_input
         return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
 
     def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
-        """Do what ``Strategy.experimental_distribute_values_from_function`` does. Extension."""
+        """Make values; see ``Strategy.experimental_distribute_values_from_function``. Extension."""
         return distribute_values(value_fn, self.input_workers())
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -635,7 +635,7 @@ class StrategyExtended(ABC):
         return nullcontext() if self.communicator is None else self.communicator.shared_errors(doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that is about to be raised in place of a collective. Extension."""
+        """Tell the other ranks of an error to be raised in place of a collective. Extension."""
         if self.communicator is not None:
             self.communicator.announce(error, doing)
 
@@ -643,21 +643,23 @@ class StrategyExtended(ABC):
         """Return once all ranks have said the same (collective); else raise MismatchError. Extension.
 
         Args:
-            text: Called where there are other ranks; says what is being done, and with what.
+            text: Called where there are other ranks; describes the call and its arguments.
         """
         if self.communicator is not None:
             self.communicator.meet(text())
 
     def step_agreement(self) -> StepAgreement:
-        """Return what lets the ranks agree on a step (collective). Extension."""
+        """Return the means by which the ranks agree on a step (collective). Extension."""
         return StepAgreement(None) if self.communicator is None else self.communicator.step_agreement()
 
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block in which each rank changes a copy of its own; the ranks compare them afterwards. Extension.
+        """Return a block in which each rank changes a copy of its own. Extension.
+
+        The ranks compare the copies afterwards.
 
         Args:
-            label: What is changed, the same on all ranks.
-            what: How, as in "assign of variable 'w'".
+            label: Name of the changed thing, the same on all ranks.
+            what: The change, as in "assign of variable 'w'".
             checksum: Called where other ranks have copies of their own.
         """
         if self.communicator is None or self.is_central:
@@ -665,7 +667,7 @@ class StrategyExtended(ABC):
         return self.communicator.changing(label, what, checksum)
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
-        """Have the ranks compare what each has done by itself, where there is no state to be compared. Extension."""
+        """Have the ranks compare changes that each made by itself, without their state. Extension."""
         if self.communicator is not None and not self.is_central:
             self.communicator.done(label, what, checksum())
 
@@ -673,7 +675,7 @@ class StrategyExtended(ABC):
         """Raise RuntimeError where this rank takes no part in checkpoints; by default every rank does. Extension."""
         del method
 
-    def copy_for(self, strategy: Strategy) -> StrategyExtended:
+    def copy_for(self, strategy: Any) -> StrategyExtended:
         """Return a copy for ``strategy``, a copy of the strategy. Extension.
 
         Raises:
@@ -682,7 +684,7 @@ class StrategyExtended(ABC):
         raise ValueError(f"{type(self.strategy).__name__} cannot be copied; build a new one on every rank")
 
     def close(self) -> None:
-        """Free what is held (collective). Extension."""
+        """Free all resources (collective). Extension."""
         if self.communicator is not None:
             self.communicator.close()
 
@@ -693,6 +695,6 @@ def _first_device(value: Any) -> str:
 
 
 def _told(value: Any, destinations: Any) -> str:
-    """Return what ranks compare of a value that is reduced: its structure, and which variable it is for."""
+    """Return the text that ranks compare: the structure of a value, and its variable."""
     structure = nest.describe(value)
     return f"{structure} for variable {destinations.label!r}" if isinstance(destinations, Variable) else structure

@@ -1,0 +1,1 @@
+"""Tests of the types that a user's program sees."""
