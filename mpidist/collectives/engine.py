@@ -12,7 +12,7 @@ from mpidist.collectives.channel.observers import OTHERS, PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
-from mpidist.collectives.gpu.device_streams import DeviceStreams, Turn, queue_of
+from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
@@ -44,7 +44,7 @@ class Engine:
         self.choice: Choice[Algorithm] = Choice(host_algorithms, site, place, getattr(table, place))
         self.table = table
         self._on_device: DeviceChoice | None = None
-        self._device_turn: Turn | None = None
+        self._queue_place: QueuePlace | None = None
         self.is_device_prepared = False
         self._pool = Pool()
         self.on_host = HostMovement(channel, self._pool)
@@ -134,15 +134,15 @@ class Engine:
             yield from self._take_turn(self._on_device.streams)
 
     def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
-        turn = self._device_turn = Turn(streams)
+        place = self._queue_place = QueuePlace(streams)
         queue = queue_of(streams.device)
-        queue.enter(turn)
-        yield from queue.turn(turn)
+        queue.enter(place)
+        yield from queue.wait_until_first(place)
 
     def _end_turn(self, streams: DeviceStreams) -> None:
-        if self._device_turn is not None:
-            queue_of(streams.device).leave(self._device_turn)
-            self._device_turn = None
+        if self._queue_place is not None:
+            queue_of(streams.device).leave(self._queue_place)
+            self._queue_place = None
 
     def all_reduce(
         self,
@@ -238,7 +238,7 @@ class Engine:
     def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
-        yield from queue_of(call.streams.device).turn(call)
+        yield from queue_of(call.streams.device).wait_until_first(call)
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             self.channel.phase(REDUCE)

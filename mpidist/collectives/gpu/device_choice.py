@@ -64,7 +64,7 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     @property
     def multiple(self) -> int:
-        """Return the number that the bytes of flat arrays are a multiple of.
+        """Return the number of bytes of which flat arrays are a multiple.
 
         So slices between nodes have one length, and each begins where NCCL reads many elements at a time.
         """

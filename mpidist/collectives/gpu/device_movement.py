@@ -139,10 +139,10 @@ class DeviceMovement:
             call.leave()
 
     def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
-        """Return NCCL once the ranks have met and it is the turn of ``call``."""
+        """Return NCCL once the ranks have met and ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
-        yield from queue_of(call.streams.device).turn(call)
+        yield from queue_of(call.streams.device).wait_until_first(call)
         return self._choice.nccl
 
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:

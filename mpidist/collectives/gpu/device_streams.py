@@ -65,7 +65,7 @@ class DeviceStreams:
         device_watch.watch(self)
 
     def on(self) -> AbstractContextManager[None]:
-        """Return a block in which the device is current in this thread."""
+        """Return a context in which the device is current in this thread."""
         return self.ops.on(self.device)
 
     def empty(self, count: int, dtype: DType) -> Array:
@@ -116,14 +116,14 @@ class DeviceStreams:
             nccl.abort()
 
     def synchronize(self) -> None:
-        """Wait until everything has run; blocks."""
+        """Wait until all work has run; blocks."""
         with self.on():
             for stream in (self.to_host, self.to_device, self.stream):
                 stream.synchronize()
         self._under_way.clear()
 
     def close(self) -> None:
-        """Wait until everything has run, and let go."""
+        """Wait until all work has run, and let go."""
         self.synchronize()
         device_watch.forget(self)
         self._nccl.clear()
@@ -157,7 +157,7 @@ class DeviceCall:
         self._queue = queue_of(streams.device)
 
     def enter(self) -> None:
-        """Have later calls wait for their turn on the device until this one leaves."""
+        """Have later calls wait on the device until this one leaves."""
         self._queue.enter(self)
 
     def leave(self) -> None:
@@ -191,7 +191,7 @@ class DeviceCall:
         self.inputs, self.results = {}, {}
 
 
-class Turn:
+class QueuePlace:
     """A place in the queue of a device, to start or to close NCCL.
 
     Args:
@@ -209,17 +209,17 @@ class DeviceQueue:
     """The calls that have not been handed to one device yet."""
 
     def __init__(self) -> None:
-        self._calls: deque[weakref.ref[DeviceCall | Turn]] = deque()
+        self._calls: deque[weakref.ref[DeviceCall | QueuePlace]] = deque()
         self._lock = threading.Lock()
         self._last: tuple[DeviceStreams, Event] | None = None
 
-    def enter(self, call: DeviceCall | Turn) -> None:
+    def enter(self, call: DeviceCall | QueuePlace) -> None:
         """Put a new call at the end."""
         with self._lock:
             self._calls.append(weakref.ref(call))
 
-    def turn(self, call: DeviceCall | Turn) -> Steps[None]:
-        """Yield until it is the turn of ``call``; its streams then follow whatever came before."""
+    def wait_until_first(self, call: DeviceCall | QueuePlace) -> Steps[None]:
+        """Yield until ``call`` is the first; its streams then follow the calls before."""
         looks = 0
         while not self._is_first(call):
             looks += 1
@@ -230,14 +230,14 @@ class DeviceQueue:
             with call.streams.on():
                 call.streams.stream.wait(last[1])
 
-    def leave(self, call: DeviceCall | Turn) -> None:
-        """Let the next call have its turn; any number of times."""
+    def leave(self, call: DeviceCall | QueuePlace) -> None:
+        """Remove a call, so that the next is the first; any number of times."""
         with self._lock:
             if call.done is not None and self._calls and self._calls[0]() is call:
                 self._last = (call.streams, call.done)
             self._calls = deque(entry for entry in self._calls if entry() is not call)
 
-    def _is_first(self, call: DeviceCall | Turn) -> bool:
+    def _is_first(self, call: DeviceCall | QueuePlace) -> bool:
         with self._lock:
             while self._calls:
                 first = self._calls[0]()
@@ -299,7 +299,7 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
 
 
 class _Late(Exception):
-    """A call did not end within its deadline."""
+    """A call that did not end within its deadline."""
 
 
 def _deadline(timeout: float) -> Deadline:

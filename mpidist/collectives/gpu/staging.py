@@ -104,7 +104,7 @@ class StagingRing:
         return None
 
     def give_back(self, slot: PinnedBuffer, free_after: Event) -> None:
-        """Return a slot that is in use until an event."""
+        """Put back a slot that is in use until an event."""
         slot.free_after = free_after
         self._idle.append(slot)
 
@@ -233,7 +233,7 @@ def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
     [array([2., 2.])]
     """
     if not which_on_device(arrays):
-        return arrays, _as_they_are
+        return arrays, lambda results: results
     homes = [(ops, ops.device_of(array)) for ops, array in ((ops_of(array), array) for array in arrays)]
     copies = list(arrays)
     for ops, device in {home for home in homes if home[0].kind != "cpu"}:
@@ -248,7 +248,3 @@ def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
         ]
 
     return copies, bring_back
-
-
-def _as_they_are(results: list[Array]) -> list[Array]:
-    return results

@@ -208,9 +208,9 @@ class Board:
                 self.pause(looks)
                 yield
 
-    def pause(self, looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
+    def pause(self, looks: int, most_looks: int = LOOKS_BEFORE_YIELD) -> None:
         """Yield the core, and let MPI make progress, after so many looks in vain."""
-        relax(looks, min(patience, self._patience))
+        relax(looks, min(most_looks, self._patience))
         if looks % _LOOKS_BETWEEN_MPI == 0:
             self._comm.Iprobe()
 

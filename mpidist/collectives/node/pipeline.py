@@ -80,7 +80,7 @@ class Pipeline:
 
     def steps(self) -> Steps[None]:
         """Move all chunks on until this rank has its result."""
-        looks, patience = 0, LOOKS_BEFORE_YIELD if self._wire is None else LOOKS_BEFORE_YIELD_ON_WIRE
+        looks, most_looks = 0, LOOKS_BEFORE_YIELD if self._wire is None else LOOKS_BEFORE_YIELD_ON_WIRE
         while self._taken < self._end:
             moved = self._move_in_flight() if self._in_flight else False
             moved = self._fill() or moved
@@ -88,7 +88,7 @@ class Pipeline:
             moved = self._take() or moved
             looks = 0 if moved else looks + 1
             if looks:
-                self._board.pause(looks, patience)
+                self._board.pause(looks, most_looks)
                 yield
         self._board.chunks = self._end
 

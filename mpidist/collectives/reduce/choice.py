@@ -63,24 +63,17 @@ A = TypeVar("A", bound=_Closable)
 def check_options(options: CommunicationOptions) -> None:
     """Raise for options that name something unknown, or two things that do not go together."""
     check_name(options.algorithm)
-    for option, can in (("wire_dtype", _can_round), ("deterministic", _is_ordered)):
-        if getattr(options, option) and options.algorithm is not None and not can(options.algorithm):
-            raise ValueError(
-                f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
-                f"leave algorithm out, or take one of {', '.join(filter(can, host_names()))}"
-            )
+    for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
+        if getattr(options, option) and options.algorithm is not None:
+            entries = [host_algorithms.get(name) or wire_algorithms.get(name) for name in host_names()]
+            able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
+            if options.algorithm not in able:
+                raise ValueError(
+                    f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
+                    f"leave algorithm out, or take one of {', '.join(able)}"
+                )
     if options.error_feedback and options.wire_dtype is None:
         raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
-
-
-def _is_ordered(name: str) -> bool:
-    entry = host_algorithms.get(name) or wire_algorithms.get(name)
-    return entry is not None and entry.is_ordered
-
-
-def _can_round(name: str) -> bool:
-    entry = host_algorithms.get(name) or wire_algorithms.get(name)
-    return entry is not None and entry.rounds
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:

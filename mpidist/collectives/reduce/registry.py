@@ -111,8 +111,8 @@ class Registry:
 
 
 def _say_instead(name: str) -> str:
-    what = "MPI's own call" if name == "mpi" else repr(name)
-    return f"; {what} is taken in its place"
+    substitute = "MPI's own call" if name == "mpi" else repr(name)
+    return f"; {substitute} is taken in its place"
 
 
 def _say_instead_on_gpus(name: str) -> str:

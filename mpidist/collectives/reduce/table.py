@@ -18,7 +18,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", KiB))
 
 
 class Table(NamedTuple):
-    """A row per place."""
+    """The algorithms by message size, a row per place."""
 
     one_node_readable: Row
     """All ranks on one node, where the kernel lets them read one another's memory."""

@@ -58,7 +58,7 @@ gpu_algorithms.register(
 
 
 class Alone:
-    """Casts, divides and copies, as other algorithms do.
+    """An all-reduce of one rank alone, which casts, divides and copies.
 
     Args:
         site: Where it works.
@@ -75,7 +75,7 @@ class Alone:
             return job.store()
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing."""
 
 
 gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))

@@ -92,7 +92,7 @@ class GatherReduce:
             np.copyto(target, total)
 
     def close(self) -> None:
-        """Nothing to free: the slots are the node's."""
+        """Free nothing: the slots are the node's."""
 
 
 host_algorithms.register(

@@ -10,7 +10,7 @@ from mpidist.collectives.reduce.registry import HOST_PLACES, AlgorithmEntry, Sit
 
 
 class Mpi:
-    """One non-blocking call per piece that fits into an MPI count.
+    """An all-reduce by one non-blocking call per piece that fits into an MPI count.
 
     Args:
         site: Where it works; its communicator is not freed.
@@ -32,7 +32,7 @@ class Mpi:
         return job.finish(result)
 
     def close(self) -> None:
-        """Nothing to free: the communicator is the caller's."""
+        """Free nothing: the communicator is the caller's."""
 
 
 host_algorithms.register(AlgorithmEntry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))

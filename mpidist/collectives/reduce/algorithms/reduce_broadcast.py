@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReduceBroadcast:
-    """Every element is summed on rank 0, in one place, and copied to the others.
+    """An all-reduce that sums on rank 0, in one place, and copies to the others.
 
     Args:
         site: Where it works; its communicator is not freed.
@@ -38,7 +38,7 @@ class ReduceBroadcast:
         return job.finish(result)
 
     def close(self) -> None:
-        """Nothing to free: the communicator is the caller's."""
+        """Free nothing: the communicator is the caller's."""
 
 
 host_algorithms.register(AlgorithmEntry("reduce_broadcast", at_once(ReduceBroadcast), HOST_PLACES))
