@@ -40,9 +40,9 @@ _BETWEEN_RANKS = "between_ranks_implementation"
 _ARGUMENTS = "reduce_op, arrays, divisor, options, structure"
 
 # Values of replicas, and where the result of each is to be.
-Pairs: TypeAlias = Sequence[tuple[ReplicaValues, Any]]
+Pairs: TypeAlias = Sequence[tuple[ReplicaValues, object]]
 
-_FORCED_OPTIONS: dict[tuple[Any, ...], CommunicationOptions] = {}
+_FORCED_OPTIONS: dict[tuple[str, CommunicationOptions | None], CommunicationOptions] = {}
 
 
 class CrossDeviceOps:
@@ -109,8 +109,8 @@ class CrossDeviceOps:
     def reduce(
         self,
         reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any,
+        per_replica_value: object,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Combine the values of all replicas on ``destinations`` (collective over the ranks).
@@ -136,7 +136,7 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        value_destination_pairs: Sequence[tuple[object, object]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values in as few messages as ``options.bytes_per_pack`` allows (collective over the ranks).
@@ -148,7 +148,7 @@ class CrossDeviceOps:
         divisor = self._total_replicas(len(pairs[0][0].values)) if pairs and op is ReduceOp.MEAN else 1
         return self.reduce_pairs(op, pairs, divisor, options)
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: object, destinations: object) -> Any:
         """Copy ``tensor`` to ``destinations`` of this rank."""
         destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
@@ -159,7 +159,7 @@ class CrossDeviceOps:
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None,
     ) -> Any:
         """Combine the values of this rank's replicas and put the result on ``destinations``.
@@ -176,17 +176,17 @@ class CrossDeviceOps:
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
         """Combine many values of this rank's replicas."""
         return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
 
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_implementation(self, tensor: object, destinations: object) -> Any:
         """Return a copy of ``tensor`` for each destination of this rank."""
         return place(tensor, destination_devices(destinations))
 
-    def _gathered(self, value: ReplicaValues, destinations: Any) -> list[Array]:
+    def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
         """Return the arrays of this rank's replicas, brought to the first destination."""
         where = place_at(destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
@@ -248,12 +248,12 @@ class CrossDeviceOps:
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
-    ) -> list[Any]:
+    ) -> list[object]:
         """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
 
         ``structure`` describes the nest that the values come from, which all ranks must agree on.
         """
-        results: list[Any] = [None] * len(pairs)
+        results: list[object] = [None] * len(pairs)
         sparse = [i for i, (v, _) in enumerate(pairs) if isinstance(v.values[0], IndexedSlices)]
         dense = [i for i in range(len(pairs)) if i not in set(sparse)]
         if dense:
@@ -281,7 +281,7 @@ class CrossDeviceOps:
 
     def _dense(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
-    ) -> list[Any]:
+    ) -> list[object]:
         found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
         if found is not None:
             return found
@@ -294,7 +294,7 @@ class CrossDeviceOps:
 
     def _among_devices(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
-    ) -> list[Any] | None:
+    ) -> list[object] | None:
         """Return the results on all devices of this process, or None.
 
         A class overrides it that has a way from all devices to all.
@@ -320,7 +320,7 @@ class CrossDeviceOps:
             # The mean is taken once, at the end, over all replicas.
             return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
 
-    def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[Any]:
+    def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[object]:
         """Return the totals in their final dtype and kind, on their destinations."""
         results = []
         for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
@@ -397,7 +397,7 @@ def _has_sparse(pairs: Pairs) -> bool:
     return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 
-def _check_pairs(pairs: Any) -> list[tuple[ReplicaValues, Any]]:
+def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
     if not isinstance(pairs, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in pairs):
         raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
     checked = []

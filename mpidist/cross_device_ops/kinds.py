@@ -125,7 +125,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     def _among_devices(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
-    ) -> list[Any] | None:
+    ) -> list[object] | None:
         columns = [[to_array(part) for part in value.values] for value, _ in pairs]
         if not columns or len(columns[0]) < 2 or not all(is_device_array(a) for column in columns for a in column):
             return None
@@ -167,7 +167,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
 
 
-def _delivered(arrays: Sequence[Array], pair: tuple[ReplicaValues, Any]) -> Any:
+def _delivered(arrays: Sequence[Array], pair: tuple[ReplicaValues, object]) -> object:
     """Return one result on its destinations.
 
     Nothing is copied where that is an array's own device.
@@ -212,7 +212,7 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
-    ) -> list[Any]:
+    ) -> list[object]:
         """See ``CrossDeviceOps``."""
         if not self.crosses_ranks and self._num_replicas != len(self.devices):
             raise ValueError(
@@ -263,7 +263,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None,
     ) -> Any:
         """See ``CrossDeviceOps``."""
@@ -295,7 +295,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 totals.append(to_array(self.accumulation_fn(list(stack))))
         return [divided(total, divisor) for total in totals] if reduce_op is ReduceOp.MEAN else totals
 
-    def _gathered(self, value: ReplicaValues, destinations: Any) -> list[Array]:
+    def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
         return super()._gathered(value, self.reduce_to_device or destinations)
 
 

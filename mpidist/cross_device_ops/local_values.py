@@ -24,7 +24,7 @@ AccumulationFn = Callable[[Sequence[Array]], Array]
 _PYTHON = (bool, int, float, complex, str)
 
 
-def destination_devices(destinations: Any) -> tuple[str, ...]:
+def destination_devices(destinations: object) -> tuple[str, ...]:
     """Return the local devices that ``destinations`` stands for.
 
     Args:
@@ -60,7 +60,7 @@ def device_of(value: Any, on_host: str = HOST.device) -> str:
     return on_host
 
 
-def place(value: Any, devices: tuple[str, ...]) -> Any:
+def place(value: object, devices: tuple[str, ...]) -> Any:
     """Return ``value`` on a device, or a Mirrored with a copy on each of several.
 
     It is not copied where it is on the one device already.
@@ -71,7 +71,7 @@ def place(value: Any, devices: tuple[str, ...]) -> Any:
     return Mirrored((first, *(put(value, device, copies=True) for device in devices[1:])))
 
 
-def put(value: Any, device: str, copies: bool = False) -> Any:
+def put(value: object, device: str, copies: bool = False) -> Any:
     """Return ``value`` on ``device``, itself if it is there, unless ``copies``."""
     if isinstance(value, IndexedSlices):
         return IndexedSlices(put(value.values, device, copies), put(value.indices, device, copies), value.dense_shape)

@@ -14,7 +14,7 @@ from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import Mirrored, PerReplica, ReplicaValues
 from mpidist.values.placement import Place, place_of
 
-_ALONG: dict[ReduceOp, Callable[..., Any]] = {
+_ALONG: dict[ReduceOp, Callable[..., object]] = {
     ReduceOp.SUM: np.sum,
     ReduceOp.MEAN: np.sum,
     ReduceOp.MIN: np.min,
@@ -24,8 +24,8 @@ _ALONG: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def reduce_over_axis(
-    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], axis: int | tuple[int, ...], structure: str
-) -> list[Any]:
+    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[object], axis: int | tuple[int, ...], structure: str
+) -> list[object]:
     """Reduce ``leaves``, from a ``structure``, along ``axis`` and over the replicas, in one batch (collective)."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     along = f"{structure} along axis {axis}"
@@ -52,7 +52,7 @@ def reduce_over_axis(
     return results
 
 
-def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[Any]:
+def _as_contributions(extended: StrategyExtended, parts: Sequence[object]) -> list[object]:
     """Return the contributions: values that are equal on all replicas count on each."""
     contributions = []
     for part in parts:
@@ -64,7 +64,7 @@ def _as_contributions(extended: StrategyExtended, parts: Sequence[Any]) -> list[
     return contributions
 
 
-def _per_component(leaf: Any, fn: Any) -> Any:
+def _per_component(leaf: object, fn: Callable[[Array], Array]) -> object:
     if isinstance(leaf, ReplicaValues):
         return type(leaf)([fn(to_array(component)) for component in leaf.values], leaf.replica_ids)
     return fn(to_array(leaf))

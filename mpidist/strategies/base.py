@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
@@ -43,6 +43,7 @@ from mpidist.values.placement import Place, place_at
 # What a replica function returns, and what goes into a combination of replicas and comes out of it.
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+Self = TypeVar("Self")
 
 
 class Strategy:
@@ -70,7 +71,7 @@ class Strategy:
         """The cluster resolver in use, None where there is none."""
         return self._extended.cluster_resolver
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Strategy]:
         """Make the strategy current and enter cross-replica context; variables created inside are distributed.
 
         Entering it again inside is allowed; it communicates nothing. The first of this rank's GPUs is current inside,
@@ -91,7 +92,7 @@ class Strategy:
     def run(
         self,
         fn: Callable[..., Result],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Result:
@@ -222,7 +223,7 @@ class Strategy:
         """Return the same as :meth:`experimental_local_results` (deprecated name)."""
         return self.experimental_local_results(value)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: object, options: InputOptions | None = None) -> Any:
         """Deal the batches of ``dataset``, which hold a global batch each, to the replicas.
 
         Collective: call it on every rank, with the same dataset. How it is divided is told by
@@ -236,7 +237,7 @@ class Strategy:
         return self._extended.distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> Any:
         """Distribute the datasets of ``dataset_fn(InputContext)`` on each rank, batched per replica already.
 
@@ -247,7 +248,7 @@ class Strategy:
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Any:
         """Return a PerReplica of ``value_fn(ValueContext)`` for each replica of this rank.
 
         The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the bare
@@ -256,7 +257,7 @@ class Strategy:
         self._require_cross_replica("experimental_distribute_values_from_function()", "call it before run()")
         return self._extended.distribute_values(value_fn)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object, session: object = None) -> Dataset:
         """Return a dataset of the slices of ``numpy_input`` along axis 0 (deprecated).
 
         It keeps a copy of the arrays.
@@ -274,19 +275,19 @@ class Strategy:
         del session
         return Dataset.from_tensor_slices(owned(numpy_input))
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: Value, logical_device_id: int) -> Value:
         """Return ``tensor``, after checking the id: a replica has one logical device here."""
         return logical_devices.assign(tensor, logical_device_id)
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """Return ``tensor``, after checking the partition: a replica has one logical device here."""
         return logical_devices.split(tensor, partition_dimensions)
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: Value) -> Value:
         """Return ``tensor``: a replica has one logical device here."""
         return tensor
 
-    def update_config_proto(self, config_proto: Any) -> Any:
+    def update_config_proto(self, config_proto: Value) -> Value:
         """Return a copy of ``config_proto``: there are no sessions to configure.
 
         >>> import mpidist
@@ -303,7 +304,7 @@ class Strategy:
         """Free the resources of the strategy (collective). Closing again does nothing."""
         self._extended.close()
 
-    def __enter__(self) -> Any:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -319,14 +320,14 @@ class Strategy:
             "use the same object, or build a new one"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+    def __deepcopy__(self, memo: dict[int, object]) -> Strategy:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_extended"})
         twin._extended = self._extended.copy_for(twin)
         return twin
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be pickled; build it on each rank")
 
     def __repr__(self) -> str:
@@ -334,7 +335,7 @@ class Strategy:
 
 
 @contextmanager
-def _scope_on(gpu: Place, strategy: Strategy) -> Iterator[Any]:
+def _scope_on(gpu: Place, strategy: Strategy) -> Iterator[Strategy]:
     with context.scope(strategy) as entered, gpu.current():
         yield entered
 
@@ -354,7 +355,7 @@ class ReplicaContext:
         self._local_id = local_replica_id
         self.frame = Frame(strategy, self)
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
         """Call ``fn`` in this context, with this replica's part of distributed arguments. Extension.
 
         For strategies that run replicas one after the other in the calling thread.
@@ -402,8 +403,8 @@ class ReplicaContext:
         return self._id == 0
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, merge_fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
+    ) -> Result:
         """Wait for the other local replicas, then run ``merge_fn`` once for all of them.
 
         Collective over the replicas of a rank: each must make the same calls. ``merge_fn`` runs once per rank in
@@ -427,8 +428,12 @@ class ReplicaContext:
         return self.meet(call, merge_fn, tuple(args), kwargs or {})
 
     def meet(
-        self, call: tuple[Any, ...], merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self,
+        call: tuple[object, ...],
+        merge_fn: Callable[..., Result],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Result:
         """Run a merge function as ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
         run = run_of_this_thread()
         if run is not None:
@@ -446,7 +451,7 @@ class ReplicaContext:
         value: Value,
         options: CommunicationOptions | None = None,
         *,
-        out: Any = None,
+        out: object = None,
     ) -> Value:
         """Reduce over all replicas and give every replica the result.
 
@@ -477,14 +482,14 @@ class ReplicaContext:
         return reduced
 
     def _all_reduce(
-        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> Any:
         """Reduce a value of these leaves, after the checks of context and options."""
         self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
             return nest.map_structure(copied, value) if out is None else copy_into(out, value)
 
-        def merged(strategy: Strategy, values: Any, outs: Any) -> Any:
+        def merged(strategy: Strategy, values: object, outs: object) -> object:
             pairs, note = self._contributions(op, values, outs)
             results = strategy.extended.reduce(op, pairs, strategy.num_replicas_in_sync, options, note)
             return nest.pack_like(values, results)
@@ -492,13 +497,13 @@ class ReplicaContext:
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else copy_into(out, reduced)
 
-    def _check_values(self, value: Any, leaves: list[Any], op: ReduceOp, out: Any) -> None:
+    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> None:
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
             check_can_reduce(leaves, op)
             if out is not None:
                 check_out(value, out, op, self.num_replicas_in_sync)
 
-    def _contributions(self, op: ReduceOp, values: Any, outs: Any) -> tuple[list[tuple[PerReplica, Any]], str]:
+    def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
         """Return the values of all local replicas with their destinations, and their description."""
         extended = self._strategy.extended
         leaves = [
@@ -514,10 +519,10 @@ class ReplicaContext:
     def all_reduce_async(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
-        out: Any = None,
+        out: object = None,
     ) -> Work | PartOfWork | FinishedWork:
         """Start an :meth:`all_reduce` and return a handle whose ``wait()`` gives the result. Extension.
 
@@ -531,14 +536,14 @@ class ReplicaContext:
         return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
 
     def _start_all_reduce(
-        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> Work | PartOfWork | FinishedWork:
         self._check_values(value, leaves, op, out)
         extended = self._strategy.extended
         if self.num_replicas_in_sync == 1:
             return finished_work(nest.map_structure(copied, value), extended.first_gpu)
 
-        def merged(strategy: Strategy, values: Any, outs: Any) -> PerReplica:
+        def merged(strategy: Strategy, values: object, outs: object) -> Any:
             pairs, note = self._contributions(op, values, outs)
             work = strategy.extended.reduce_async(op, pairs, strategy.num_replicas_in_sync, options, note)
             nested = PartOfWork(work, lambda results: nest.pack_like(values, results))
@@ -570,19 +575,19 @@ class ReplicaContext:
             for leaf in leaves:
                 check_can_gather(leaf, axis, "all_gather()")
 
-        def merged(strategy: Strategy, values: Any) -> Any:
+        def merged(strategy: Strategy, values: Value) -> Value:
             leaves = nest.flatten(values)
             gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
-            return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
+            placed: Value = nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
+            return placed
 
-        gathered: Value = self.meet(("all_gather along axis", axis, options), merged, (given,), {})
-        return gathered
+        return self.meet(("all_gather along axis", axis, options), merged, (given,), {})
 
     def _update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -601,7 +606,7 @@ class ReplicaContext:
         return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
 
 
-def _read_here(value: Any) -> tuple[Any, list[Any]]:
+def _read_here(value: Value) -> tuple[Value, list[object]]:
     """Return ``value`` with variables and PerReplica values read in this replica, and its leaves."""
     leaves = nest.flatten(value)
     if any([isinstance(leaf, (Assignable, PerReplica)) for leaf in leaves]):

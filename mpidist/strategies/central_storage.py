@@ -59,19 +59,21 @@ class CentralExtended(ReplicatedExtended):
         return component.device
 
     def _update(
-        self, var: Variable, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
-    ) -> Any:
+        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
+    ) -> object:
         (component,) = var.values
         result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
         return nest.map_structure(self.value_container, result) if group else (result,)
 
     def _update_non_slot(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
-    ) -> Any:
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
+    ) -> object:
         result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
         return result if group else (result,)
 
-    def _call_once(self, device: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_once(
+        self, device: str, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Call an update function in update context."""
         with self.shared_errors("an update function"):
             args, kwargs = nest.map_structure(self._sole, (args, kwargs))
@@ -82,19 +84,19 @@ class CentralExtended(ReplicatedExtended):
         self,
         replica: ReplicaContextLike,
         var: Variable,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         group: bool,
-    ) -> Any:
+    ) -> object:
         """See ``StrategyExtended``: there is one component for all replicas, which meet."""
 
-        def merged(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def merged(_: object, *args: object, **kwargs: object) -> object:
             return self._update(self.own_variable(var, "update"), fn, args, kwargs, group)
 
         return replica.meet(("update", var.label), merged, args, kwargs)
 
-    def _sole(self, value: Any) -> Any:
+    def _sole(self, value: object) -> object:
         """Return an argument of an update as one value, since there is one copy."""
         if not isinstance(value, ReplicaValues):
             return value
@@ -149,7 +151,7 @@ class CentralStorageExtended(CentralExtended):
         (device,) = placed(self.parameter_devices)
         return ArrayComponent(place_at(device).copies(array), name, device)
 
-    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[object], list[Variable]]]) -> None:
         """See ``StrategyExtended``."""
         if self._writer is None:
             optimizer.update_copies(summed)
@@ -202,7 +204,7 @@ class SharedComponent(ArrayComponent):
         self._label = f"variable {name!r}, {shape} {kind}, number {writer.next_number()} of its strategy"
         super().__init__(writer.shared_copy(array, f"creation of {self._label}"), name, HOST.device)
 
-    def assign_by(self, how: Assignment, value: Any) -> SharedComponent:
+    def assign_by(self, how: Assignment, value: object) -> SharedComponent:
         """See ``Assignable``."""
         doing = f"{how.__name__} of {self._label}"
         with self._writer.shared_errors(doing):
@@ -212,7 +214,7 @@ class SharedComponent(ArrayComponent):
                 how(self._array, array)
         return self
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> SharedComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> SharedComponent:
         """See ``Assignable``."""
         doing = f"{how.name} of {self._label}"
         with self._writer.shared_errors(doing):

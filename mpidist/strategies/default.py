@@ -15,7 +15,7 @@ from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.base import ReplicaContext, Strategy
-from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.strategies.value_checks import copy_into
 from mpidist.values import Variable
 from mpidist.values.synchronization import make_variable
@@ -55,17 +55,19 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return make_variable(self.strategy, (device_of(array),), array, **properties)
 
-    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def run_replicas(
+        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> list[Result]:
         """See ``StrategyExtended``."""
         return [self.replica.call(fn, args, kwargs)]
 
     def reduce(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[Any]:
+    ) -> list[object]:
         """See ``StrategyExtended``: the value of the one replica."""
         return [value.values[0] for value, _ in pairs]
 
-    def copy_to(self, value: Any, destinations: Any) -> Any:
+    def copy_to(self, value: object, destinations: object) -> Any:
         """Return ``value``: the default strategy places nothing."""
         return value
 
@@ -77,21 +79,23 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return arrays
 
-    def _update(self, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+    def _update(
+        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
+    ) -> object:
         result = fn(var, *args, **kwargs)
         return result if group else (result,)
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Any:
         """See ``StrategyExtended``: the dataset itself."""
         return dataset
 
-    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+    def distribute_from_function(self, dataset_fn: Callable[..., object], options: InputOptions | None) -> Any:
         """See ``StrategyExtended``: the result of the function."""
         if replication_mode(options) is InputReplicationMode.PER_REPLICA:
             raise per_replica_refused(self.strategy)
         return dataset_fn(InputContext())
 
-    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+    def distribute_values(self, value_fn: Callable[..., object]) -> Any:
         """See ``StrategyExtended``: the result of the function."""
         with outside():
             return value_fn(ValueContext())
@@ -105,13 +109,13 @@ class DefaultContext(ReplicaContext):
     """The replica of the default strategy, whose values are their own sums."""
 
     def _all_reduce(
-        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> Any:
         self._check_values(value, leaves, op, out)
         return value if out is None else copy_into(out, value)
 
     def _start_all_reduce(
-        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> FinishedWork:
         self._check_values(value, leaves, op, out)
         return FinishedWork(value)

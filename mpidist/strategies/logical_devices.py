@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 from mpidist.arrays.convert import to_array
+
+Value = TypeVar("Value")
 
 LOGICAL_DEVICES_PER_REPLICA = 1
 
 
-def assign(tensor: Any, logical_device_id: int) -> Any:
+def assign(tensor: Value, logical_device_id: int) -> Value:
     """Return ``tensor``.
 
     Raises:
@@ -28,7 +30,7 @@ def assign(tensor: Any, logical_device_id: int) -> Any:
     return tensor
 
 
-def split(tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+def split(tensor: Value, partition_dimensions: Sequence[int]) -> Value:
     """Return ``tensor``.
 
     Raises:

@@ -86,7 +86,7 @@ def ranks_of_node(strategy: str, instead: str) -> MPI.Intracomm:
 class OneDeviceExtended(ReplicatedExtended):
     """One replica on one device of this process."""
 
-    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+    def distribute_values(self, value_fn: Callable[..., object]) -> Any:
         """See ``StrategyExtended``: the bare value, as in TensorFlow."""
         return select_replica(0, super().distribute_values(value_fn))
 

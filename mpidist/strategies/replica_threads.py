@@ -22,7 +22,7 @@ from typing import Any
 
 from mpidist.core.callsite import user_call_site
 from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
-from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
 
@@ -80,9 +80,9 @@ class ReplicaRun:
         frame: Frame,
         thread: ReplicaThread,
         stream: ReplicaStream,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         assert frame.replica_context is not None
         self.context = frame.replica_context
@@ -99,9 +99,9 @@ class ReplicaRun:
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.merge_request: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self.merge_request: tuple[Callable[..., object], tuple[object, ...], dict[str, object]] | None = None
         self.merged: Any = None
-        self.call: tuple[Any, ...] = ()
+        self.call: tuple[object, ...] = ()
         self.call_site = ""
 
     def carry_out(self) -> None:
@@ -158,8 +158,8 @@ class ReplicaRun:
         return True
 
     def merge(
-        self, call: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, call: tuple[object, ...], fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Result:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
         if self._abandoned:
             # A finally block on the way out: nobody is left to meet.
@@ -174,7 +174,8 @@ class ReplicaRun:
             raise _Abandoned
         self.merge_request = None
         self._stream.take_back()
-        return select_replica(self.context.local_replica_id, self.merged)
+        merged: Result = select_replica(self.context.local_replica_id, self.merged)
+        return merged
 
 
 class ReplicaThread(threading.Thread):
@@ -236,7 +237,12 @@ class ReplicaThreads:
         self._idle: list[list[ReplicaThread]] = []
         weakref.finalize(self, _end, self._idle).atexit = False
 
-    def run(self, extended: StrategyExtended, fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    def run(
+        self,
+        extended: StrategyExtended,
+        fn: Callable[..., Result],
+        arguments: Sequence[tuple[tuple[object, ...], dict[str, object]]],
+    ) -> list[Result]:
         """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
 
         Each runs with its device current, and starts on the stream that is current there in the calling thread.
@@ -327,7 +333,7 @@ def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
         )
 
 
-def _call_text(call: tuple[Any, ...]) -> str:
+def _call_text(call: tuple[object, ...]) -> str:
     return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 

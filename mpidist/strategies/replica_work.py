@@ -31,9 +31,9 @@ class _Arrival:
         self._streams = [_current_stream(place) for place in places]
         self._events = self._record(self._streams)
         self._has_come = False
-        self._result: Any = None
+        self._result: object = None
 
-    def wait(self, replica: int, timeout: float | None) -> Any:
+    def wait(self, replica: int, timeout: float | None) -> object:
         """Return the result; the current stream of the replica's device waits for it."""
         streams = list(self._streams)
         streams[replica] = here = _current_stream(self._places[replica])
@@ -77,7 +77,7 @@ def replica_works(work: Work | FinishedWork | PartOfWork, places: Sequence[Place
     return [ReplicaWork(work, arrival, i) for i in range(len(places))]
 
 
-def finished_work(result: Any, gpu: Place | None) -> FinishedWork | PartOfWork:
+def finished_work(result: object, gpu: Place | None) -> FinishedWork | PartOfWork:
     """Return the handle of a lone replica's result, on ``gpu`` unless that is None."""
     work = FinishedWork(result)
     return work if gpu is None else replica_works(work, [gpu])[0]

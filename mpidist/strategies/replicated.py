@@ -5,7 +5,7 @@ MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.convert import Array, to_array
@@ -21,7 +21,7 @@ from mpidist.input import InputWorkers
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.strategies.replica_threads import ReplicaThreads
-from mpidist.strategies.strategy_extended import StrategyExtended
+from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.strategies.value_checks import outputs_for
 from mpidist.values import IndexedSlices, Variable, select_replica
 from mpidist.values.placement import place_at
@@ -93,7 +93,9 @@ class ReplicatedExtended(StrategyExtended):
         (array,) = self.broadcast([array], 0, f"variable {properties['name']!r} {kind}")
         return make_variable(self.strategy, self.worker_devices, array, **properties)
 
-    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def run_replicas(
+        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> list[Result]:
         """See ``StrategyExtended``."""
         if len(self._contexts) > 1:
             arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
@@ -105,7 +107,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def reduce(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[Any]:
+    ) -> list[object]:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
 
@@ -115,7 +117,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs_async(op, pairs, divisor, options, note)
 
-    def copy_to(self, value: Any, destinations: Any) -> Any:
+    def copy_to(self, value: object, destinations: object) -> Any:
         """See ``StrategyExtended``."""
         return self._ops.broadcast(value, destinations)
 
@@ -161,7 +163,7 @@ class LoneReplicaContext(ReplicaContext):
         self._comm, self._ops, self._options = comm, ops, ops.with_algorithm(None)
 
     def _all_reduce(
-        self, op: ReduceOp, value: Any, leaves: list[Any], options: CommunicationOptions | None, out: Any
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> Any:
         if any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
             return super()._all_reduce(op, value, leaves, options, out)

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
+from numpy.typing import DTypeLike
+
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
 from mpidist.cluster_resolver import ClusterResolver
@@ -41,6 +43,7 @@ from mpidist.values.placement import Place, place_at, place_of
 from mpidist.values.variable import changing, update_components
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class StrategyExtended(ABC):
@@ -101,7 +104,9 @@ class StrategyExtended(ABC):
         """
 
     @abstractmethod
-    def run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def run_replicas(
+        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> list[Result]:
         """Call ``fn`` for each replica of this rank, and return the results in order. Extension.
 
         Args:
@@ -112,7 +117,7 @@ class StrategyExtended(ABC):
     @abstractmethod
     def reduce(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[Any]:
+    ) -> list[object]:
         """Reduce values over all replicas (collective). Extension.
 
         Args:
@@ -208,8 +213,12 @@ class StrategyExtended(ABC):
     # Reductions -----------------------------------------------------------------------------------------------
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp | str,
+        value: Value,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Value:
         """Combine the values of all replicas and put the result where ``destinations`` is (collective).
 
         Args:
@@ -230,9 +239,9 @@ class StrategyExtended(ABC):
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        value_destination_pairs: Sequence[tuple[Value, object]],
         options: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Reduce many pairs as :meth:`reduce_to` does, in few messages (collective).
 
         Results come in the order of the pairs.
@@ -246,9 +255,9 @@ class StrategyExtended(ABC):
         self,
         method: str,
         reduce_op: ReduceOp | str,
-        nests: Sequence[tuple[Any, Any]],
+        nests: Sequence[tuple[Value, object]],
         options: CommunicationOptions | None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         with self.shared_errors(method):
             context.require_cross_replica(self.strategy, method, "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
@@ -264,7 +273,7 @@ class StrategyExtended(ABC):
         results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
-    def broadcast_to(self, tensor: Any, destinations: Any, root: int = 0) -> Any:
+    def broadcast_to(self, tensor: Value, destinations: object, root: int = 0) -> Value:
         """Copy the ``tensor`` of rank ``root`` to the ``destinations`` on every rank (collective).
 
         Python ints and floats are returned as they are, without communication, as in TensorFlow.
@@ -283,15 +292,16 @@ class StrategyExtended(ABC):
                 return tensor
             destination_devices(destinations)
         sent = self.broadcast_nest(tensor, root)
-        return nest.map_structure(lambda leaf: self.copy_to(leaf, destinations), sent)
+        copies: Value = nest.map_structure(lambda leaf: self.copy_to(leaf, destinations), sent)
+        return copies
 
     def reduce_pairs(
         self,
         op: ReduceOp,
-        pairs: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[object, object]],
         options: CommunicationOptions | None = None,
         note: str = "",
-    ) -> list[Any]:
+    ) -> list[object]:
         """Reduce many values of any kind to their destinations (collective). Extension.
 
         Args:
@@ -300,7 +310,7 @@ class StrategyExtended(ABC):
             options: Packing, deadline and algorithm.
             note: Their structure or variable, on which all ranks must agree.
         """
-        results: list[Any] = [None] * len(pairs)
+        results: list[object] = [None] * len(pairs)
         by_divisor: dict[int, list[int]] = {}
         values: list[Any] = []
         for i, (value, destinations) in enumerate(pairs):
@@ -325,11 +335,11 @@ class StrategyExtended(ABC):
                 results[i] = result
         return results
 
-    def reduce_leaves(self, op: ReduceOp, leaves: Sequence[Any], note: str = "") -> list[Any]:
+    def reduce_leaves(self, op: ReduceOp, leaves: Sequence[object], note: str = "") -> list[object]:
         """Reduce values to plain ones, which stay on the device of the first replica's (collective). Extension."""
         return self.reduce_pairs(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, note)
 
-    def _as_contribution(self, op: ReduceOp, value: Any) -> Any:
+    def _as_contribution(self, op: ReduceOp, value: object) -> Any:
         """Return the PerReplica to be reduced, or a value that is its own result."""
         value = self.distributed(value)
         if isinstance(value, Mirrored):
@@ -359,7 +369,7 @@ class StrategyExtended(ABC):
                 )
         return value
 
-    def distributed(self, value: Any) -> Any:
+    def distributed(self, value: object) -> object:
         """Return the components of a variable as a distributed value; other values unchanged. Extension."""
         if not isinstance(value, Variable):
             return value
@@ -370,7 +380,7 @@ class StrategyExtended(ABC):
         return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
 
     def gather_leaves(
-        self, leaves: Sequence[Any], axis: int, note: str, options: CommunicationOptions | None = None
+        self, leaves: Sequence[object], axis: int, note: str, options: CommunicationOptions | None = None
     ) -> list[Any]:
         """Concatenate the values of all replicas along ``axis``, in replica order (collective). Extension."""
         local: list[Array] = []
@@ -385,7 +395,7 @@ class StrategyExtended(ABC):
                 samples.append(parts[0])
         return list(map(restore, samples, self.gather(local, axis, options, note)))
 
-    def broadcast_nest(self, value: Any, root: int = 0, note: str = "") -> Any:
+    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
         """Return, on every rank, the nest of arrays that rank ``root`` passed (collective). Extension."""
         if not 0 <= root < len(self.replica_counts):
             with self.shared_errors("broadcast_to()"):
@@ -396,9 +406,10 @@ class StrategyExtended(ABC):
         with self.shared_errors("broadcasting its values"):
             arrays = [to_array(leaf) for leaf in leaves]
         sent = self.broadcast(arrays, root, note or nest.describe(value))
-        return nest.pack_like(value, list(map(restore, leaves, sent)))
+        received: Value = nest.pack_like(value, list(map(restore, leaves, sent)))
+        return received
 
-    def copy_to(self, value: Any, destinations: Any) -> Any:
+    def copy_to(self, value: object, destinations: object) -> Any:
         """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
         return place(value, destination_devices(destinations))
 
@@ -407,8 +418,8 @@ class StrategyExtended(ABC):
     def update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -445,9 +456,9 @@ class StrategyExtended(ABC):
 
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        colocate_with: object,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -477,7 +488,7 @@ class StrategyExtended(ABC):
         self.own_variable(colocate_with_variable, "colocate_vars_with()")
         yield
 
-    def read_var(self, v: Any) -> Any:
+    def read_var(self, v: object) -> Any:
         """Return the value of ``v`` in the current context; ON_READ variables are aggregated (collective)."""
         return v.value() if isinstance(v, (Variable, Component)) else v
 
@@ -494,7 +505,7 @@ class StrategyExtended(ABC):
         """
         return [variable.value() for variable in variables]
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """Return the variable that a component belongs to; other values unchanged."""
         return value.container if isinstance(value, Component) else value
 
@@ -502,11 +513,11 @@ class StrategyExtended(ABC):
         self,
         replica: ReplicaContextLike,
         var: Variable,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         group: bool,
-    ) -> Any:
+    ) -> object:
         """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
         local_id = replica.local_replica_id
         component = self.own_variable(var, "update").values[local_id]
@@ -517,8 +528,8 @@ class StrategyExtended(ABC):
         return result if group else (result,)
 
     def _update(
-        self, var: Variable, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
-    ) -> Any:
+        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
+    ) -> object:
         results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
         if not group:
             return tuple(results)
@@ -527,15 +538,15 @@ class StrategyExtended(ABC):
         return regroup(results, self.local_replica_ids)
 
     def _update_non_slot(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
-    ) -> Any:
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
+    ) -> object:
         results = []
         for i, (device,) in enumerate(self.worker_devices_by_replica):
             with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
                 results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
         return regroup(results, self.local_replica_ids) if group else tuple(results)
 
-    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[object], list[Variable]]]) -> None:
         """Update variables by summed gradients, in update context. Extension.
 
         Args:
@@ -544,7 +555,7 @@ class StrategyExtended(ABC):
         """
         optimizer.update_copies(summed)
 
-    def own_variable(self, var: Any, method: str) -> Variable:
+    def own_variable(self, var: object, method: str) -> Variable:
         """Return the variable that ``var`` is, or is a component of; check its strategy."""
         var = var.container if isinstance(var, Component) else var
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
@@ -558,13 +569,13 @@ class StrategyExtended(ABC):
     # Calls ----------------------------------------------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Result], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
     ) -> Result:
         """Run a function as ``Strategy.run`` does."""
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
-    def run(self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    def run(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
         """Call ``fn`` for each replica and group the results; announce errors to other ranks. Extension."""
         try:
             results = self.run_replicas(fn, args, kwargs)
@@ -573,14 +584,13 @@ class StrategyExtended(ABC):
             self.announce(error, "the function given to run()")
             raise
         # Without a call where there is one replica: the shortest run takes less than a microsecond.
-        grouped: Result = results[0] if len(results) == 1 and not self.wraps_lone_replica else self.per_replica(results)
-        return grouped
+        return results[0] if len(results) == 1 and not self.wraps_lone_replica else self.per_replica(results)
 
-    def per_replica(self, values: Sequence[Any]) -> Any:
+    def per_replica(self, values: Sequence[Value]) -> Value:
         """Return a structure per local replica as one structure of distributed values. Extension."""
         return regroup(values, self.local_replica_ids, wrap_lone=self.wraps_lone_replica)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank; see ``Strategy.experimental_local_results``. Extension."""
         if isinstance(value, (ReplicaValues, Variable)):
             return tuple(value.values)
@@ -599,11 +609,11 @@ class StrategyExtended(ABC):
         workers, allowed = self.input_workers(), self.allows_per_replica_input
         return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
 
-    def distribute_values(self, value_fn: Callable[..., Any]) -> Any:
+    def distribute_values(self, value_fn: Callable[..., object]) -> Any:
         """Make values; see ``Strategy.experimental_distribute_values_from_function``. Extension."""
         return distribute_values(value_fn, self.input_workers())
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Any:
         """Return an uninitialized array of a replica's device, in memory that collectives handle best (collective).
 
         Extension.
@@ -614,13 +624,13 @@ class StrategyExtended(ABC):
         context.require_cross_replica(self.strategy, "empty()", "call it before run()")
         return self.per_replica([self._empty(shape, dtype, device) for (device,) in self.worker_devices_by_replica])
 
-    def _empty(self, shape: int | Sequence[int], dtype: Any, device: str) -> Array:
+    def _empty(self, shape: int | Sequence[int], dtype: DTypeLike, device: str) -> Array:
         where = place_at(device)
         if self.communicator is not None and where.is_host:
             return self.communicator.empty(shape, dtype)
         return where.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype), where.number)
 
-    def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Any:
         """Return an :meth:`empty` filled with zeros (collective). Extension."""
         arrays = self.empty(shape, dtype)
         for array in arrays.values if isinstance(arrays, ReplicaValues) else (arrays,):
@@ -689,12 +699,12 @@ class StrategyExtended(ABC):
             self.communicator.close()
 
 
-def _first_device(value: Any) -> str:
+def _first_device(value: object) -> str:
     first = value.values[0] if isinstance(value, ReplicaValues) else value
     return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
 
 
-def _told(value: Any, destinations: Any) -> str:
+def _told(value: object, destinations: object) -> str:
     """Return the text that ranks compare: the structure of a value, and its variable."""
     structure = nest.describe(value)
     return f"{structure} for variable {destinations.label!r}" if isinstance(destinations, Variable) else structure

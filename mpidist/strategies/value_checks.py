@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from mpidist.collectives.reading import check_can_be_written, restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable
+from mpidist.values.component import Component
 from mpidist.values.placement import copy_of, place_of
 
-if TYPE_CHECKING:
-    pass
+Value = TypeVar("Value")
 
 _ONE_REPLICA_PER_RANK = (
     "Expected one replica per rank, each with a module and arrays of its own: give the strategy one device, and type "
@@ -37,7 +37,7 @@ _LOOKS = 32
 _shared_calls = [0]
 
 
-def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
+def check_out(value: object, out: object, op: ReduceOp, num_replicas: int) -> None:
     """Raise ValueError unless ``out`` can take the result of reducing ``value`` over ``num_replicas`` replicas."""
     for leaf, target_array in zip(nest.flatten(value), outputs_for(value, out), strict=True):
         if isinstance(leaf, IndexedSlices):
@@ -52,7 +52,7 @@ def check_out(value: Any, out: Any, op: ReduceOp, num_replicas: int) -> None:
             raise ValueError("out is read-only; expected arrays that can be written")
 
 
-def outputs_for(value: Any, out: Any) -> list[Array]:
+def outputs_for(value: object, out: object) -> list[Array]:
     """Return the arrays of ``out``, which has to have the structure of ``value``."""
     try:
         nest.assert_same_structure(value, out)
@@ -63,7 +63,7 @@ def outputs_for(value: Any, out: Any) -> list[Array]:
     return arrays
 
 
-def copy_into(out: Any, value: Any) -> Any:
+def copy_into(out: Value, value: object) -> Value:
     """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
     nest.map_structure(lambda target, source: _copy_leaf(to_array(target, "out"), to_array(source)), out, value)
     return out
@@ -75,13 +75,13 @@ def _copy_leaf(target: Array, source: Array) -> None:
         np.copyto(target, place.brings(source))
 
 
-def check_can_reduce(leaves: Sequence[Any], op: ReduceOp) -> None:
+def check_can_reduce(leaves: Sequence[object], op: ReduceOp) -> None:
     """Raise TypeError unless ``op`` can reduce each of ``leaves``, also for one replica."""
     for leaf in leaves:
         reduction_dtypes((leaf.values if isinstance(leaf, IndexedSlices) else to_array(leaf)).dtype, op)
 
 
-def check_can_gather(value: Any, axis: int, method: str) -> None:
+def check_can_gather(value: object, axis: int, method: str) -> None:
     """Raise unless ``value`` can be concatenated along ``axis``."""
     sample = value.values[0] if isinstance(value, ReplicaValues) else value
     if isinstance(sample, IndexedSlices):
@@ -97,14 +97,15 @@ def check_can_gather(value: Any, axis: int, method: str) -> None:
         )
 
 
-def copied(value: Any) -> Any:
+def copied(value: Value) -> Value:
     """Return a copy of ``value``; IndexedSlices as they are."""
     if isinstance(value, IndexedSlices):
         return value
-    return restore(value, copy_of(to_array(value)))
+    copy: Value = restore(value, copy_of(to_array(value)))
+    return copy
 
 
-def check_returned(leaves: Sequence[Any]) -> None:
+def check_returned(leaves: Sequence[object]) -> None:
     """Raise TypeError where one of ``leaves`` cannot be a result of a replica function."""
     for leaf in leaves:
         if leaf is None or isinstance(leaf, (str, bytes)):
@@ -118,14 +119,14 @@ def check_returned(leaves: Sequence[Any]) -> None:
             )
 
 
-def as_result(value: Any) -> Any:
+def as_result(value: object) -> object:
     """Return ``value``, with numbers and 0-d NumPy arrays as NumPy numbers."""
     if isinstance(value, NUMBERS) or (type(value) is np.ndarray and value.ndim == 0):
         return np.asarray(value)[()]
     return value
 
 
-def apart_from(result: Any, given: Any) -> Any:
+def apart_from(result: object, given: object) -> object:
     """Return ``result``, or a copy where it shares memory with the leaf ``given``.
 
     Where there is one replica the result may be the given array itself; a caller who changes it would change that.
@@ -141,10 +142,10 @@ def apart_from(result: Any, given: Any) -> Any:
     return restore(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
 
 
-def _arrays_in(value: Any) -> Iterator[Array]:
+def _arrays_in(value: object) -> Iterator[Array]:
     if isinstance(value, (ReplicaValues, Variable)):
         for part in value.values:
-            yield from _arrays_in(part.value() if isinstance(value, Variable) else part)
+            yield from _arrays_in(part.value() if isinstance(part, Component) else part)
     elif isinstance(value, IndexedSlices):
         yield from (to_array(value.values), to_array(value.indices))
     elif not isinstance(value, NUMBERS):
@@ -170,7 +171,7 @@ def concatenated(arrays: Sequence[Array], axis: int) -> Array:
     return np.concatenate(arrays, axis)
 
 
-def check_axis(axis: Any) -> None:
+def check_axis(axis: object) -> None:
     """Raise TypeError unless ``axis`` is None, an int or a tuple of ints."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     valid = all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes)
@@ -180,7 +181,7 @@ def check_axis(axis: Any) -> None:
         )
 
 
-def check_results_apart(outs: Any) -> None:
+def check_results_apart(outs: object) -> None:
     """Raise ValueError where replicas gave the same memory for their results.
 
     Args:
@@ -227,7 +228,7 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
             )
 
 
-def _shared_tensor(torch: Any, values: Sequence[Any]) -> tuple[int, int, int, int] | None:
+def _shared_tensor(torch: Any, values: Sequence[object]) -> tuple[int, int, int, int] | None:
     """Return the address of a shared tensor, the two replicas, and the number of values."""
     seen: dict[int, int] = {}
     for number, value in enumerate(values):

@@ -52,7 +52,7 @@ class GradientAccumulator:
             raise ValueError(f"steps is {steps}; expected 1 or more")
         self._replicas: dict[tuple[StrategyLike | None, int], _Sums] = {}
 
-    def add(self, gradients: Iterable[Any]) -> list[Any] | None:
+    def add(self, gradients: Iterable[object]) -> list[Any] | None:
         """Add the gradients of one batch of this replica.
 
         Args:
@@ -89,7 +89,7 @@ class GradientAccumulator:
             return None
         return [concatenate(total) if isinstance(total, list) else total for total in replica.sums]
 
-    def apply_gradients(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Variable]]) -> bool:
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Iterable[tuple[object, Variable]]) -> bool:
         """Add gradients and, at every ``steps``-th call, hand the sums to ``optimizer.apply_gradients``.
 
         Collective at that call: call it on every replica.
@@ -115,7 +115,7 @@ def _replica_key() -> tuple[StrategyLike | None, int]:
     return (context.strategy if has_strategy() else None), context.local_replica_id
 
 
-def _plus(total: Any, gradient: Any, position: int) -> Any:
+def _plus(total: Any, gradient: object, position: int) -> Any:
     """Return the sum with ``gradient``.
 
     Sparse gradients are kept in a list, to be put together once.
@@ -144,7 +144,7 @@ def _plus(total: Any, gradient: Any, position: int) -> Any:
     )
 
 
-def _kind(gradient: Any) -> str:
+def _kind(gradient: object) -> str:
     if isinstance(gradient, (list, IndexedSlices)):
         return "IndexedSlices"
     array = to_array(gradient)

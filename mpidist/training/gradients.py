@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from mpidist.values.placement import array_of, on_host, place_of, place_of_opera
 if TYPE_CHECKING:
     from mpidist.strategies import Strategy
 
-GradientsAndVariables = Iterable[tuple[Any, AnyVariable]]
+GradientsAndVariables = Iterable[tuple[object, AnyVariable]]
 # Large enough for the wire, small enough that there is something left to hide behind (benchmarks: step, overlap).
 BUCKET_BYTES = 16 << 20
 _UNDER_ONE_STRATEGY = (
@@ -65,7 +65,7 @@ def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, V
         )
 
 
-def checksum(gradients: Iterable[Any]) -> int:
+def checksum(gradients: Iterable[object]) -> int:
     """Return the CRC-32 of the bytes of gradients, of distributed values that of the first.
 
     >>> checksum([np.array([1.0, 2.0])]) == checksum([np.array([1.0, 3.0])])
@@ -132,12 +132,12 @@ class Buckets:
         self._context = context
         self._sums_over_replicas = context.num_replicas_in_sync > 1 and has_strategy()
         self._started: list[tuple[Any, list[Variable]]] = []
-        self._gradients: dict[str, Any] = {}
+        self._gradients: dict[str, Array | IndexedSlices] = {}
         self._variables: list[Variable] = []
         self._nbytes = 0
         self._added = 0
 
-    def add(self, gradient: Any, variable: Variable) -> None:
+    def add(self, gradient: Array | IndexedSlices, variable: Variable) -> None:
         """Add a gradient; it must not be changed before the sums are there."""
         self._gradients[f"{self._added:06d} {variable.label}"] = gradient
         self._variables.append(variable)
@@ -163,14 +163,14 @@ class Buckets:
             last = self._context.all_reduce("SUM", last)
         return self._in_order(last)
 
-    def _in_order(self, last: dict[str, Any]) -> Iterator[tuple[list[Any], list[Variable]]]:
+    def _in_order(self, last: Mapping[str, object]) -> Iterator[tuple[list[Any], list[Variable]]]:
         for work, variables in self._started:
             yield list(work.wait().values()), variables
         if last:
             yield list(last.values()), self._variables
 
 
-def clip_by_global_norm(gradients: Iterable[Any], clip_norm: float) -> tuple[list[Any], Any]:
+def clip_by_global_norm(gradients: Iterable[object], clip_norm: float) -> tuple[list[Any], Any]:
     """Scale gradients down together so that their common norm is at most ``clip_norm`` (tf.clip_by_global_norm).
 
     Inside ``strategy.run`` clip the sums of ``aggregate_gradients``: clipping each replica's own gradients gives
@@ -244,7 +244,7 @@ def _strategy_name(strategy: Strategy, beside: Strategy | None = None) -> str:
     return f"another {kind}" if kind == type(beside).__name__ else kind
 
 
-def _checked(gradient: Any, variable: AnyVariable) -> Any:
+def _checked(gradient: object, variable: AnyVariable) -> Any:
     if isinstance(gradient, ReplicaValues):
         if not isinstance(gradient, Mirrored):
             raise ValueError(
@@ -255,19 +255,19 @@ def _checked(gradient: Any, variable: AnyVariable) -> Any:
         return Mirrored([_checked(part, variable) for part in gradient.values], gradient.replica_ids)
     if isinstance(gradient, IndexedSlices):
         shape: tuple[int, ...] = (*variable.shape[:1], *gradient.values.shape[1:])
-        gradient = IndexedSlices(_of_dtype(gradient.values, variable), gradient.indices, shape)
+        checked: Array | IndexedSlices = IndexedSlices(_of_dtype(gradient.values, variable), gradient.indices, shape)
     else:
-        gradient = _of_dtype(gradient, variable)
-        shape = gradient.shape
+        checked = _of_dtype(gradient, variable)
+        shape = checked.shape
     if shape != variable.shape:
         raise ValueError(
             f"a gradient of shape {shape} was given for variable {variable.name!r} of shape {variable.shape}; "
             "expected the shape of the variable"
         )
-    return gradient
+    return checked
 
 
-def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
+def _of_dtype(gradient: object, variable: AnyVariable) -> Array:
     if isinstance(gradient, (int, float, list, tuple)) and not isinstance(gradient, np.generic):
         gradient = array_of(gradient).astype(variable.dtype)
     # Where the variable is, so that the replicas' gradients meet there whatever each of them computed with.
@@ -284,11 +284,11 @@ def _of_dtype(gradient: Any, variable: AnyVariable) -> Any:
     return place_of(array).casts(array, variable.dtype)
 
 
-def _coalesced(gradient: Any) -> Any:
+def _coalesced(gradient: object) -> Array | IndexedSlices:
     return gradient.coalesce() if isinstance(gradient, IndexedSlices) else to_array(gradient, "gradient")
 
 
-def _square_sum(array: Any) -> Any:
+def _square_sum(array: Array) -> Any:
     # NumPy's own sum, not a BLAS dot product: ranks must get the same bits, whatever the alignment of the array.
     with place_of(array).current():
         return np.sum(np.square(np.abs(array), dtype=np.float64))

@@ -7,13 +7,16 @@ over replicas. A plain mean over the local batch, summed over n replicas, is n t
 from __future__ import annotations
 
 import operator
+from collections.abc import Sized
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpidist.arrays.convert import Array
 from mpidist.arrays.differentiable import arithmetic_of
+from mpidist.arrays.dtypes import DType
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
 
@@ -32,7 +35,9 @@ def compute_average_loss(
 ) -> Any: ...
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
+def compute_average_loss(
+    per_example_loss: object, sample_weight: object = None, global_batch_size: int | None = None
+) -> Any:
     """Return the sum of the losses divided by the global batch size (tf.nn.compute_average_loss).
 
     Summed over replicas the results are the mean over the global batch. Weighted losses are still divided by the
@@ -85,7 +90,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         return arithmetic.cast(total / max(count, 1), dtype)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> Any:
+def scale_regularization_loss(regularization_loss: object) -> Any:
     """Return the sum of the losses divided by the number of replicas (tf.nn.scale_regularization_loss).
 
     For losses that do not depend on the data and that every replica adds: summed over replicas they count once.
@@ -115,7 +120,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         return arithmetic.cast(total / get_strategy().num_replicas_in_sync, dtype)
 
 
-def global_count(batch: Any) -> int:
+def global_count(batch: Sized) -> int:
     """Return how many examples the batches of all replicas hold together. Extension.
 
     Collective in replica context: call it on every replica. It is the right ``global_batch_size`` for batches that
@@ -140,7 +145,7 @@ def global_count(batch: Any) -> int:
 class PlainArithmetic:
     """The arithmetic of NumPy and CuPy; see ``mpidist.arrays.differentiable`` for other libraries."""
 
-    def array(self, value: Any, like: Any = None, what: str = "value") -> Any:
+    def array(self, value: object, like: Array | None = None, what: str = "value") -> Array:
         """Return ``value`` as an array where it is, or where ``like`` is.
 
         Messages call it ``what``.
@@ -148,19 +153,19 @@ class PlainArithmetic:
         array = array_of(value, what)
         return array if like is None else place_of(like).brings(array)
 
-    def result_dtype(self, array: Any) -> Any:
+    def result_dtype(self, array: Array) -> DType:
         """Return the dtype of an average of ``array``: its own, or float64 for whole numbers."""
         return array.dtype if array.dtype.kind not in "iub" else np.dtype(np.float64)
 
-    def wide_dtype(self, dtype: Any) -> Any:
+    def wide_dtype(self, dtype: DType) -> DType:
         """Return the dtype in which values of ``dtype`` are added: float32 at least."""
         return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
-    def cast(self, array: Any, dtype: Any) -> Any:
+    def cast(self, array: Array, dtype: DType) -> Any:
         """Return ``array`` in ``dtype``."""
         return array.astype(dtype, copy=False) if array.ndim else array.astype(dtype)[()]
 
-    def current(self, array: Any) -> AbstractContextManager[Any]:
+    def current(self, array: Array) -> AbstractContextManager[object]:
         """Return a block in which ``array`` can be computed with."""
         return place_of(array).current()
 
@@ -183,7 +188,7 @@ def _aligned(weights: Any, losses: Any) -> Any:
     return weights
 
 
-def _batch_size(value: Any) -> int:
+def _batch_size(value: object) -> int:
     array = np.asarray(value)
     if array.ndim:
         raise ValueError(f"global_batch_size has shape {array.shape}; expected one whole number")

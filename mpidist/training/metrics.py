@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
@@ -30,7 +31,7 @@ class Metric:
 
     total_names: tuple[str, ...] = ("total",)
 
-    def __init__(self, name: str, dtype: Any = "float64") -> None:
+    def __init__(self, name: str, dtype: DTypeLike = "float64") -> None:
         self.name = name
         self._totals = {
             total: Variable(
@@ -96,23 +97,23 @@ class Metric:
         # Not the result, which takes all ranks.
         return f"<{type(self).__name__} {self.name!r}>"
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[Array]:
         return [total.value() for total in self._totals.values()]
 
-    def _made_of(self, sums: list[Any]) -> Result:
+    def _made_of(self, sums: list[Array]) -> Result:
         return self._result_of(*(on_host(to_array(value))[()] for value in sums))
 
     def _result_of(self, *sums: Any) -> Result:
         raise NotImplementedError(f"{type(self).__name__} does not implement _result_of()")
 
-    def _add(self, **amounts: Any) -> None:
+    def _add(self, **amounts: object) -> None:
         """Add to the totals of this replica; no communication."""
         for name, amount in amounts.items():
             total = self._totals[name]
             array = to_array(amount)
             total.assign_add(place_of(array).casts(array, total.dtype))
 
-    def _checkpoint_children(self) -> dict[str, Any]:
+    def _checkpoint_children(self) -> dict[str, Variable]:
         """Return the variables that a checkpoint holds, by name."""
         return dict(self._totals)
 
@@ -130,10 +131,10 @@ class Sum(Metric):
     np.float64(3.0)
     """
 
-    def __init__(self, name: str = "sum", dtype: Any = "float64") -> None:
+    def __init__(self, name: str = "sum", dtype: DTypeLike = "float64") -> None:
         super().__init__(name, dtype)
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add values of this replica; call it inside ``strategy.run``, or where no strategy is active.
 
         Args:
@@ -146,7 +147,7 @@ class Sum(Metric):
         total, _ = _weighted_sum(values, sample_weight)
         self._add(total=total)
 
-    def _result_of(self, *sums: Any) -> Any:
+    def _result_of(self, *sums: object) -> Any:
         return sums[0]
 
 
@@ -165,10 +166,10 @@ class Mean(Metric):
 
     total_names = ("total", "count")
 
-    def __init__(self, name: str = "mean", dtype: Any = "float64") -> None:
+    def __init__(self, name: str = "mean", dtype: DTypeLike = "float64") -> None:
         super().__init__(name, dtype)
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add values of this replica; see ``Sum.update_state``."""
         total, count = _weighted_sum(values, sample_weight)
         self._add(total=total, count=count)
@@ -191,10 +192,10 @@ class Accuracy(Mean):
     np.float64(0.75)
     """
 
-    def __init__(self, name: str = "accuracy", dtype: Any = "float64") -> None:
+    def __init__(self, name: str = "accuracy", dtype: DTypeLike = "float64") -> None:
         super().__init__(name, dtype)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:  # type: ignore[override]
         """Compare labels of this replica; see ``Sum.update_state``.
 
         Args:
@@ -230,10 +231,10 @@ class SparseCategoricalAccuracy(Mean):
     np.float64(0.5)
     """
 
-    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: Any = "float64") -> None:
+    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: DTypeLike = "float64") -> None:
         super().__init__(name, dtype)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:  # type: ignore[override]
         """Compare classes of this replica with the highest scores; see ``Sum.update_state``.
 
         Args:
@@ -257,7 +258,7 @@ class SparseCategoricalAccuracy(Mean):
         super().update_state(hits, sample_weight)
 
 
-def _weighted_sum(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+def _weighted_sum(values: object, sample_weight: object) -> tuple[object, object]:
     """Return the weighted sum of the values, and the sum of the weights."""
     given = array_of(values, "values")
     place = place_of(given)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
@@ -111,7 +112,7 @@ class Optimizer:
         slots = [slot for slots in self._slots.values() for slot in slots.values()]
         return [] if self._iterations is None else [self._iterations, *slots]
 
-    def get_slot(self, variable: AnyVariable, slot_name: str) -> Any:
+    def get_slot(self, variable: AnyVariable, slot_name: str) -> AnyVariable:
         """Return the slot of a variable.
 
         It is a Variable, or of a ShardedVariable another one made of its shards' slots.
@@ -177,7 +178,7 @@ class Optimizer:
                     for slot, those in shares.items()
                 }
 
-    def _start_of(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def _start_of(self, key: str, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return the initial value of an own variable: a restored one, or zeros."""
         value = self._deferred.get(key)
         if value is None:
@@ -328,7 +329,7 @@ class Optimizer:
         strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}")
         self._agreed = settings
 
-    def _update_all(self, _: Any, summed: Iterable[Summed]) -> None:
+    def _update_all(self, _: object, summed: Iterable[Summed]) -> None:
         """Have the strategy update the variables in this update context."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
         strategy.extended.apply_gradients(self, map(self._that_change, summed))
@@ -354,7 +355,7 @@ class Optimizer:
                 self.update_one(variable, gradient, rate, step)
         self.iterations.assign_add(1)
 
-    def update_one(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
+    def update_one(self, variable: Variable, gradient: Array | IndexedSlices, rate: float, step: int) -> None:
         """Update one variable, in update context, and keep it to its constraint; see :meth:`update_variable`."""
         place = variable.local_place()
         if isinstance(gradient, IndexedSlices):
@@ -436,9 +437,9 @@ class Optimizer:
 
     # Saved state ----------------------------------------------------------------------------------------------
 
-    def _checkpoint_children(self) -> dict[str, Any]:
+    def _checkpoint_children(self) -> dict[str, object]:
         """Return the state for a checkpoint, by name, with restored values not yet in use."""
-        children: dict[str, Any] = {**self._deferred, "numbers": self._numbers}
+        children: dict[str, object] = {**self._deferred, "numbers": self._numbers}
         if self._iterations is not None:
             children["iterations"] = self._iterations
         for index, whole in enumerate(wholes_of(self._slots)):
@@ -453,12 +454,12 @@ class Optimizer:
         self._deferred = values
 
 
-def current(variable: Variable) -> Array:
+def current(variable: AnyVariable) -> Array:
     """Return the array of the variable's copy in this context, not to be written."""
     return variable.as_array()
 
 
-def compute_dtype(variable: AnyVariable) -> np.dtype[Any]:
+def compute_dtype(variable: AnyVariable) -> DType:
     """Return the dtype of a variable's updates: float32 for half precision, else its own."""
     return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
 

@@ -9,6 +9,7 @@ import numpy as np
 from mpidist.arrays.convert import Array, to_array
 from mpidist.training.optimizer import LearningRate, Optimizer, compute_dtype, current
 from mpidist.values import IndexedSlices, Variable
+from mpidist.values.composite import AnyVariable
 
 
 class SGD(Optimizer):
@@ -128,7 +129,7 @@ class RMSprop(Optimizer):
             slot.assign(move)
         subtract(variable, move)
 
-    def _averaged(self, slot: Variable, value: Array) -> Array:
+    def _averaged(self, slot: AnyVariable, value: Array) -> Array:
         """Take ``value`` into the running average that a slot holds, and return the average."""
         number = slot.dtype.type
         average = to_array(number(self.rho) * current(slot) + number(1 - self.rho) * value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
 Assignment = Callable[[Array, Array], None]
-Own = TypeVar("Own", bound="Assignable")
+# Assignments return the variable that they change.
+Assigned = TypeVar("Assigned", bound="Assignable")
 
 
 def assign(array: Array, value: Array) -> None:
@@ -41,17 +42,17 @@ class Assignable(ReadsAsArray):
 
     name: str
 
-    def assign_by(self: Own, how: Assignment, value: Any) -> Own:
+    def assign_by(self: Assigned, how: Assignment, value: object) -> Assigned:
         """Change the value by one of the assignments."""
         raise NotImplementedError
 
-    def scatter_by(self: Own, how: scatter.ScatterOp, slices: Any) -> Own:
+    def scatter_by(self: Assigned, how: scatter.ScatterOp, slices: object) -> Assigned:
         """Change rows by one of the scatter operations."""
         raise NotImplementedError
 
     def assign(
-        self: Own, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Own:
+        self: Assigned, value: object, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Assigned:
         """Set the value; see the table in ``mpidist.values.synchronization`` for its meaning by context.
 
         In cross-replica context give the same value on every rank, or a PerReplica, of which copy r gets the value r.
@@ -77,20 +78,20 @@ class Assignable(ReadsAsArray):
         return self.assign_by(assign, value)
 
     def assign_add(
-        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Own:
+        self: Assigned, delta: object, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Assigned:
         """Add ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_add, delta)
 
     def assign_sub(
-        self: Own, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Own:
+        self: Assigned, delta: object, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Assigned:
         """Subtract ``delta``; see :meth:`assign`."""
         del use_locking, name, read_value
         return self.assign_by(assign_sub, delta)
 
-    def scatter_add(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_add(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Add rows at positions; repeated positions accumulate.
 
         In replica context the rows of all replicas are gathered first (collective) by the variable's
@@ -105,31 +106,31 @@ class Assignable(ReadsAsArray):
         """
         return self.scatter_by(scatter.ADD, sparse_delta)
 
-    def scatter_sub(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_sub(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Subtract rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.SUB, sparse_delta)
 
-    def scatter_mul(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_mul(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Multiply rows at positions; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.MUL, sparse_delta)
 
-    def scatter_div(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_div(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Divide rows at positions, integers towards zero; see :meth:`scatter_add`."""
         return self.scatter_by(scatter.DIV, sparse_delta)
 
-    def scatter_min(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_min(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Take the smaller of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MIN, sparse_delta)
 
-    def scatter_max(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_max(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Take the larger of each element; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.MAX, sparse_delta)
 
-    def scatter_update(self: Own, sparse_delta: IndexedSlices) -> Own:
+    def scatter_update(self: Assigned, sparse_delta: IndexedSlices) -> Assigned:
         """Replace rows at positions; only without aggregation or with ONLY_FIRST_REPLICA."""
         return self.scatter_by(scatter.UPDATE, sparse_delta)
 
-    def gather_nd(self, indices: Any) -> Array:
+    def gather_nd(self, indices: object) -> Array:
         """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
         array = self.as_array()
         place = place_of(array)
@@ -139,7 +140,7 @@ class Assignable(ReadsAsArray):
                 _check_on_device(positions, array.shape[axis])
             return copy_of(array_of(array[coordinates]))
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices``.
 
         Positions that lie on a device are checked first, which waits for it: CuPy would wrap those outside around.
@@ -271,12 +272,12 @@ class ArrayComponent(Component):
         """See ``Assignable``."""
         return self._place
 
-    def assign_by(self, how: Assignment, value: Any) -> ArrayComponent:
+    def assign_by(self, how: Assignment, value: object) -> ArrayComponent:
         """See ``Assignable``."""
         self._place.calls(how, self._array, as_value_of(self, value))
         return self
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> ArrayComponent:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> ArrayComponent:
         """See ``Assignable``."""
         self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
         return self
@@ -303,7 +304,7 @@ def _check_on_device(positions: Array, rows: int) -> None:
         check_positions(positions, rows)
 
 
-def as_value_of(variable: Assignable, value: Any) -> Array:
+def as_value_of(variable: Assignable, value: object) -> Array:
     """Return ``value`` as an array of the variable's shape and dtype, where the variable is.
 
     Raises:
@@ -334,7 +335,7 @@ def as_value_of(variable: Assignable, value: Any) -> Array:
     return place.casts(place.brings(array), dtype)
 
 
-def _converts(value: Any, given: DType, dtype: DType) -> bool:
+def _converts(value: object, given: DType, dtype: DType) -> bool:
     """Return whether a value of dtype ``given`` may be assigned to a variable of ``dtype``."""
     is_python = isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic)
     if is_python and (np.can_cast(given, dtype, "same_kind") or (dtype.name == "bfloat16" and given.kind in "iuf")):

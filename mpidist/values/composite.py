@@ -31,7 +31,7 @@ class CompositeVariable(Assignable):
         """The strategy that the parts were created under."""
         return self.variables[0].distribute_strategy
 
-    def cut(self, value: Any) -> list[Any]:
+    def cut(self, value: object) -> list[Any]:
         """Return the parts' shares of a value of this shape.
 
         It is an array, IndexedSlices, or a distributed value of them.
@@ -52,7 +52,7 @@ def parts_of(variable: AnyVariable) -> list[Variable]:
     return variable.variables if isinstance(variable, CompositeVariable) else [variable]
 
 
-def cut_for(variable: AnyVariable, value: Any) -> list[Any]:
+def cut_for(variable: AnyVariable, value: object) -> list[Any]:
     """Return the shares of ``value``, of the shape of ``variable``, that belong to ``parts_of(variable)``."""
     return variable.cut(value) if isinstance(variable, CompositeVariable) else [value]
 

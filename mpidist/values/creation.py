@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from mpidist.arrays.convert import Array, is_keras_layer, is_torch_module, is_torch_optimizer
 from mpidist.arrays.dtypes import as_dtype, check_transportable
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
@@ -36,12 +38,12 @@ _MODELS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
 
 
 def variable_arguments(
-    initial_value: Any = None,
+    initial_value: object = None,
     trainable: bool | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     name: str | None = None,
     shape: Sequence[int] | None = None,
-    constraint: Callable[[Array], Any] | None = None,
+    constraint: Callable[[Array], object] | None = None,
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
 ) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def variable_arguments(
     }
 
 
-def _check_is_no_model(initial_value: Any) -> None:
+def _check_is_no_model(initial_value: object) -> None:
     """Raise TypeError for modules and optimizers, which have many values.
 
     They can often be called, as functions that make a value can.
@@ -94,7 +96,9 @@ def _check_is_no_model(initial_value: Any) -> None:
             )
 
 
-def initial_array(initial_value: Any, dtype: Any, shape: Sequence[int] | None, aggregation: Any) -> Array:
+def initial_array(
+    initial_value: object, dtype: DTypeLike | None, shape: Sequence[int] | None, aggregation: object
+) -> Array:
     """Evaluate and check an initial value.
 
     Raises:

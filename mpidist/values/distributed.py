@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from mpidist.arrays.convert import Array, is_array_like
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import DType
 from mpidist.core import nest
 from mpidist.core.context import current_frame, has_strategy
 from mpidist.values.component import Assignable, Component
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import array_of
+
+Value = TypeVar("Value")
 
 
 class DistributedValues:
@@ -35,10 +36,10 @@ class ReplicaValues(DistributedValues):
     PerReplica:{2: 1, 3: 2}
     """
 
-    def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, values: Sequence[object], replica_ids: Sequence[int] | None = None) -> None:
         if len(values) == 0:
             raise ValueError(f"{type(self).__name__} was given no values; expected one per local replica")
-        self.values = tuple(values)
+        self.values: tuple[Any, ...] = tuple(values)
         self.replica_ids = tuple(range(len(self.values)) if replica_ids is None else replica_ids)
         if len(self.replica_ids) != len(self.values):
             raise ValueError(f"{len(self.values)} values were given with {len(self.replica_ids)} replica ids")
@@ -97,11 +98,17 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         return getattr(component, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         del types
         return func(*nest.map_structure(here, tuple(args)), **nest.map_structure(here, kwargs or {}))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.here()[here(key)]
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,7 +118,7 @@ class PerReplica(ReplicaValues, ReadsAsArray):
         return len(self.here())
 
 
-def here(value: Any) -> Any:
+def here(value: object) -> Any:
     """Return ``value``, or this replica's component of a PerReplica."""
     return value.here() if isinstance(value, PerReplica) else value
 
@@ -120,7 +127,7 @@ def _forward(name: str, reflected: bool) -> Callable[..., Any]:
     # The component's own library computes, which need not be NumPy.
     function = getattr(operator, name)
 
-    def forward(self: PerReplica, *other: Any) -> Any:
+    def forward(self: PerReplica, *other: object) -> Any:
         operands = [self.here(), *map(here, other)]
         return function(*(reversed(operands) if reflected else operands))
 
@@ -140,6 +147,7 @@ class Mirrored(ReplicaValues, ReadsAsArray):
 
     It behaves as an array by way of the first local copy.
 
+    >>> import numpy as np
     >>> Mirrored((np.array([1.0, 2.0]), np.array([1.0, 2.0]))) + 1
     array([2., 3.])
     """
@@ -157,19 +165,19 @@ class Mirrored(ReplicaValues, ReadsAsArray):
         return self.as_array().shape
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of one copy."""
         return self.as_array().dtype
 
 
 def regroup(
-    values: Sequence[Any],
+    values: Sequence[Value],
     replica_ids: Sequence[int] | None = None,
     always_wrap: bool = False,
     *,
     wrap_lone: bool = False,
     unwrap_objects: bool = False,
-) -> Any:
+) -> Value:
     """Return one structure whose leaves hold the corresponding leaves of ``values``.
 
     None, an equal string, and a variable come out unwrapped; so do the components of one variable, as the
@@ -193,7 +201,7 @@ def regroup(
     if len(values) == 1 and not (always_wrap or wrap_lone):
         return values[0]
 
-    def group(*leaves: Any) -> Any:
+    def group(*leaves: object) -> object:
         # What a replica function captured and hands on is its replica's value.
         leaves = tuple(
             leaf.values[i] if isinstance(leaf, PerReplica) and len(leaf.values) == len(leaves) else leaf
@@ -211,7 +219,8 @@ def regroup(
                 return first
         return PerReplica(leaves, replica_ids)
 
-    return nest.map_structure(group, *values)
+    grouped: Value = nest.map_structure(group, *values)
+    return grouped
 
 
 def _unwraps(leaf: object, unwrap_objects: bool) -> bool:
@@ -220,7 +229,7 @@ def _unwraps(leaf: object, unwrap_objects: bool) -> bool:
     return unwrap_objects and not (is_array_like(leaf) or isinstance(leaf, IndexedSlices))
 
 
-def select_replica(local_id: int, structure: Any) -> Any:
+def select_replica(local_id: int, structure: Value) -> Value:
     """Return ``structure`` with every distributed value replaced by its component for a local replica.
 
     Variables stay as they are: they resolve by context.
@@ -229,13 +238,14 @@ def select_replica(local_id: int, structure: Any) -> Any:
     {'x': 2, 'y': 5}
     """
 
-    def select(leaf: Any) -> Any:
+    def select(leaf: object) -> object:
         return leaf.values[local_id] if isinstance(leaf, ReplicaValues) else leaf
 
-    return nest.map_structure(select, structure)
+    selected: Value = nest.map_structure(select, structure)
+    return selected
 
 
-def select_replica_mirrored(local_id: int, structure: Any) -> Any:
+def select_replica_mirrored(local_id: int, structure: Value) -> Value:
     """Select as :func:`select_replica`, where nothing may differ between replicas.
 
     Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import DType
 from mpidist.values.placement import array_of, on_host, place_of
 
 Combine = Callable[[Array, Array], Array]
@@ -33,7 +33,7 @@ class IndexedSlices:
            [0.]])
     """
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+    def __init__(self, values: object, indices: object, dense_shape: Sequence[int] | None = None) -> None:
         self.values: Array = array_of(values)
         self.indices: Array = place_of(self.values).brings(array_of(indices))
         if self.indices.size == 0 and self.indices.dtype.kind == "f":
@@ -53,7 +53,7 @@ class IndexedSlices:
             )
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of the values."""
         return self.values.dtype
 

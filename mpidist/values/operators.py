@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import device_name, is_device_array
@@ -16,12 +17,12 @@ from mpidist.values.placement import on_host, place_of, place_of_operands
 _WRITERS = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"}
 
 
-def as_operand(value: Any) -> Any:
+def as_operand(value: object) -> Any:
     """Return ``value``, or the array that it stands for."""
     return value.as_array() if isinstance(value, ReadsAsArray) else value
 
 
-def _as_operands(value: Any) -> Any:
+def _as_operands(value: object) -> Any:
     """Return arguments of a NumPy function with arrays in place of their stand-ins."""
     if isinstance(value, (list, tuple)):
         parts = [_as_operands(part) for part in value]
@@ -50,7 +51,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         array = self.as_array()
         return on_host(array) if is_device_array(array) else np.array(array)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self.as_array()
         if is_device_array(array):
             raise TypeError(
@@ -70,7 +71,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
             raise AttributeError(f"{type(self).__name__} is not on a device")
         return self.as_array
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> Any:
         if "out" in kwargs and any(isinstance(out, ReadsAsArray) for out in kwargs["out"]):
             raise self._unwritable(f"numpy.{ufunc.__name__}")
         if method == "at" and isinstance(inputs[0], ReadsAsArray):
@@ -79,7 +80,9 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         with place_of_operands(operands).current():
             return getattr(ufunc, method)(*operands, **kwargs)
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         writes = func.__name__ in _WRITERS and args and isinstance(args[0], ReadsAsArray)
         if writes or isinstance(kwargs.get("out"), ReadsAsArray):
             raise self._unwritable(f"numpy.{func.__name__}")
@@ -94,14 +97,14 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         )
 
     @staticmethod
-    def _first_operand(args: Any, kwargs: Any) -> Any:
+    def _first_operand(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         for value in (*args, *kwargs.values()):
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 if is_device_array(part):
                     return part
         return None
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return picked(self.as_array(), as_operand(key))
 
     def __len__(self) -> int:

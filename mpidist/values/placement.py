@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.device_ops import DeviceOps, is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import DType
 from mpidist.core.devices import parse_device
+
+Result = TypeVar("Result")
 
 
 class Place:
@@ -39,7 +41,7 @@ class Place:
         """The device as a string."""
         return f"{self.ops.kind}:{self.number}"
 
-    def current(self) -> AbstractContextManager[Any]:
+    def current(self) -> AbstractContextManager[object]:
         """Return a block in which this thread computes here; on the host that changes nothing."""
         return self.ops.on(self.number)
 
@@ -51,7 +53,7 @@ class Place:
         with self.current():
             pass
 
-    def calls(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def calls(self, fn: Callable[..., Result], *args: object) -> Result:
         """Return ``fn(*args)``, computed here."""
         if self is HOST:
             return fn(*args)
@@ -143,7 +145,7 @@ def place_of_operands(operands: Iterable[Any]) -> Place:
     return HOST
 
 
-def array_of(value: Any, what: str = "value") -> Array:
+def array_of(value: object, what: str = "value") -> Array:
     """Return ``value`` as ``to_array`` does, and lists as arrays too.
 
     A list becomes an array on the device of the first device array in it.

@@ -73,7 +73,7 @@ MAX = ScatterOp("scatter_max", np.maximum.at, False, np.maximum, np.maximum)
 UPDATE = ScatterOp("scatter_update", _update, False, None, _second)
 
 
-def check_slices(slices: Any, variable: Any) -> IndexedSlices:
+def check_slices(slices: object, variable: Any) -> IndexedSlices:
     """Return ``slices`` in the variable's dtype and place, after checking its rows."""
     if not isinstance(slices, IndexedSlices):
         raise TypeError(

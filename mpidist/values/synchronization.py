@@ -36,7 +36,7 @@ from mpidist.values.scatter import ScatterOp
 from mpidist.values.variable import Policy, Variable, changing
 
 
-def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
+def _write_all(variable: Variable, how: Assignment, value: object) -> None:
     is_central = variable.distribute_strategy.extended.is_central
     if isinstance(value, PerReplica) and (is_central or len(value.values) != len(variable.values)):
         raise ValueError(
@@ -52,7 +52,7 @@ def _write_all(variable: Variable, how: Assignment, value: Any) -> None:
         component.assign_by(how, part)
 
 
-def _first_replica(strategy: StrategyLike, value: Any, doing: str) -> Any:
+def _first_replica(strategy: StrategyLike, value: object, doing: str) -> Any:
     """Return the value of replica 0 on every rank (collective)."""
     mine = value.values[0] if isinstance(value, ReplicaValues) else value
     return strategy.extended.broadcast_nest(mine, note=doing)
@@ -69,7 +69,7 @@ class _OnWrite(Policy):
         """Assign in replica context."""
         self._require_aggregation(variable)
 
-        def merged(strategy: StrategyLike, values: Any) -> None:
+        def merged(strategy: StrategyLike, values: object) -> None:
             if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
                 combined = _first_replica(strategy, values, doing)
             else:
@@ -82,7 +82,7 @@ class _OnWrite(Policy):
         doing = f"{how.__name__} of variable {variable.label!r}"
         context.meet((doing,), merged, (value,), {})
 
-    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+    def assign_across(self, variable: Variable, how: Assignment, value: object) -> None:
         """Assign in cross-replica context."""
         doing = f"{how.__name__} outside of strategy.run()"
         differs = isinstance(value, PerReplica)
@@ -125,7 +125,7 @@ class _OnWrite(Policy):
     def _scatter_rows(
         self, op: ReduceOp, variable: Variable, context: ReplicaContextLike, how: ScatterOp, slices: IndexedSlices
     ) -> None:
-        def merged(strategy: StrategyLike, values: Any) -> None:
+        def merged(strategy: StrategyLike, values: object) -> None:
             combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
             for i, component in enumerate(variable.values):
                 part = combined.values[i] if isinstance(combined, ReplicaValues) else combined
@@ -180,7 +180,7 @@ class _OnRead(_OnWrite):
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         variable.values[context.local_replica_id].assign_by(how, value)
 
-    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+    def assign_across(self, variable: Variable, how: Assignment, value: object) -> None:
         if variable.aggregation == VariableAggregation.SUM:
             if how is not assign:
                 raise ValueError(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist.arrays.checksum import checksum
 from mpidist.arrays.convert import Array
@@ -114,12 +115,12 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
         def __init__(
             self,
-            initial_value: Any = None,
+            initial_value: object = None,
             trainable: bool | None = None,
-            dtype: Any = None,
+            dtype: DTypeLike | None = None,
             name: str | None = None,
             shape: Sequence[int] | None = None,
-            constraint: Callable[[Array], Any] | None = None,
+            constraint: Callable[[Array], object] | None = None,
             synchronization: VariableSynchronization = VariableSynchronization.AUTO,
             aggregation: VariableAggregation = VariableAggregation.NONE,
         ) -> None: ...
@@ -136,10 +137,10 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         components: Sequence[Component],
         *,
         policy: Policy,
-        initial_value: Any,
+        initial_value: object,
         name: str,
         trainable: bool,
-        constraint: Callable[[Array], Any] | None,
+        constraint: Callable[[Array], object] | None,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
         label: str | None = None,
@@ -254,7 +255,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             return super().value()
         return self._component(local_id or 0).value()
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: object) -> Array:
         """Return the rows at ``indices``.
 
         Of a copy in the memory of another process only these travel.
@@ -266,7 +267,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             return super().sparse_read(indices)
         return self._component(local_id or 0).sparse_read(indices)
 
-    def assign_by(self, how: Assignment, value: Any) -> Variable:
+    def assign_by(self, how: Assignment, value: object) -> Variable:
         """See ``Assignable``."""
         if self.is_unused:
             before_first_use(self)
@@ -288,7 +289,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
                 self._policy.assign_across(self, how, value)
         return self
 
-    def scatter_by(self, how: scatter.ScatterOp, slices: Any) -> Variable:
+    def scatter_by(self, how: scatter.ScatterOp, slices: object) -> Variable:
         """See ``Assignable``."""
         if self.is_unused:
             before_first_use(self)
@@ -325,7 +326,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
                 "`with strategy.scope():`"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         if self.is_unused:
             before_first_use(self)
         frame = current_frame()
@@ -355,7 +356,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         memo[id(self)] = twin
         return twin
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"variable {self.name!r} cannot be pickled; save it with mpidist.Checkpoint, or pickle v.numpy()"
         )
@@ -385,7 +386,7 @@ class Policy(ABC):
         """Assign in replica context."""
 
     @abstractmethod
-    def assign_across(self, variable: Variable, how: Assignment, value: Any) -> None:
+    def assign_across(self, variable: Variable, how: Assignment, value: object) -> None:
         """Assign in cross-replica context."""
 
     @abstractmethod
@@ -420,7 +421,7 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
 
 
-def _weakly(value: Any) -> Callable[[], Any]:
+def _weakly(value: object) -> Callable[[], object]:
     """Return a function that returns ``value``, without keeping an array alive."""
     return weakref.ref(value) if isinstance(value, np.ndarray) or is_device_array(value) else lambda: value
 
@@ -442,13 +443,15 @@ class Reference:
         return id(self._variable)
 
 
-def _sole_value(value: Any) -> Any:
+def _sole_value(value: object) -> object:
     return value.values[0] if isinstance(value, ReplicaValues) and len(value.values) == 1 else value
 
 
 def update_components(
-    variable: Variable, fn: Callable[..., Any], arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
-) -> list[Any]:
+    variable: Variable,
+    fn: Callable[..., object],
+    arguments: Callable[[int], tuple[tuple[object, ...], dict[str, object]]],
+) -> list[object]:
     """Call ``fn(component, *args_i, **kwargs_i)`` for every local component, each in its update context.
 
     The replica's device is current, also where ``variable`` itself is on the host.
