@@ -1,4 +1,4 @@
-"""Take steps on a checkpoint with all ranks; an error of one rank is raised on all."""
+"""Act on a checkpoint with all ranks; errors of one are raised on all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def extended_of(strategy: StrategyLike) -> StrategyExtended:
 
 
 class Agreement:
-    """An action of all ranks of a strategy on a checkpoint; each step of it is one collective.
+    """An action of all ranks on a checkpoint, in steps of one collective each.
 
     Args:
         strategy: Its ranks take part; its first rank is the chief.

@@ -1,4 +1,4 @@
-"""Alignment: a checkpoint as the objects that are here would have saved it, for links, lists and dicts."""
+"""Align a checkpoint with the objects that are here: links, lists and dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.collecting import Leaves, child_key, follow, is_within, keys_above
+from mpidist.checkpoint.collecting import Container, Leaves, child_key, follow, is_within, keys_above
 from mpidist.checkpoint.formats import Manifest, dtype_of
 
 
@@ -35,12 +35,16 @@ class Aligned:
         return self.sources.get(key, key)
 
 
+# The entries of a manifest by kind and key.
+_Tables = dict[str, dict[str, Any]]
+
+
 def align(manifest: Manifest, leaves: Leaves) -> Aligned:
     """Return a checkpoint as seen by the objects; nothing is changed.
 
     One thing that is several here is there for each of them; several things that are one here are there once.
     """
-    tables: dict[str, dict[str, Any]] = {
+    tables: _Tables = {
         "tensors": dict(manifest.tensors),
         "values": dict(manifest.values),
         "containers": dict(manifest.containers),
@@ -61,8 +65,11 @@ def align(manifest: Manifest, leaves: Leaves) -> Aligned:
     return aligned
 
 
-def _take_apart(tables: dict[str, dict[str, Any]], links: Mapping[str, str], leaves: Leaves, aligned: Aligned) -> None:
-    """Add the keys of objects here that links lead to, and no others, which have no end in a ring."""
+def _take_apart(tables: _Tables, links: Mapping[str, str], leaves: Leaves, aligned: Aligned) -> None:
+    """Add the keys of objects here that links lead to.
+
+    Others would have no end where links form a ring.
+    """
     sources = {key: follow(key, links) for key in (*leaves.saved(), *leaves.containers, *leaves.objects)}
     sources = {key: source for key, source in sources.items() if source != key}
     names = {kind: sorted(table) for kind, table in tables.items()}
@@ -98,7 +105,7 @@ def _inside(names: list[str], outer: str) -> list[str]:
     return names[bisect_left(names, f"{outer}/") : bisect_left(names, f"{outer}0")]
 
 
-def _bring_together(tables: dict[str, dict[str, Any]], leaves: Leaves, aligned: Aligned) -> None:
+def _bring_together(tables: _Tables, leaves: Leaves, aligned: Aligned) -> None:
     if not leaves.links:
         return
     for kind, table in tables.items():
@@ -125,7 +132,7 @@ class _CannotBeMadeError(Exception):
     """Something that only the program can make, such as a variable."""
 
 
-def describe_container(container: Any) -> list[Any]:
+def describe_container(container: Container) -> list[object]:
     """Return the kind of a container, and its keys or its length."""
     if isinstance(container, Mapping):
         return ["dict", list(container)]
@@ -160,10 +167,10 @@ def tensors_to_be_made(leaves: Leaves, manifest: Manifest) -> set[str]:
     return {key for key in manifest.tensors if entries & {key, *keys_above(key)}} if entries else set()
 
 
-def _additions(key: str, container: Any, manifest: Manifest) -> dict[Any, Any]:
+def _additions(key: str, container: Container, manifest: Manifest) -> dict[str | int, object]:
     """Return entries that a list or dict lacks and can get, by index or name."""
     kind, shape = manifest.containers.get(key, (None, None))
-    additions: dict[Any, Any] = {}
+    additions: dict[str | int, object] = {}
     if kind == "list" and isinstance(container, list):
         try:
             return {index: _made(child_key(key, index), manifest) for index in range(len(container), shape)}
@@ -177,7 +184,7 @@ def _additions(key: str, container: Any, manifest: Manifest) -> dict[Any, Any]:
     return additions
 
 
-def _shorten(container: list[Any], key: str, manifest: Manifest, leaves: Leaves) -> bool:
+def _shorten(container: list[object], key: str, manifest: Manifest, leaves: Leaves) -> bool:
     kind, size = manifest.containers.get(key, (None, None))
     if kind != "list":
         return False
@@ -190,7 +197,7 @@ def _shorten(container: list[Any], key: str, manifest: Manifest, leaves: Leaves)
     return True
 
 
-def _made(key: str, manifest: Manifest) -> Any:
+def _made(key: str, manifest: Manifest) -> object:
     """Return the thing that the checkpoint has under ``key``, arrays still to be filled."""
     if key in manifest.containers:
         kind, shape = manifest.containers[key]

@@ -1,4 +1,4 @@
-"""Checkpoint: saves and restores variables, optimizers and metrics, on any number of ranks and replicas."""
+"""Save and restore variables, optimizers and metrics on any number of ranks and replicas."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Checkpoint:
 
     _tracked: TrackedObjects
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, **objects: object) -> None:
         for name in objects:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(
@@ -86,7 +86,7 @@ class Checkpoint:
             raise AttributeError(f"the checkpoint has no object {name!r}; it has {sorted(objects)}")
         return objects[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         objects = self._tracked.objects
         if name not in objects:
             raise AttributeError(
@@ -210,12 +210,14 @@ class Checkpoint:
 
 
 def tracked_by(checkpoint: Checkpoint) -> TrackedObjects:
-    """Return the inner side of a checkpoint, which its manager and others work with."""
+    """Return the tracked objects of a checkpoint, for its manager and others."""
     return checkpoint._tracked
 
 
 class TrackedObjects:
-    """The inner side of a Checkpoint, which its manager and others work with; most methods are collective.
+    """The objects of a Checkpoint, and the calls that its manager makes.
+
+    Most methods are collective.
 
     Args:
         objects: By name.
@@ -226,7 +228,7 @@ class TrackedObjects:
         run_calls: Counted by PreemptionCheckpointHandler, in all runs of the program.
     """
 
-    def __init__(self, objects: dict[str, Any]) -> None:
+    def __init__(self, objects: dict[str, object]) -> None:
         self.objects = objects
         self.save_counter = 0
         self.run_calls = 0
@@ -236,7 +238,7 @@ class TrackedObjects:
         self._waiting: Waiting | None = None
         self._last_leaves = collect(objects)
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: object) -> None:
         """Let ``value`` be the object of a name, if a checkpoint can hold it."""
         collect({name: value})
         self.objects[name] = value
@@ -330,7 +332,7 @@ class TrackedObjects:
         agreement = Agreement(strategy, "restoring", subject)
         arrays: dict[str, Array] = {}
 
-        def read_on_chief() -> Any:
+        def read_on_chief() -> tuple[str, dict[str, object], dict[str, str]] | None:
             answer = read()
             if answer is None:
                 return None
@@ -386,7 +388,7 @@ def _check_context(method: str) -> bool:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy of the variables, or else that in scope; check that it has checkpoints here."""
+    """Return the strategy of the variables, else that in scope, if it has checkpoints."""
     strategies = {get_strategy()} if _check_context(method) else set()
     for variable in leaves.variables.values():
         strategies.add(variable.distribute_strategy)
@@ -465,7 +467,7 @@ class Save:
             run_calls: For the manifest.
         """
         agreement, leaves, options = self._agreement, self._leaves, self._options
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         tensors: dict[str, Tensor] = {}
         names: list[str] = []
         own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from mpidist.checkpoint.format_rules import DEEPEST, is_state
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values.composite import AnyVariable
 
+if TYPE_CHECKING:
+    import torch
+
 # Of an object that takes part by its attributes: values that wait for its variables.
 WAITING_ATTRIBUTE = "_mpidist_waiting"
 _PLAIN = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
@@ -41,27 +44,47 @@ _PLAIN_TYPES = {bool, int, float, str, type(None)}
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
 
+Container: TypeAlias = Mapping[str | int, object] | list[object] | tuple[object, ...]
+
+
+class Stateful(Protocol):
+    """An iterator, or another object whose state is saved."""
+
+    def state(self) -> object:
+        """Return the state, in types that JSON has."""
+
+    def restore(self, state: object) -> None:
+        """Go on from a state."""
+
+
+class Deferring(Protocol):
+    """An object that keeps values for parts that it makes later."""
+
+    def _checkpoint_defer(self, values: dict[str, Array]) -> None:
+        """Take the values of parts that are yet to be made."""
+
+
 @dataclass(frozen=True)
 class ValueRef:
-    """Where a number or an immutable array stands.
+    """The place of a number or an immutable array.
 
     Attributes:
         get: Returns the value there.
-        put: Lets another value stand there.
+        put: Puts another value there.
     """
 
     get: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[object], None]
 
 
-def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | None:
+def entry_of(container: object, name: str | int, outer: ValueRef | None) -> ValueRef | None:
     """Return a reference to an entry of a container at ``outer``, or None."""
     if isinstance(container, (dict, list)):
         return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
-    if not isinstance(container, tuple) or outer is None:
+    if not isinstance(container, tuple) or not isinstance(name, int) or outer is None:
         return None
 
-    def put(value: Any) -> None:
+    def put(value: object) -> None:
         # Another tuple of the same class takes its place.
         before = outer.get()
         entries = [*before[:name], value, *before[name + 1 :]]
@@ -72,7 +95,7 @@ def entry_of(container: Any, name: Any, outer: ValueRef | None) -> ValueRef | No
 
 def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
     """Return a reference to an attribute of an object at ``outer``, or None."""
-    params: Any = getattr(holder, "__dataclass_params__", None)
+    params = getattr(holder, "__dataclass_params__", None)
     if params is None or not params.frozen:
         return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
     if outer is None or not any(field.name == name and field.init for field in dataclasses.fields(holder)):
@@ -105,14 +128,14 @@ class Leaves:
 
     variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
     replaced: dict[str, ValueRef] = field(default_factory=dict)
     places: dict[str, ValueRef] = field(default_factory=dict)
-    iterators: dict[str, Any] = field(default_factory=dict)
-    deferring: dict[str, Any] = field(default_factory=dict)
-    containers: dict[str, Any] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    iterators: dict[str, Stateful] = field(default_factory=dict)
+    deferring: dict[str, Deferring] = field(default_factory=dict)
+    containers: dict[str, Container] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
     links: dict[str, str] = field(default_factory=dict)
 
@@ -127,7 +150,7 @@ class Leaves:
         yield from self
         yield from self.deferring
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Return numbers, strings, None and states of iterators, in types that JSON has.
 
         Raises:
@@ -168,7 +191,7 @@ class Leaves:
                     "give numbers to Checkpoint(name=value) itself"
                 )
 
-    def add(self, kind: str, key: str, value: Any) -> None:
+    def add(self, kind: str, key: str, value: object) -> None:
         """Take up a part of one kind.
 
         Raises:
@@ -180,7 +203,7 @@ class Leaves:
         getattr(self, kind)[key] = value
 
 
-def _checked_state(key: str, iterator: Any) -> Any:
+def _checked_state(key: str, iterator: Stateful) -> object:
     state = iterator.state()
     try:
         held = json.loads(json.dumps(state))
@@ -237,7 +260,7 @@ def child_key(key: str, name: str | int) -> str:
 # Collecting -------------------------------------------------------------------------------------------------------
 
 
-def collect(objects: dict[str, Any], *, is_complete: bool = True) -> Leaves:
+def collect(objects: dict[str, object], *, is_complete: bool = True) -> Leaves:
     """Return the parts of named objects.
 
     An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
@@ -285,7 +308,7 @@ class _Found:
 
     def part(
         self,
-        value: Any,
+        value: object,
         name: str | int,
         place: ValueRef | None = None,
         *,
@@ -299,14 +322,14 @@ class _Found:
 
 
 class _Collector:
-    """Looks at everything, level by level, and at each object once."""
+    """The search through objects, level by level, each object once."""
 
     def __init__(self, is_complete: bool = True) -> None:
         self._is_complete = is_complete
         self._leaves = Leaves()
         self._queue: deque[_Found] = deque()
         # What was met, by id. The things are kept, as another one could get the id of one that is gone.
-        self._met: dict[int, tuple[str, Any]] = {}
+        self._met: dict[int, tuple[str, object]] = {}
         # What no key leads to: looked at last, as a variable that has one elsewhere is not lost.
         self._without_key: deque[_Found] = deque()
 
@@ -355,18 +378,18 @@ class _Collector:
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
-        """Look after all else at something without a key; in attributes, only variables make it an error."""
+        """Queue something without a key; in attributes, only variables make it an error."""
         if not found.is_optional:
             raise error
         self.add(replace(found, lost=error))
 
-    def _take(self, kind: str, found: _Found, value: Any) -> None:
+    def _take(self, kind: str, found: _Found, value: object) -> None:
         if found.lost is not None:
             raise found.lost
         self._leaves.add(kind, found.key, value)
 
     def _is_new(self, found: _Found) -> bool:
-        """Return whether the thing is met for the first time; otherwise its key becomes a link."""
+        """Return whether a thing is met for the first time; otherwise add a link."""
         if id(found.value) not in self._met:
             self._met[id(found.value)] = (found.key, found.value)
             return True
@@ -470,22 +493,22 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
     return {key: to for key, to in leaves.links.items() if key in kept}
 
 
-def _has_methods(value: Any, *names: str) -> bool:
-    """Return whether an object has methods of its own, and is no mock that answers to any name."""
+def _has_methods(value: object, *names: str) -> bool:
+    """Return whether an object really has methods; mocks answer to any name."""
     return all(
         inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
     )
 
 
-def _is_setting(value: Any) -> bool:
-    """Return whether an array in an attribute cannot be saved or filled, as text or a constant."""
+def _is_setting(value: object) -> bool:
+    """Return whether an attribute's array cannot be saved or filled, as text or a constant."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
 
 
-def _is_walked(value: Any) -> bool:
-    """Return whether to look at the attributes of an object, whose class is the program's own."""
+def _is_walked(value: object) -> bool:
+    """Return whether an object is of a class of the program, whose attributes count."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED
@@ -501,7 +524,7 @@ def _required(found: _Found) -> ValueRef:
     return found.place
 
 
-def _wrong_object(key: str, value: Any) -> TypeError:
+def _wrong_object(key: str, value: object) -> TypeError:
     if is_torch_optimizer(value):
         return TypeError(
             f"checkpoint object {key!r} is a torch optimizer, which makes its state when it first steps; give "

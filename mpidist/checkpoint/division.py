@@ -14,7 +14,7 @@ Plan = dict[str, list[tuple[int, int, int]]]
 
 @dataclass(frozen=True)
 class Extent:
-    """How large a tensor is.
+    """The size of a tensor.
 
     Attributes:
         size: Number of elements.

@@ -1,4 +1,4 @@
-"""Rules for manifest.json, the header of a safetensors file and a note: a table of each."""
+"""Check manifest.json, headers of safetensors files and notes against tables of rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 
-Rule = Callable[[Any], bool]
+Rule = Callable[[object], bool]
 
 # How deep a key, and the state of an iterator, may be nested: they are read and written recursively.
 DEEPEST = 100
@@ -40,47 +40,48 @@ class DamagedCheckpointError(ValueError):
 # Rules ------------------------------------------------------------------------------------------------------------
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return type(value) is str
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return type(value) is bool
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _END_OF_COUNTS
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: object) -> bool:
     return _is_count(value) or (type(value) is float and math.isfinite(value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def is_key(value: Any) -> bool:
-    """Return whether it is the key of a part of a checkpoint."""
+def is_key(value: object) -> bool:
+    """Return whether ``value`` is the key of a part of a checkpoint."""
     return type(value) is str and value.count("/") < DEEPEST
 
 
-def is_state(value: Any, depth: int = 0) -> bool:
-    """Return whether it is the state of an iterator, in types that JSON has."""
+def is_state(value: object, depth: int = 0) -> bool:
+    """Return whether ``value`` is the state of an iterator, in types that JSON has."""
     if isinstance(value, (list, dict)) and depth < DEEPEST:
         return all(is_state(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
     return _is_plain(value)
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return (
-        _list_of(_is_count)(value)
+        isinstance(value, list)
+        and all(map(_is_count, value))
         and len(value) <= _MOST_DIMENSIONS
         and math.prod(max(1, extent) for extent in value) < _END_OF_ELEMENTS
     )
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2:
         return False
     kind, content = value
@@ -115,9 +116,9 @@ def _tuple_of(*rules: Rule) -> Rule:
     )
 
 
-def _are_links(value: Any) -> bool:
-    """Return whether each leads to a key that leads no further."""
-    if not _dict_of(is_key, is_key)(value):
+def _are_links(value: object) -> bool:
+    """Return whether each link leads to a key that leads no further."""
+    if not isinstance(value, dict) or not all(map(is_key, (*value, *value.values()))):
         return False
     prefixes = ("/".join(to.split("/")[: end + 1]) for to in value.values() for end in range(to.count("/") + 1))
     return all(prefix not in value for prefix in prefixes)
@@ -188,7 +189,7 @@ def parse(data: bytes | bytearray, source: str) -> Any:
         raise DamagedCheckpointError(f"{source} is damaged: it cannot be read: {error}") from error
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name stands there twice")
@@ -206,7 +207,7 @@ def check_manifest(content: dict[str, Any], source: str) -> None:
     check(all(_is_plain(values[key]) for key in replaceable), "values", content, source)
 
 
-def check(is_right: bool, name: str, content: Mapping[str, Any], source: str) -> None:
+def check(is_right: bool, name: str, content: Mapping[str, object], source: str) -> None:
     """Raise DamagedCheckpointError unless the value under ``name`` is right."""
     if not is_right:
         found = reprlib.repr(content[name]) if name in content else "missing"

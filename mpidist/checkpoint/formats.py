@@ -65,7 +65,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A file, and the elements of a tensor in it: from ``start`` to before ``stop``, in C order."""
+    """A file, and the elements ``[start:stop]`` of a flattened tensor that are in it."""
 
     file: str
     start: int
@@ -123,7 +123,7 @@ class Manifest:
     sequence: int
     number: int
     tensors: dict[str, Tensor]
-    values: dict[str, Any]
+    values: dict[str, object]
     containers: dict[str, Any] = field(default_factory=dict)
     iterators: tuple[str, ...] = ()
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -135,12 +135,12 @@ class Manifest:
     classes: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it in types that JSON has."""
         return {"format": FORMAT, "version": VERSION, "mpidist": __version__, **asdict(self)}
 
     @staticmethod
-    def from_json(content: Any, source: str) -> Manifest:
+    def from_json(content: object, source: str) -> Manifest:
         """Return the manifest that :meth:`to_json` gave, or that of version 1.
 
         Raises:

@@ -1,4 +1,4 @@
-"""CheckpointManager: numbers checkpoints, keeps the newest, and finds the one to go on from."""
+"""Number checkpoints, keep the newest, and find the one to go on from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import SupportsIndex, SupportsInt
 
 import numpy as np
 
@@ -65,9 +65,9 @@ class CheckpointManager:
         max_to_keep: int | None,
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str = "ckpt",
-        step_counter: Variable | Callable[[], Any] | None = None,
+        step_counter: Variable | Callable[[], SupportsInt] | None = None,
         checkpoint_interval: int | None = None,
-        init_fn: Callable[[], Any] | None = None,
+        init_fn: Callable[[], object] | None = None,
         *,
         sharded: bool = False,
         async_save: bool = False,
@@ -98,7 +98,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._retention: Retention | None = None
 
-        def look() -> Any:
+        def look() -> tuple[list[str], int]:
             clean_leftovers(Path(directory), self._number_in)
             self._retention = Retention(self._find(), max_to_keep, keep_checkpoint_every_n_hours)
             # Damaged ones count, too: what is left of them is not replaced.
@@ -108,9 +108,7 @@ class CheckpointManager:
 
         strategy = self._tracked.strategy("CheckpointManager()")
         listing = Agreement(strategy, "listing", f"the checkpoints of {self._directory}")
-        checkpoints, highest = listing.chief_does(look)
-        self._checkpoints: list[str] = checkpoints
-        self._highest: int = highest
+        self._checkpoints, self._highest = listing.chief_does(look)
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -147,7 +145,9 @@ class CheckpointManager:
 
     # What to do ---------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
+    def save(
+        self, checkpoint_number: Variable | SupportsIndex | None = None, check_interval: bool = True
+    ) -> str | None:
         """Save a checkpoint and remove those that are too many; collective as ``Checkpoint.save``.
 
         Args:
@@ -236,20 +236,21 @@ class CheckpointManager:
 
     def _step(self) -> int:
         counter = self._step_counter
-        return int(counter.numpy() if isinstance(counter, Variable) else counter())  # type: ignore[misc]
+        assert counter is not None
+        return int(counter.numpy() if isinstance(counter, Variable) else counter())
 
 
-def _check_count(name: str, value: Any, otherwise: str) -> None:
+def _check_count(name: str, value: object, otherwise: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
         raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more, or {otherwise}")
 
 
-def _check_callable(name: str, value: Any, otherwise: str = "") -> None:
+def _check_callable(name: str, value: object, otherwise: str = "") -> None:
     if value is not None and not callable(value):
         raise TypeError(f"{name} is {value!r}; expected {otherwise}a function without arguments, or None")
 
 
-def _whole(value: Any) -> int:
+def _whole(value: Variable | SupportsIndex) -> int:
     array = value.numpy() if isinstance(value, Variable) else np.asarray(value)
     if array.ndim or array.dtype.kind not in "iu" or array < 0:
         raise ValueError(f"checkpoint_number is {value!r}; expected a whole number of 0 or more, or None")
@@ -312,7 +313,7 @@ class Retention:
         return {other: saved_at for other, saved_at in self._saved_at.items() if other != str(path)}
 
     def _sorted_out(self, saved_at: dict[str, float]) -> tuple[dict[str, bool], tuple[float, tuple[str, ...]] | None]:
-        """Return the surplus checkpoints, each with whether it is kept for good, and the new ``kept``."""
+        """Return the surplus checkpoints, whether each is kept for good, and the new ``kept``."""
         count = 0 if self._max_to_keep is None else max(0, len(saved_at) - self._max_to_keep)
         surplus, kept = {}, self._kept
         for path in list(saved_at)[:count]:

@@ -1,4 +1,4 @@
-"""PreemptionCheckpointHandler: saves on all ranks after the same step when the job is about to be ended."""
+"""Save on all ranks after the same step when the job is about to end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manager import CheckpointManager
@@ -18,6 +18,7 @@ from mpidist.core.protocols import StrategyLike
 from mpidist.topology.topology import has_world, world_topology
 
 _log = logging.getLogger("mpidist")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _SAVE, _FINAL = "save", "final"
@@ -26,11 +27,12 @@ _STEPS_BEFORE_END = 6
 
 
 class PreemptionCheckpointHandler:
-    """Lets a job that is to end save after the same step on all ranks, exit with code 42, and go on in the next run.
+    """Saves after the same step on all ranks when the job is to end.
 
-    Make it on every rank, in the main thread, in the same order (collective); it restores the newest checkpoint. The
-    notice may reach any rank: a signal by default, see ``TerminationConfig``. No message travels with the steps: ranks
-    agree in threads of their own, so a rank gets the notice inside a call that Python cannot interrupt, too.
+    It then exits with code 42, and goes on in the next run. Make it on every rank, in the main thread, in the same
+    order (collective); it restores the newest checkpoint. The notice may reach any rank: a signal by default, see
+    ``TerminationConfig``. No message travels with the steps: ranks agree in threads of their own, so a rank gets the
+    notice inside a call that Python cannot interrupt, too.
 
     Args:
         cluster_resolver: As in TensorFlow; not needed here, None will do.
@@ -60,7 +62,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: object,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
@@ -85,7 +87,7 @@ class PreemptionCheckpointHandler:
     def __repr__(self) -> str:
         return f"<PreemptionCheckpointHandler of {self._manager!r}>"
 
-    def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run(self, distributed_train_function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a training step; save and exit after it if the ranks agreed to.
 
         Call it on every rank, equally often. An exception of the step goes through; the step then does not count.
@@ -107,7 +109,7 @@ class PreemptionCheckpointHandler:
         self._end_step((), {})
         return result
 
-    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
         """Count a step; save and exit if the ranks agreed to. For loops without :meth:`run`.
 
         Call it on every rank after each step, inside :meth:`watch_preemption_scope`.
@@ -180,7 +182,7 @@ class PreemptionCheckpointHandler:
                 self._timer.daemon = True
                 self._timer.start()
 
-    def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _end_step(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._watch is not None and self._watch.error is not None:
             raise self._watch.error
         due = self._agreement.step_done()

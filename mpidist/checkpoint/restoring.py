@@ -1,11 +1,10 @@
-"""Restoring: which checkpoint is read, whether it fits the objects, and putting its values where they belong."""
+"""Read a checkpoint, check that it fits the objects, and give them its values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -82,7 +81,7 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
     for one, other in aligned.doubles:
         if one in arrays and not _are_equal(arrays[one], arrays[other]):
             problems.append(f"{one!r} and {other!r} are one thing here, and differ in the checkpoint")
-    targets: dict[str, Any] = {**leaves.variables, **leaves.arrays}
+    targets: dict[str, AnyVariable | Array] = {**leaves.variables, **leaves.arrays}
     for key, target in targets.items():
         tensor = manifest.tensors.get(key)
         if tensor is None and key in manifest.values:
@@ -207,9 +206,9 @@ def fill(
             waiting[source] = np.array(value)
     for name, owner_object in leaves.deferring.items():
         owner_object._checkpoint_defer(deferred[name])
-    for key, value in manifest.values.items():
+    for key, stored in manifest.values.items():
         if key in leaves.places:
-            leaves.places[key].put(value)
+            leaves.places[key].put(stored)
         elif key not in leaves.iterators:
             unused.append(key)
     return unused, deferred, waiting

@@ -1,11 +1,10 @@
-"""LoadStatus: how a checkpoint fitted the objects; Waiting: its values for variables that are yet to be made."""
+"""The status of a restore, and values that wait for later variables."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.collecting import WAITING_ATTRIBUTE, Leaves, collect, follow, is_within, keys_above
 from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.restoring import start_variable
@@ -14,7 +13,7 @@ from mpidist.values.variable import Variable, begin_to_wait, stop_waiting
 
 
 class Waiting:
-    """Values that are given to variables which come from now on, before these are first used.
+    """Restored values that later variables get, before these are first used.
 
     Every rank has all of them, so that this takes no other rank. The objects keep it alive.
 
@@ -29,12 +28,12 @@ class Waiting:
         has_given: Whether any variable has got one.
     """
 
-    def __init__(self, path: str, objects: dict[str, Any], manifest: Manifest, values: dict[str, Array]) -> None:
+    def __init__(self, path: str, objects: dict[str, object], manifest: Manifest, values: dict[str, Array]) -> None:
         self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
         self.has_given = False
         self._without_value: dict[str, None] = {}
         self.is_expected = False
-        self._keepers: list[Any] = []
+        self._keepers: list[object] = []
         if values:
             leaves = collect(objects)
             self._keepers += [leaves.objects[key] for key in sorted(leaves.given)]
@@ -138,7 +137,7 @@ class Waiting:
             if vars(keeper).get(WAITING_ATTRIBUTE) is self:
                 del vars(keeper)[WAITING_ATTRIBUTE]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copy of an object, or one that is pickled, waits for nothing.
         return type(None), ()
 
@@ -166,7 +165,7 @@ class LoadStatus:
         path: str,
         missing: list[str],
         unused: list[str],
-        deferred: dict[str, dict[str, Any]],
+        deferred: dict[str, dict[str, Array]],
         waiting: Waiting,
         is_any: bool,
     ) -> None:
@@ -181,12 +180,12 @@ class LoadStatus:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Keys of the objects for which the checkpoint has no value, those made since included; they kept theirs."""
+        """Keys of objects without a value in the checkpoint, later ones included; they kept theirs."""
         return tuple(dict.fromkeys((*self._missing, *self._waiting.without_value)))
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """Keys whose values wait for variables that an optimizer or another object has yet to make."""
+        """Keys whose values wait for variables that an object has yet to make."""
         return (*(f"{key}/{name}" for key, values in self._deferred.items() for name in values), *self._waiting.open)
 
     def assert_consumed(self) -> LoadStatus:

@@ -1,4 +1,4 @@
-"""Finding and reading checkpoints: those of a directory in the order they were written, and the content of one."""
+"""Find the checkpoints of a directory, in the order they were written, and read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TerminationConfig: how a job learns of its end, and ends; TerminationWatch: the thread that watches for it."""
+"""Configure how a job learns of its end, and watch for that in a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
 
 from mpidist.topology.signals import SIGNALS_TO_SAVE
 
@@ -25,7 +24,7 @@ _log = logging.getLogger("mpidist")
 
 
 class TerminationConfig:
-    """How PreemptionCheckpointHandler learns that the job is to end, and ends it.
+    """The way PreemptionCheckpointHandler learns that the job is to end, and ends it.
 
     Args:
         termination_watcher_fn: Asked once a second, in a thread, on every rank; returns at once, True when the job is
@@ -50,9 +49,9 @@ class TerminationConfig:
     def __init__(
         self,
         termination_watcher_fn: Callable[[], bool] | None = None,
-        exit_fn: Callable[[], Any] | None = None,
+        exit_fn: Callable[[], object] | None = None,
         grace_period: float | None = None,
-        save_fn: Callable[..., Any] | None = None,
+        save_fn: Callable[..., object] | None = None,
         *,
         signals: Sequence[int] = SIGNALS_TO_SAVE,
     ) -> None:
@@ -75,7 +74,7 @@ class TerminationConfig:
         return f"<TerminationConfig: {asked!r}, {self.grace_period:g} s of grace>"
 
 
-def _check_grace_period(seconds: Any) -> None:
+def _check_grace_period(seconds: object) -> None:
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
@@ -84,7 +83,7 @@ def _check_grace_period(seconds: Any) -> None:
         raise ValueError(f"grace_period is {seconds}; expected seconds, 0 or more")
 
 
-def _check_signals(signals: Any) -> None:
+def _check_signals(signals: object) -> None:
     expected = "expected signal numbers, such as signals=[signal.SIGUSR1]"
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise TypeError(f"signals is {signals!r}; {expected}")
@@ -100,7 +99,7 @@ def _exit() -> None:
 
 
 class TerminationWatch:
-    """A thread that waits for the notice, also while the program is inside a call that Python cannot interrupt.
+    """A thread that waits for the notice, also inside calls that Python cannot interrupt.
 
     Args:
         config: The notices to watch for.
@@ -120,7 +119,7 @@ class TerminationWatch:
         os.set_blocking(self._writer, False)
         self.error: Exception | None = None
         """The error of ``termination_watcher_fn``."""
-        self._previous_handlers: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._previous_fd = -1
         if self._signals:
             self._take_signals()

@@ -1,7 +1,7 @@
-"""Paths for programs that let every rank write a file of which only that of the first rank is to stay.
+"""Paths for programs that write files on every rank, and keep those of the first.
 
-Checkpoint needs none of this: one rank writes for all. It is here for what else a program saves, by the names that
-Keras has (keras.src.distribute.distributed_file_utils).
+Checkpoint needs none of this: one rank writes for all. It is here for other files of a program, by the names that Keras
+has (keras.src.distribute.distributed_file_utils).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpidist.core.protocols import StrategyLike
 
 
 def write_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> str:
-    """Return the directory in which this rank is to write what belongs into ``dirpath``.
+    """Return the directory in which this rank is to write files of ``dirpath``.
 
     It is ``dirpath`` itself on the rank that writes checkpoints, and in a program of one process; on the others it is a
     directory in it, made here, that ``remove_temp_dirpath`` removes.
@@ -51,7 +51,7 @@ def remove_temp_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike 
     """Remove this rank's temporary directory; nothing on the rank whose files stay.
 
     Args:
-        dirpath: What ``write_dirpath`` was given, or what it returned.
+        dirpath: The argument of ``write_dirpath``, or its result.
         strategy: Whose ranks write; the current one by default.
     """
     name = _temporary_name(strategy)

@@ -1,4 +1,4 @@
-"""Write one checkpoint on one rank, without MPI calls: all of it or nothing, by one writer at a time."""
+"""Write a checkpoint on one rank, without MPI: all or nothing, by one writer."""
 
 from __future__ import annotations
 
