@@ -178,7 +178,7 @@ def _abort() -> NoReturn:
 
 
 class _Output:
-    """Prints the report once, as text or as a JSON document. The watchdog then owes no document more."""
+    """The report's printer, used once: text or a JSON document. The watchdog then owes no document more."""
 
     def __init__(self, as_json: bool, watch: Watchdog) -> None:
         self._as_json = as_json
