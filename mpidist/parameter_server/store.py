@@ -30,7 +30,7 @@ NOT_YET = object()
 
 
 class Clocks:
-    """The steps of each worker by strategy, and the limit of its lead over the slowest.
+    """The steps of each worker by strategy, with a limit of its lead.
 
     Args:
         clients: The ranks of the workers.
