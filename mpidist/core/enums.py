@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class VariableSynchronization(IntEnum):
-    """When the copies of a variable are brought together (tf.VariableSynchronization).
+    """The time at which a variable's copies are brought together (tf.VariableSynchronization).
 
     ``AUTO`` means ``ON_WRITE``; ``NONE`` is refused by every strategy; ``ON_WRITE`` keeps all copies equal at
     each assignment; ``ON_READ`` lets each replica write its own copy and combines them when read.
@@ -19,7 +19,7 @@ class VariableSynchronization(IntEnum):
 
 
 class VariableAggregation(IntEnum):
-    """How the values that replicas assign to, or hold in, one variable are combined (tf.VariableAggregation)."""
+    """The way to combine values that replicas assign to, or hold in, a variable (tf.VariableAggregation)."""
 
     NONE = 0
     SUM = 1
@@ -29,7 +29,7 @@ class VariableAggregation(IntEnum):
 
 
 class ReduceOp(Enum):
-    """How values of several replicas become one (tf.distribute.ReduceOp).
+    """The way to make one value of several replicas' values (tf.distribute.ReduceOp).
 
     ``SUM`` and ``MEAN`` are TensorFlow's; ``MIN``, ``MAX`` and ``PROD`` are extensions. Wherever an operation is
     taken its name will do, in any case.
@@ -88,7 +88,7 @@ _REDUCE_OPS = dict(ReduceOp.__members__)
 
 
 class CommunicationImplementation(Enum):
-    """Which library moves the bytes between replicas (tf.distribute.experimental.CommunicationImplementation).
+    """The library that moves the bytes between replicas (tf.distribute.experimental.CommunicationImplementation).
 
     ``AUTO`` picks by array kind and place; ``RING`` is MPI and mpidist's own algorithms; ``NCCL`` asks for NCCL
     between GPUs; ``MPI`` is another name for ``RING``.

@@ -17,7 +17,7 @@ _BRANCHES = (list, tuple, dict)
 
 
 class _KindOfType(dict[type, bool]):
-    """Whether the values of a type are structures. A memo, as this is asked for every leaf of every step."""
+    """A memo of the types whose values are structures. It is asked for every leaf of every step."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = is_structure = issubclass(kind, _BRANCHES) or hasattr(kind, "__attrs_attrs__")

@@ -13,7 +13,7 @@ WIRE_DTYPES = (None, "float16", "bfloat16")
 
 @dataclass(frozen=True, init=False)
 class CommunicationOptions:
-    """How collectives communicate (tf.distribute.experimental.CommunicationOptions).
+    """The way in which collectives communicate (tf.distribute.experimental.CommunicationOptions).
 
     Args:
         bytes_per_pack: Arrays are packed into buffers of at least this many bytes; 0 packs everything of one

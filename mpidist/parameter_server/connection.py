@@ -49,7 +49,7 @@ _QUICK_LOOKS = 500
 
 
 class Connection:
-    """Asks one server, and waits for its replies. Any thread may, one after the other.
+    """The requests to one server, and its replies. Any thread may ask, one after the other.
 
     A wait that is broken off, at the deadline or by Ctrl-C, leaves a request whose reply is still to come: the next
     request takes it first, so that both sides stay in step. If the server does not have all arrays of that request yet

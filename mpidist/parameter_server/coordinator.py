@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers of a ParameterServerStrategy.
+    """A scheduler of functions on the workers of a ParameterServerStrategy.
 
-    tf.distribute.coordinator.ClusterCoordinator, only on the chief; workers and parameter servers call
+    It is tf.distribute.coordinator.ClusterCoordinator, for the chief alone; workers and parameter servers call
     ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
     travel by pickle, those of the program's own file with cloudpickle (``pip install 'mpidist[coordinator]'``): the
     objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the

@@ -73,7 +73,7 @@ class _Worker:
 
 
 class Dispatcher:
-    """Gives functions to workers in the order in which they were scheduled. Each worker carries out one at a time.
+    """The queue of scheduled functions, in order. Each worker carries out one at a time.
 
     Args:
         link: Connects with the workers.
@@ -139,7 +139,7 @@ class Dispatcher:
             abort_job(self._link.rank, str(self._failure))
 
     def _can_put(self) -> bool:
-        """Return whether the queue has room, or after an error nothing is running any more and it can be raised."""
+        """Return whether the queue has room, or after an error whether nothing runs any more."""
         is_free = len(self._queue) < QUEUE_LENGTH if self._error is None else not self._running
         return self._is_stopping or is_free
 

@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 class Link:
-    """Connects this rank with the others of its cluster. Collective over the ranks that are chief, worker or ps.
+    """The connection of this rank to its cluster. Collective over the ranks that are chief, worker or ps.
 
     Args:
         resolver: Who is who.

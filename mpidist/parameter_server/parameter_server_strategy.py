@@ -46,7 +46,7 @@ def _finds_nothing(name: object) -> NoReturn:
 
 
 class CoordinatorExtended(ParameterServerExtended):
-    """On the chief: it makes variables and hands functions out."""
+    """The chief's part: it makes variables and gives functions to workers."""
 
     def __init__(
         self, strategy: Strategy, link: Link, resolver: ClusterResolver, partitioner: Partitioner | None
@@ -99,7 +99,7 @@ class CoordinatorExtended(ParameterServerExtended):
 
 
 class WorkerTwinExtended(ParameterServerExtended):
-    """On a worker: the coordinator's strategy as scheduled functions see it."""
+    """The worker's part: the coordinator's strategy as scheduled functions see it."""
 
     def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
         super().__init__(strategy, link, devices, resolver, False)

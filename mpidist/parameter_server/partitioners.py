@@ -57,7 +57,7 @@ class Partitioner:
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Cuts into ``num_shards`` shards, or one per row where there are fewer rows.
+    """A partitioner into ``num_shards`` shards, or one per row where there are fewer rows.
 
     Args:
         num_shards: 1 or more.
@@ -78,7 +78,7 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts into as many shards as have about ``min_shard_bytes``, at most ``max_shards``.
+    """A partitioner into as many shards as have about ``min_shard_bytes``, at most ``max_shards``.
 
     As in TensorFlow the number of shards is rounded up, so a shard may have a little less than ``min_shard_bytes``.
 
@@ -106,7 +106,7 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts into as few shards as have at most ``max_shard_bytes`` each. A single row is never cut.
+    """A partitioner into the fewest shards that have at most ``max_shard_bytes`` each. A single row is never cut.
 
     Args:
         max_shard_bytes: Bytes of a shard.

@@ -37,7 +37,7 @@ class CannotTravelError(ValueError):
 
 
 class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
-    """Writes names in the place of objects that have one."""
+    """A pickler that writes names in the place of objects that have one."""
 
     def __init__(self, file: io.BytesIO, name_of: NameOf) -> None:
         self._name_of = name_of
@@ -49,7 +49,7 @@ class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
 
 
 class _FindingUnpickler(pickle.Unpickler):
-    """Reads objects by their names."""
+    """An unpickler that finds objects by their names."""
 
     def __init__(self, file: io.BytesIO, find: Find) -> None:
         self._find = find

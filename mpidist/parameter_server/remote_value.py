@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class RemoteValueStatus(enum.Enum):
-    """How far a scheduled function has come."""
+    """The progress of a scheduled function."""
 
     NOT_READY = "NOT_READY"
     ABORTED = "ABORTED"
@@ -21,7 +21,7 @@ class RemoteValueStatus(enum.Enum):
 
 
 class _RemoteTraceback(Exception):
-    """Shows, as the cause of an error, where it came about on the worker."""
+    """The traceback of an error on the worker, shown as its cause."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -61,7 +61,7 @@ class _Client:
 
 
 class Service:
-    """Serves the clients of a link.
+    """The server's end of a link, which serves the clients.
 
     Args:
         comm: The communicator of the link.

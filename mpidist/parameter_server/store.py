@@ -30,7 +30,7 @@ NOT_YET = object()
 
 
 class Clocks:
-    """Counts steps by strategy and worker, and limits a worker's lead over the slowest.
+    """The steps of each worker by strategy, with a limit of its lead.
 
     Args:
         clients: The ranks of the workers.

@@ -42,7 +42,7 @@ def current_worker_index() -> int:
 
 
 class WorkerLoop:
-    """Carries functions out for the coordinator.
+    """The loop of a worker, which carries out functions for the coordinator.
 
     Args:
         link: Connects with the coordinator and the servers.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 EXIT_CODE = 1
+# Launchers drop output that they have not read from their ranks' pipes when a rank aborts.
 _LAUNCHER_READS_SECONDS = 0.2
 # How long MPI may take to hand the news to the launcher.
 _ABORT_SECONDS = 5
@@ -60,6 +61,13 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
     raise AssertionError("MPI_Abort came back")
 
 
+def end_job_after_output(code: int = EXIT_CODE) -> NoReturn:
+    """Flush this process's output, leave the launcher time to read it, and end the job."""
+    flush_output()
+    time.sleep(_LAUNCHER_READS_SECONDS)
+    end_job(code)
+
+
 def _mpirun_sees_the_end_of_this_process() -> bool:
     """Return whether mpirun of Open MPI 5 has started this process itself. A script in between may go on without it."""
     try:
@@ -86,9 +94,7 @@ def status_of_failure(code: int) -> int:
         return code
     if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         return code
-    sys.stderr.flush()
-    time.sleep(_LAUNCHER_READS_SECONDS)
-    end_job(code)
+    end_job_after_output(code)
 
 
 def install_excepthook() -> None:
@@ -162,7 +168,6 @@ class _ExceptionHook:
             finally:
                 flush_output()
         finally:
-            # Launchers drop what they have not read from their ranks' pipes when a rank aborts.
             time.sleep(_LAUNCHER_READS_SECONDS)
             if is_fault_tolerant():
                 time.sleep(_APART_SECONDS * min(world.Get_rank(), _MOST_APART))

@@ -82,7 +82,7 @@ def lasting_stderr() -> Iterator[None]:
 
 
 class _Lasting(io.TextIOBase):
-    """Writes at once on a stream, and where it lasts."""
+    """A stream that writes at once, so that the text outlives this process."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

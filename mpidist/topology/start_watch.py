@@ -66,7 +66,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module that starts MPI."""
+    """A loader of a module that starts MPI."""
 
     def __init__(self, loader: Loader, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._loader = loader

@@ -148,7 +148,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which ranks heard from which.
+    """The result of messages between pairs of ranks.
 
     Attributes:
         seconds: How long a message was waited for.
@@ -175,7 +175,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """How fast messages go between two ranks.
+    """The speed of messages between two ranks.
 
     Attributes:
         ranks: Which.
@@ -219,7 +219,7 @@ class CollectiveFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """All that was found out.
+    """All facts of the job.
 
     Attributes:
         ranks: By rank; None for a rank that could not be asked.

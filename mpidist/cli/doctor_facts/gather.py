@@ -61,7 +61,7 @@ def gather(me: RankFacts, seconds: float, watch: Watchdog) -> JobFacts | None:
 
 
 class _Stages:
-    """Tells the watchdog the stage of this rank.
+    """The stages of this rank, as the watchdog is told.
 
     Args:
         watch: Of this process.

@@ -46,7 +46,7 @@ class Ending(NamedTuple):
 
 
 class Watchdog:
-    """Ends this process if it stays in one stage for too long. To be made before MPI starts.
+    """A process that ends this one if a stage takes too long. To be made before MPI starts.
 
     Args:
         document: Makes the document of which this process owes one on stdout, of an end before :meth:`reports`; None
