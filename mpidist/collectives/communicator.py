@@ -396,11 +396,12 @@ class Communicator(ArrayCollectives):
             self.announce(error, "the block of a Communicator")
 
     def __repr__(self) -> str:
-        state = f" ({self._channel.unusable})" if self._channel.unusable else ""
+        unusable = self._channel.executor.unusable
+        state = f" ({unusable})" if unusable else ""
         return f"<Communicator rank {self.rank} of {self.size}{state}>"
 
     def __dir__(self) -> list[str]:
-        """What a program calls; not what strategies do."""
+        """Return the names for programs, without those for strategies alone."""
         for_strategies = {name for name in vars(ArrayCollectives) if not name.startswith("_")} - _OF_PROGRAMS
         return sorted(set(super().__dir__()) - for_strategies)
 

@@ -67,10 +67,10 @@ def whereabouts(where: str) -> Whereabouts:
     waits = [
         Wait(channel.name, number, text[:_LONGEST_TEXT], where)
         for channel in channels
-        for number, text in channel.waiting()
+        for number, text in channel.executor.waiting()
     ]
     wait = waits[0] if len(waits) == 1 and len(_threads) == 1 else None
-    return Whereabouts(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.issued for each in channels})
+    return Whereabouts(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.executor.issued for each in channels})
 
 
 @dataclass(frozen=True)

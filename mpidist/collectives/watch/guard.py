@@ -17,8 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from mpidist.collectives.channel.channel import DEADLOCKED, Channel, Status
+from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.connections import Connections
+from mpidist.collectives.channel.executor import DEADLOCKED, ChannelStatus
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
@@ -53,7 +54,7 @@ class Standing:
         process: Number of the process, and its host.
     """
 
-    status: Status
+    status: ChannelStatus
     whereabouts: Whereabouts | None = None
     where: str = ""
     process: str = ""
@@ -223,7 +224,7 @@ class Guard(Observer):
             return
         for number in numbers:
             self._deadlocks[number] = deadlock.text
-        self._channel.refuse(DEADLOCKED)
+        self._channel.executor.refuse(DEADLOCKED)
         for rank in self._connections.known - {self._rank}:
             self._send(rank, "deadlock", deadlock)
         for guard in list(_guards):
@@ -236,7 +237,7 @@ class Guard(Observer):
             self._send(asker, "report", question, report[:_LONGEST_REPORT])
 
     def _standing(self, question: _Question) -> Standing:
-        status = self._channel.status()
+        status = self._channel.executor.status()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         return Standing(
