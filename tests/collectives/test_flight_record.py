@@ -13,7 +13,7 @@ from mpidist.collectives.watch.flight_record import (
     ENTRIES,
     FAILED,
     RUNNING,
-    Entry,
+    FlightEntry,
     FlightFile,
     first_divergence,
     merged_text,
@@ -86,8 +86,10 @@ def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     assert f"came to number {number}, which had not ended" in text
 
 
-def entry(number: int, text: str, state: int = DONE) -> Entry:
-    return Entry(number, number, 1.0, 2.0 if state else 0.0, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)")
+def entry(number: int, text: str, state: int = DONE) -> FlightEntry:
+    return FlightEntry(
+        number, number, 1.0, 2.0 if state else 0.0, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)"
+    )
 
 
 def test_the_first_difference() -> None:

@@ -139,7 +139,7 @@ class Channel:
             yield from self.finish(description)
 
     def begin(self, description: Description) -> bool:
-        """Begin to meet as ``open`` does; return whether all have come, or ``finish`` has to follow."""
+        """Begin the meeting of ``open``; return whether it is over. If not, ``finish`` has to follow."""
         if self.observers.phase:
             self.phase(OTHERS)
         is_done = self.handshake.begin(description.id)
@@ -163,7 +163,7 @@ class Channel:
 
     @property
     def tell_chunk(self) -> Callable[[str, int, int, int], None] | None:
-        """The function to be told of each chunk (see ``Chunk``), or None where nobody looks at chunks."""
+        """The function to be told of each chunk, if any observer looks at chunks."""
         return self._tell_chunk if self.observers.chunk else None
 
     def _tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:

@@ -6,7 +6,7 @@ import threading
 
 
 class ChannelLock:
-    """The lock of a channel: for one thread of the program, or the thread that moves works on."""
+    """The lock of a channel, shared by the program's thread and that of progress."""
 
     def __init__(self) -> None:
         self._program = threading.Lock()

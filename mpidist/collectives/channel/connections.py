@@ -1,4 +1,4 @@
-"""Connections: the ranks that a rank may talk to beside its collectives, connected from the start.
+"""Connections between ranks beside their collectives, opened while all hosts answer.
 
 Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
 is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node

@@ -1,4 +1,4 @@
-"""Executor: carries out the operations of one channel in order, with deadlines, and gives up if it must."""
+"""Executor: carries out the operations of one channel in order, with deadlines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ChannelStatus(NamedTuple):
 
 
 class Executor:
-    """Carries out the operations of one channel, one at a time: at once, or later as works.
+    """Carries out the operations of one channel one at a time, now or later.
 
     Args:
         owner: Name of the channel's owner, for messages.
@@ -191,7 +191,7 @@ class Executor:
             return None
 
     def move(self) -> Work[object] | None:
-        """Move the oldest work one step on and return the next one; does nothing while another thread does.
+        """Move the oldest work one step on, unless another thread does, and return the next.
 
         An error settles all works.
         """
@@ -234,13 +234,13 @@ class Executor:
         self._settle_all(RankLostError(self.unusable))
 
     def disown(self) -> None:
-        """Refuse all operations in a forked child, which lacks the thread that may hold the lock."""
+        """Refuse all operations in a forked child, where the holder of the lock is missing."""
         self._lock = ChannelLock()
         self.unusable = shutdown.FORKED
         _executors.remove(self)
 
     def finish(self) -> Steps[None]:
-        """Carry all works through at the end of the program, as far as the other ranks take part."""
+        """Finish all works at the program's end, as far as the other ranks take part."""
         self._has_ended = True
         if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
             shutdown.abort_job(self._rank, "a thread was still in one of its collectives when the program ended")
@@ -263,7 +263,7 @@ class Executor:
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
     def _observed(self, operation: Operation[object]) -> Steps[object]:
-        """Carry out the steps of an operation, with its tally in the first, and tell observers."""
+        """Carry out the steps of an operation, its tally in the first; tell observers."""
         self.current = operation
         if operation.tally is not None:
             self._handshake.tally = operation.tally

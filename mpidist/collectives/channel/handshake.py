@@ -6,8 +6,8 @@ passed the same id; if not they exchange descriptions of their calls, and raise 
 therefore always have the size that everybody expects.
 
 Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
-id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what *every*
-rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
+id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from that which
+*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
 
 Small sums of floating point travel in the same exchange and need no second one.
 """

@@ -48,7 +48,7 @@ class Observer:
         return f"<{type(self).__name__}, an observer>"
 
     def issued(self, operation: Operation[object]) -> None:
-        """Take note of a call by the program, in its thread, before works that precede it."""
+        """Take note of a call by the program, in the calling thread, before it begins."""
 
     def began(self, operation: Operation[object]) -> None:
         """Take note of the first step."""
@@ -77,14 +77,14 @@ class Observer:
         """
 
     def waits(self, operation: Operation[object]) -> Exception | None:
-        """Return an error that ends a long wait, or None; called now and then while it lasts."""
+        """Return an error that ends a long wait, or None; called repeatedly while it lasts."""
 
     def tells(self, operation: Operation[object]) -> bool:
         """Return whether this observer reports a wait longer than ``MPIDIST_WARN_AFTER``."""
         return False
 
     def explanation(self, operation: Operation[object]) -> str | None:
-        """Return why the others do not come, for the error of a deadline, or None."""
+        """Return why the others do not come, for the error of a deadline, if known."""
 
     def closed(self) -> None:
         """Take note that the communicator is closed or given up."""

@@ -69,7 +69,7 @@ class Progress(DaemonThread[Move]):
 
 
 def _moved(move: Move) -> int | None:
-    """Move works on, and return the id of the next one or, after an error, None."""
+    """Move works on; return the id of the next one, or None after an error."""
     try:
         work = move()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Shutdown: the acts of this process at the end of its program, and the refusal of forked children."""
+"""Shutdown: the last acts of this process, and the refusal of forked children."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def check_not_forked() -> None:
 
 
 def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
-    """Finish steps that were given up once the other ranks catch up; ``otherwise`` ends the job."""
+    """Finish steps that were given up if the others catch up; else end the job.
+
+    Args:
+        steps: Of the collective.
+        otherwise: Ends the job.
+    """
     give_up = time.monotonic() + EXIT_SECONDS
     try:
         for _ in steps:

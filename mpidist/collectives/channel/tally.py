@@ -1,4 +1,4 @@
-"""Tally: changes of one rank since its last collective, which must be alike on all ranks.
+"""Tally: changes of one rank since its last collective, to be alike on all ranks.
 
 Copies of a variable drift apart where ranks assign different values to them, and no message passes. So checksums of
 the changed things travel with the next collective, in the number that opens it (``handshake``), which costs no message.
@@ -40,7 +40,7 @@ class Tally:
         self._changes: dict[str, _Change] = {}
 
     def now(self, label: str) -> int | None:
-        """Return the checksum of a thing as it is, or None if it is not known yet."""
+        """Return the present checksum of a thing, or None if it is not known."""
         return self._changes[label].now if label in self._changes else None
 
     def change(self, label: str, before: int, now: int, act: str) -> None:
@@ -49,7 +49,7 @@ class Tally:
         self._changes[label] = _Change(first, now, act)
 
     def add(self, label: str, checksum: int, act: str) -> None:
-        """Note an act and its value, where only the sequence of such acts can be compared."""
+        """Note an act and its value, where only sequences of acts can be compared."""
         before = self._changes.get(label, _Change(0, 0, "")).now
         self._changes[label] = _Change(0, zlib.crc32(f"{before} {checksum}".encode()), act)
 
