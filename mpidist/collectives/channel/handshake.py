@@ -7,7 +7,8 @@ therefore always have the size that everybody expects.
 
 Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
 id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from that which
-*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
+*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
+ranks).
 
 Small sums of floating point travel in the same exchange and need no second one.
 """
