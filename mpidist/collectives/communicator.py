@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import Array, to_array
 from mpidist.arrays.dtypes import as_dtype
@@ -23,11 +24,13 @@ from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.reading import Rebuild, read, read_out, restore
+from mpidist.collectives.reading import read, read_out, restore
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
@@ -40,7 +43,7 @@ class Communicator(ArrayCollectives):
     """Collectives between the ranks of an MPI communicator, which is duplicated (collective).
 
     Every method is collective: call it on every rank, in the same order. Ranks that make different calls at the
-    same point all get a MismatchError that shows what each wanted and where. Nothing waits for ever: after the
+    same point all get a MismatchError that shows the call of each and its line. Nothing waits for ever: after the
     deadline of the call (30 minutes, ``MPIDIST_TIMEOUT``) CollectiveTimeoutError is raised.
 
     ``value`` is an array, a number, or a nest of them that travels together: lists, tuples, named tuples and dicts,
@@ -48,7 +51,7 @@ class Communicator(ArrayCollectives):
     as dicts, generators and the values of a dict as lists. Entries of dicts are told apart by their keys.
 
     Arrays of other libraries (CuPy, PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind
-    that went in. Arrays on a GPU stay there: a rank keeps to one device, and what a call returns is ready in the order
+    that went in. Arrays on a GPU stay there: a rank keeps to one device, and the result of a call is ready in the order
     of the stream that is current where it returns, which need not have come so far yet.
 
     Args:
@@ -67,7 +70,7 @@ class Communicator(ArrayCollectives):
     _has_warned = False
 
     def step_agreement(self) -> StepAgreement:
-        """Return what lets the ranks agree on a step of their programs without a message in each (collective).
+        """Return an agreement of the ranks on a step, without a message in each (collective).
 
         >>> comm = Communicator()
         >>> agreement = comm.step_agreement()
@@ -113,8 +116,8 @@ class Communicator(ArrayCollectives):
     # Reductions -------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, op: ReduceOp | str, value: Any, *, out: Any = None, options: CommunicationOptions | None = None
-    ) -> Any:
+        self, op: ReduceOp | str, value: T, *, out: T | None = None, options: CommunicationOptions | None = None
+    ) -> T:
         """Reduce element by element over all ranks; every rank gets the same bits (collective; MPI_Allreduce).
 
         Args:
@@ -143,8 +146,8 @@ class Communicator(ArrayCollectives):
         return self._now(self._all_reducing(op, value, options, out))
 
     def all_reduce_async(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
-    ) -> Work:
+        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> Work[T]:
         """Start an :meth:`all_reduce` and return its handle (collective).
 
         ``value`` and ``out`` must not be changed before the handle is done, and ``out`` says nothing before.
@@ -158,24 +161,26 @@ class Communicator(ArrayCollectives):
         return self._later(self._all_reducing(op, value, options, out))
 
     def _all_reducing(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None, out: Any
-    ) -> Operation[Any]:
+        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None, out: T | None
+    ) -> Operation[T]:
         op, arrays, outs, structure, rebuild = self._read(op, value, out)
         return self._reduction(op, arrays, self.size, options, outs, structure).then(rebuild)
 
-    def reduce(self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
+    def reduce(
+        self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
+    ) -> T | None:
         """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
         return self._now(self._reducing_to(op, value, root, options))
 
     def reduce_async(
-        self, op: ReduceOp | str, value: Any, root: int = 0, options: CommunicationOptions | None = None
-    ) -> Work:
+        self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Work[T | None]:
         """Start a :meth:`reduce` and return its handle (collective)."""
         return self._later(self._reducing_to(op, value, root, options))
 
     def _reducing_to(
-        self, op: ReduceOp | str, value: Any, root: int, options: CommunicationOptions | None
-    ) -> Operation[Any]:
+        self, op: ReduceOp | str, value: T, root: int, options: CommunicationOptions | None
+    ) -> Operation[T | None]:
         op, arrays, _, structure, rebuild = self._read(op, value)
         root = self._check_root(root)
         copies, bring_back = on_host(arrays)
@@ -186,7 +191,7 @@ class Communicator(ArrayCollectives):
             return operation.then(_nothing)
         return operation.then(bring_back).then(rebuild)
 
-    def reduce_scatter(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
+    def reduce_scatter(self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None) -> T:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
 
         The rows (axis 0) are dealt in rank order; where they do not divide, the first ranks get one more.
@@ -201,13 +206,13 @@ class Communicator(ArrayCollectives):
         """
         return self._now(self._reduce_scattering(op, value, options))
 
-    def reduce_scatter_async(self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work:
+    def reduce_scatter_async(
+        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None
+    ) -> Work[T]:
         """Start a :meth:`reduce_scatter` and return its handle (collective)."""
         return self._later(self._reduce_scattering(op, value, options))
 
-    def _reduce_scattering(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None
-    ) -> Operation[Any]:
+    def _reduce_scattering(self, op: ReduceOp | str, value: T, options: CommunicationOptions | None) -> Operation[T]:
         with self.shared_errors("reduce_scatter"):
             op = ReduceOp.of(op)
             given = to_array(value)
@@ -231,7 +236,7 @@ class Communicator(ArrayCollectives):
 
     # Movement ---------------------------------------------------------------------------------------------
 
-    def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(self, value: T, axis: int = 0, options: CommunicationOptions | None = None) -> T:
         """Concatenate the arrays of all ranks along ``axis``, in rank order (collective; MPI_Allgatherv).
 
         Args:
@@ -251,15 +256,15 @@ class Communicator(ArrayCollectives):
         """
         return self._now(self._all_gathering(value, axis, options))
 
-    def all_gather_async(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Work:
+    def all_gather_async(self, value: T, axis: int = 0, options: CommunicationOptions | None = None) -> Work[T]:
         """Start an :meth:`all_gather` and return its handle (collective)."""
         return self._later(self._all_gathering(value, axis, options))
 
-    def _all_gathering(self, value: Any, axis: int, options: CommunicationOptions | None) -> Operation[Any]:
+    def _all_gathering(self, value: T, axis: int, options: CommunicationOptions | None) -> Operation[T]:
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
         return self._gathering(arrays, axis, options, structure).then(rebuild)
 
-    def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
+    def broadcast(self, value: T, root: int = 0, options: CommunicationOptions | None = None) -> T:
         """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
 
         Args:
@@ -269,11 +274,11 @@ class Communicator(ArrayCollectives):
         """
         return self._now(self._broadcasting_value(value, root, options))
 
-    def broadcast_async(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Work:
+    def broadcast_async(self, value: T, root: int = 0, options: CommunicationOptions | None = None) -> Work[T]:
         """Start a :meth:`broadcast` and return its handle (collective)."""
         return self._later(self._broadcasting_value(value, root, options))
 
-    def _broadcasting_value(self, value: Any, root: int, options: CommunicationOptions | None) -> Operation[Any]:
+    def _broadcasting_value(self, value: T, root: int, options: CommunicationOptions | None) -> Operation[T]:
         _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
         return self._broadcasting(arrays, root, options, structure).then(rebuild)
 
@@ -281,24 +286,23 @@ class Communicator(ArrayCollectives):
         """Return once every rank has called it (collective; MPI_Barrier)."""
         self._now(self._meeting(_BARRIER, options))
 
-    def barrier_async(self, options: CommunicationOptions | None = None) -> Work:
+    def barrier_async(self, options: CommunicationOptions | None = None) -> Work[None]:
         """Start a :meth:`barrier` and return its handle, done once every rank has come (collective)."""
         return self._later(self._meeting(_BARRIER, options))
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
         description = describe("all_gather_object", operation="all_gather_object")
         with self.shared_errors(description.text):
             pickled = pickle.dumps(value)
 
-        def steps() -> Steps[list[Any]]:
+        def steps() -> Steps[list[T]]:
             yield from self._channel.open(description)
             return (yield from objects.gather_pickles(self._channel.comm, pickled))
 
-        gathering: Operation[list[Any]] = Operation(steps(), description)
-        return self._now(gathering)
+        return self._now(Operation(steps(), description))
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+    def broadcast_object(self, value: object, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
         description = describe(f"broadcast_object from rank {self._check_root(root)}", operation="broadcast_object")
         with self.shared_errors(description.text):
@@ -312,7 +316,7 @@ class Communicator(ArrayCollectives):
 
     # Memory and groups ------------------------------------------------------------------------------------
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Array:
         """Return a new uninitialized array in memory that collectives handle best (collective).
 
         Where several ranks share a node it lies in shared memory, and the all-reduce of such arrays copies nothing:
@@ -334,8 +338,7 @@ class Communicator(ArrayCollectives):
         """
         like = np.empty(shape, as_dtype(dtype))
         description = describe("empty", signature_text(signature_of([like])))
-        making: Operation[Array | None] = Operation(self._allocate_steps(like.nbytes, description), description)
-        memory = self._now(making)
+        memory = self._now(Operation(self._allocate_steps(like.nbytes, description), description))
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)
 
     def _allocate_steps(self, nbytes: int, description: Description) -> Steps[Array | None]:
@@ -374,9 +377,9 @@ class Communicator(ArrayCollectives):
         return group
 
     def _read(
-        self, op: ReduceOp | str, value: Any, out: Any = None
-    ) -> tuple[ReduceOp, list[Array], list[Array] | None, str, Rebuild]:
-        """Return an operation, the arrays of a value and of ``out``, their structure, and what makes the result."""
+        self, op: ReduceOp | str, value: T, out: T | None = None
+    ) -> tuple[ReduceOp, list[Array], list[Array] | None, str, Callable[[list[Array]], T]]:
+        """Return operation, arrays of the value and of ``out``, structure, and function for the result."""
         try:
             op = ReduceOp.of(op)
             arrays, structure, rebuild = read(value)
@@ -396,24 +399,25 @@ class Communicator(ArrayCollectives):
             self.announce(error, "the block of a Communicator")
 
     def __repr__(self) -> str:
-        state = f" ({self._channel.unusable})" if self._channel.unusable else ""
+        unusable = self._channel.executor.unusable
+        state = f" ({unusable})" if unusable else ""
         return f"<Communicator rank {self.rank} of {self.size}{state}>"
 
     def __dir__(self) -> list[str]:
-        """What a program calls; not what strategies do."""
+        """Return the names for programs, without those for strategies alone."""
         for_strategies = {name for name in vars(ArrayCollectives) if not name.startswith("_")} - _OF_PROGRAMS
         return sorted(set(super().__dir__()) - for_strategies)
 
     def __copy__(self) -> Communicator:
         return self.__deepcopy__({})
 
-    def __deepcopy__(self, memo: Any) -> Communicator:
+    def __deepcopy__(self, memo: object) -> Communicator:
         raise ValueError("a Communicator cannot be copied: it owns an MPI communicator; make a new one")
 
 
-def _is_c_int(value: Any, smallest: int) -> bool:
+def _is_c_int(value: object, smallest: int) -> bool:
     return isinstance(value, (int, np.integer)) and bool(smallest <= value <= _LARGEST_C_INT)
 
 
-def _nothing(_: Any) -> None:
+def _nothing(_: object) -> None:
     return None

@@ -1,4 +1,4 @@
-"""Reading: the arrays in what is given to a Communicator, the structure they are in, and results of that structure."""
+"""Reading: the arrays of a value for a Communicator, its structure, and results like it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
 from mpidist.core import nest
 
-# Makes what the caller gets of the arrays that a collective gives.
+# Makes a result like the value that was read, given the arrays of a collective.
 Rebuild = Callable[[list[Array]], Any]
 
 _ARRAYS = {np.ndarray}
 
 
 class _Opens(dict[type, bool]):
-    """Whether the values of a type hold others, in an order, and are no nests; a memo, as for nests."""
+    """A memo: whether values of a type hold others in order, and are no nests."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = opens = issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
@@ -27,12 +27,12 @@ class _Opens(dict[type, bool]):
 _opens = _Opens()
 
 
-def read(value: Any) -> tuple[list[Array], str, Rebuild]:
-    """Return the arrays of a value, its structure as ranks compare it, and what makes a result like it.
+def read(value: object) -> tuple[list[Array], str, Rebuild]:
+    """Return a value's arrays, its structure, and a function for results like it.
 
-    A mapping that is no dict comes out as a dict, and what can only be gone through, such as a generator or the values
-    of a dict, as a list. The structure of an array, and of a list or tuple of arrays, is "": their order is all there
-    is to compare.
+    A mapping that is no dict comes out as a dict, and a value that can only be gone through, such as a generator or the
+    values of a dict, as a list. Ranks compare structures. The structure of an array, and of a list or tuple of arrays,
+    is "": their order is all there is to compare.
 
     Raises:
         TypeError: A leaf that is no array.
@@ -43,10 +43,10 @@ def read(value: Any) -> tuple[list[Array], str, Rebuild]:
     >>> rebuild([2 * array for array in arrays])
     {'b': [array([2., 2.]), np.float64(6.0)], 'a': [np.int64(2)]}
     """
-    kind = type(value)
-    if kind is np.ndarray:
+    if type(value) is np.ndarray:
         return [value], "", _only
-    if kind is list or kind is tuple:
+    if type(value) is list or type(value) is tuple:
+        kind = type(value)
         samples = {type(leaf): leaf for leaf in value}
         if samples.keys() <= _ARRAYS:
             # Most lists: without a call for each array.
@@ -56,13 +56,13 @@ def read(value: Any) -> tuple[list[Array], str, Rebuild]:
         return _read_nest(value)
     if nest.is_nest(value):
         return _read_nest(value)
-    if _opens[kind]:
+    if _opens[type(value)]:
         return read(_opened(value))
     make = restorer(value)
     return [to_array(value)], "", _only if make is None else lambda results: make(results[0])
 
 
-def read_out(out: Any, structure: str) -> list[Array]:
+def read_out(out: object, structure: str) -> list[Array]:
     """Return the arrays of ``out``.
 
     Raises:
@@ -78,8 +78,12 @@ def read_out(out: Any, structure: str) -> list[Array]:
     return arrays
 
 
-def check_can_be_written(out: Any, arrays: Sequence[Array]) -> None:
-    """Raise ValueError where a leaf of ``out`` is a number, which cannot be written, or an array is there twice."""
+def check_can_be_written(out: object, arrays: Sequence[Array]) -> None:
+    """Check that no leaf of ``out`` is a number, and no array there twice.
+
+    Raises:
+        ValueError: One is.
+    """
     leaves = out if type(out) is list else nest.flatten(out)
     kinds = {*map(type, leaves)}
     if kinds != _ARRAYS and any(issubclass(kind, NUMBERS) for kind in kinds):
@@ -92,7 +96,7 @@ def check_can_be_written(out: Any, arrays: Sequence[Array]) -> None:
         raise ValueError("out holds one array twice; expected an array for each result")
 
 
-def _read_nest(value: Any) -> tuple[list[Array], str, Rebuild]:
+def _read_nest(value: object) -> tuple[list[Array], str, Rebuild]:
     leaves = nest.flatten(value)
     if any(_opens[kind] for kind in {*map(type, leaves)}):
         value = nest.map_structure(_opened, value)
@@ -101,7 +105,7 @@ def _read_nest(value: Any) -> tuple[list[Array], str, Rebuild]:
     return arrays, nest.describe(value), lambda results: nest.pack_like(value, _restored(leaves, results))
 
 
-def _to_arrays(value: Any, leaves: Sequence[Any]) -> list[Array]:
+def _to_arrays(value: object, leaves: Sequence[object]) -> list[Array]:
     try:
         return [to_array(leaf) for leaf in leaves]
     except TypeError:
@@ -109,12 +113,12 @@ def _to_arrays(value: Any, leaves: Sequence[Any]) -> list[Array]:
         return [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
 
 
-def _restored(leaves: Sequence[Any], results: list[Array]) -> list[Any]:
+def _restored(leaves: Sequence[object], results: list[Array]) -> list[object]:
     return [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
 
 
-def restore(value: Any, result: Array) -> Any:
-    """Return ``result`` as the kind of array, or the number, that ``value`` is."""
+def restore(value: object, result: Array) -> Any:
+    """Return a result as the kind of array or number that ``value`` is."""
     make = restorer(value)
     return result if make is None else make(result)
 

@@ -1,4 +1,4 @@
-"""SingleWriter: memory that all ranks of a communicator share, which the first of them writes while the others wait."""
+"""SingleWriter: memory that all ranks share, and the first writes while the others wait."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class SingleWriter:
         self._count = 0
 
     def next_number(self) -> int:
-        """Return 0, 1, ...: what tells things apart that the ranks make in the same order."""
+        """Return 0, 1, ..., to number things that the ranks make in the same order."""
         self._count += 1
         return self._count - 1
 
     def shared_copy(self, array: Array, text: str) -> Array:
-        """Return a copy of the first rank's ``array`` that all ranks share, in C order (collective).
+        """Return a copy of the first rank's ``array`` in shared memory, in C order (collective).
 
         The memory is given back when no rank holds an array over it any more.
 
         Args:
             array: In host memory, of the same shape and dtype on every rank.
-            text: What it is, for reports; the same on every rank.
+            text: Name of the array, for reports; the same on every rank.
 
         Raises:
             MismatchError: Ranks gave different texts, or do something else.
@@ -57,12 +57,12 @@ class SingleWriter:
 
     @contextmanager
     def turn(self, text: str) -> Iterator[bool]:
-        """Provide a block in which shared memory may be written: by the rank that is given True (collective).
+        """Provide a block in which one rank, given True, may write shared memory (collective).
 
-        All meet, the first rank does what the block has for it, and all meet again. A block inside it belongs to it.
+        All meet, the first rank writes, and all meet again. A block inside it belongs to it.
 
         Args:
-            text: What is written, for reports; the same on every rank.
+            text: Name of the act, for reports; the same on every rank.
 
         Raises:
             MismatchError: Another rank is about to do something else.
@@ -82,5 +82,5 @@ class SingleWriter:
         self._comm.meet(text)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block for what a rank does before a turn: errors in it reach every rank."""
+        """Return a block for work before a turn, whose errors reach every rank."""
         return self._comm.shared_errors(doing)

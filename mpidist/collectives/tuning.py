@@ -1,4 +1,4 @@
-"""Tuning: measures the algorithms of an all-reduce on the ranks at hand and makes of it a table of what is fastest."""
+"""Tuning: measures the algorithms of an all-reduce and makes a table of the fastest."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _CALLS_IN_GROUP = 20
 _FIRST_LOOKS = 2
 # A candidate so many times as slow as the best at first sight is not looked at again at that size, if it is large.
 _HOPELESS = 3.0
-# What one more entry in a row has to gain, as a part of the time of one size or summed over several: less is noise.
+# The least gain of one more entry in a row, as a part of the time of one size or summed over several: less is noise.
 _LEAST_GAIN = 0.1
 
 
 class Timing(NamedTuple):
-    """What was measured at one size."""
+    """The times that were measured at one size."""
 
     nbytes: int
     seconds: dict[str, float]
-    """By algorithm: the median time of a call, as long as it took on the slowest rank."""
+    """By algorithm: the median time of a call on the slowest rank."""
 
 
 class Tuned(NamedTuple):
-    """What came of tuning, the same on every rank."""
+    """The outcome of tuning, the same on every rank."""
 
     setup: Setup
     """Where it was measured."""
@@ -66,21 +66,21 @@ class Tuned(NamedTuple):
     table: Table
     """The table; rows that do not count there are as they were before."""
     timings: list[Timing]
-    """What the table comes from; sizes that time did not suffice for are missing."""
+    """The times behind the table; sizes that time did not suffice for are missing."""
     path: str | None
     """The file that has the table now, if any."""
 
 
 Report = Callable[[str], object]
-"""Is told on rank 0 how far the measuring is."""
+"""The function that is told on rank 0 how far the measuring is."""
 
 
 def _ignore(_: str) -> None:
-    """Report to nobody."""
+    """Ignore a report."""
 
 
 def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, device: str = "cpu") -> Table:
-    """Measure which algorithm is fastest at which size on these ranks, and keep it in a file.
+    """Measure the fastest algorithm of each size here, and keep it in a file.
 
     Collective: call it on every rank, in the same order. It compares the algorithms of an all-reduce on all ranks of
     the job, in the layout that they have now, and takes about ``seconds`` (on slow networks it goes less far up).
@@ -91,8 +91,8 @@ def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, d
 
     Args:
         path: The file. By default the one that ``MPIDIST_TUNING_FILE`` names; where that is not set either, the table
-            is only returned. What rank 0 passes counts.
-        seconds: About how long it may take; what rank 0 passes counts.
+            is only returned. The argument of rank 0 counts.
+        seconds: About how long it may take; the argument of rank 0 counts.
         device: ``"cpu"`` for arrays in host memory, ``"gpu"`` for arrays on this rank's GPU or ``"gpu:1"`` for those on
             another; of the same kind on every rank.
 
@@ -111,7 +111,7 @@ def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, d
 
 
 def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _ignore, *, device: str = "cpu") -> Tuned:
-    """Do what :func:`tune` does, and return all that came of it (collective)."""
+    """Tune like :func:`tune`, and return the whole outcome (collective)."""
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}; expected more than 0")
     kind, number, _, _ = parse_device(device)
@@ -124,7 +124,7 @@ def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _i
 
 
 def _unusable(comm: Communicator, kind: str) -> DeviceError | None:
-    """Return on all ranks why one of them cannot use devices of a kind, None if all can (collective)."""
+    """Return the error of the first rank without devices of a kind, or None (collective)."""
     try:
         ops_for(kind)
         problem = None
@@ -153,7 +153,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Goal:
-    """What rank 0 wants.
+    """The wish of rank 0.
 
     Attributes:
         before: The table so far.
@@ -182,7 +182,7 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
 
 
 def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing]) -> Tuned | ValueError:
-    """Decide, on one rank, and write the file."""
+    """Decide on one rank, write the file, and return the outcome."""
     node = comm._channel.node
     setup, place = tuning_file.setup_of(node), place_of(node, kind)
     rails = min(len(ranks) for ranks in node.ranks)
@@ -196,10 +196,10 @@ def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing])
 
 
 class _Memory:
-    """Where the arrays that are reduced lie.
+    """The memory of the arrays that are reduced.
 
     Args:
-        ops: What handles arrays there.
+        ops: Of arrays there.
         device: Its number.
     """
 
@@ -208,11 +208,11 @@ class _Memory:
         self._device = device
 
     def ones(self, count: int) -> Array:
-        """Return a new array."""
+        """Return a new array of ones."""
         return self.ops.from_host(np.ones(count, np.float32), self._device)
 
     def wait(self) -> None:
-        """Wait until what was begun has been done."""
+        """Wait for the end of all calls so far."""
         self.ops.current_stream(self._device).synchronize()
 
 
@@ -225,7 +225,7 @@ class _Point:
 
     Attributes:
         nbytes: The size.
-        looks: What each candidate took at first sight.
+        looks: Seconds of each candidate at first sight.
     """
 
     nbytes: int
@@ -241,7 +241,7 @@ class _Point:
 
     @property
     def round_seconds(self) -> float:
-        """About what one round over the candidates takes."""
+        """The approximate seconds of one round over the candidates."""
         return sum(self.looks[name] * self.calls(name) for name in self.times)
 
 
@@ -280,12 +280,12 @@ class _Measuring:
         return [self._timing(point) for point in points]
 
     def _needed(self, points: Sequence[_Point]) -> float:
-        """Return the seconds it takes in all if a size is added that takes twice as long as the last one."""
+        """Return the seconds in all with one more size, which takes twice as long."""
         one_more = 2 * ((1 + _FIRST_LOOKS) * sum(points[-1].looks.values()) + _LEAST_ROUNDS * points[-1].round_seconds)
         return self._elapsed() + _LEAST_ROUNDS * sum(point.round_seconds for point in points) + one_more
 
     def _repeat(self, points: Sequence[_Point]) -> None:
-        """Go over all sizes again and again, so that what disturbs the machine for a while hits all alike."""
+        """Repeat all sizes in rounds, so that a disturbance of the machine hits all alike."""
         for number in range(1, _MOST_ROUNDS + 1):
             for point in points:
                 # No candidate always finds the caches as the same other one has left them.
@@ -301,7 +301,7 @@ class _Measuring:
         return Timing(point.nbytes, {**point.looks, **slowest})
 
     def _look(self, nbytes: int) -> dict[str, float]:
-        """Return a first idea of what the candidates take; those that do not work here are left out from now on."""
+        """Return a first measure of the candidates, and leave out those that do not work."""
         looks = {}
         for name in list(self._candidates):
             try:
@@ -367,7 +367,7 @@ def _slice_bytes(nbytes: int, rails: int) -> int:
 
 
 def _by_slice(timings: Sequence[Timing], rails: int) -> list[list[Timing]]:
-    """Return the timings by size of a slice, with that in place of the size."""
+    """Return the timings by the size of their slices, which replaces their own."""
     cut = [timing._replace(nbytes=_slice_bytes(timing.nbytes, rails)) for timing in timings]
     return [list(same) for _, same in groupby(cut, key=lambda timing: timing.nbytes)]
 
@@ -378,12 +378,12 @@ def _at_slice(same: Sequence[Timing], ways: Sequence[str]) -> Timing:
 
 
 def best_row(timings: Sequence[Timing]) -> Row:
-    """Return the row that is fastest over all sizes, with no more entries than gain something.
+    """Return the fastest row over all sizes, without entries that gain nothing.
 
     >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
     ((2048, 'a'), (None, 'b'))
     """
-    # By the algorithm at the last size so far: what the best way there costs, and that way.
+    # By the algorithm at the last size so far: the cost of the best way there, and that way.
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
     for _, seconds in timings:
         fastest = min(seconds.values())
@@ -393,15 +393,15 @@ def best_row(timings: Sequence[Timing]) -> Row:
         best = {name: (came[name][0] + math.log(seconds[name] / fastest), (*came[name][1], name)) for name in best}
     _, names = min(best.values())
     row: list[tuple[int | None, str]] = [
-        (_crossing(low, high, below, above), below)
+        (_break_even_size(low, high, below, above), below)
         for (low, below), (high, above) in pairwise(zip(timings, names, strict=True))
         if below != above
     ]
     return (*row, (None, names[-1]))
 
 
-def _crossing(low: Timing, high: Timing, below: str, above: str) -> int:
-    """Return the size at which two curves cross, straight lines between two sizes on logarithmic scales."""
+def _break_even_size(low: Timing, high: Timing, below: str, above: str) -> int:
+    """Return the size where two algorithms are equally fast, by lines on logarithmic scales."""
     ahead = math.log(low.seconds[above] / low.seconds[below])
     behind = math.log(high.seconds[below] / high.seconds[above])
     part = ahead / (ahead + behind) if ahead + behind > 0 else 0.0

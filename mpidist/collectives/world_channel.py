@@ -1,4 +1,4 @@
-"""The channel of all ranks of the job, on which they agree that all are about to make the same thing together.
+"""The channel of all ranks of the job, where they agree to make things.
 
 It is there while any communicator of all ranks is: a program that has closed them may end MPI in its own way.
 """
@@ -21,23 +21,23 @@ _NAME = "all ranks"
 
 
 class WorldChannel:
-    """The channel, and how many communicators need it."""
+    """The channel of all ranks, and the number of communicators that need it."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
         self._users = 0
 
-    def agree_to_make(self, what: str, comm: MPI.Intracomm | None) -> bool:
-        """Return once all ranks of the job are about to make the same (collective).
+    def agree_to_make(self, product: str, comm: MPI.Intracomm | None) -> bool:
+        """Wait until all ranks of the job are about to make the same (collective).
 
         Ranks of a part of the job cannot be asked in this way.
 
         Args:
-            what: What is made.
+            product: Name of the thing that is made.
             comm: Of its ranks; None for all ranks of the job.
 
         Returns:
-            Whether all ranks were asked; ``release`` has to follow when what is made is closed.
+            Whether all ranks were asked; ``release`` has to follow when the product is closed.
 
         Raises:
             MismatchError: The ranks are about to make different things.
@@ -52,7 +52,7 @@ class WorldChannel:
         if self._channel is not None and self._channel not in open_channels:
             # Given up with a rank that was lost, as all that needed it.
             self._channel, self._users = None, 0
-        making = describe(f"making a {what}", "" if comm is None else "a communicator of all ranks")
+        making = describe(f"making a {product}", "" if comm is None else "a communicator of all ranks")
         if self._channel is None:
             self._channel = Channel(world_topology().world, None, "channel of all ranks", _NAME)
             guard_channel(self._channel)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.watch.deadlock import Wait, Whereabouts, find_deadlock
+from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
 pytestmark = pytest.mark.one_rank
 
 
-def at(rank: int, wait: tuple[str, int] | None, **issued: int) -> Whereabouts:
-    return Whereabouts(rank, None if wait is None else Wait(*wait, "a barrier", f"train.py:{rank}"), issued)
+def at(rank: int, wait: tuple[str, int] | None, **issued: int) -> WaitState:
+    return WaitState(rank, None if wait is None else Wait(*wait, "a barrier", f"train.py:{rank}"), issued)
 
 
 def test_two_ranks_in_each_others_way() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.channel.channel import Status
-from mpidist.collectives.watch.guard import Standing, report_text
+from mpidist.collectives.channel.executor import ChannelStatus
+from mpidist.collectives.watch.guard import RankStatus, report_text
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
@@ -145,14 +145,16 @@ def test_each_communicator_speaks_for_itself() -> None:
 
 def test_reports_of_many_ranks_are_short() -> None:
     waiting = {
-        rank: Standing(Status(7, 7, "barrier", True, 60.0, False), None, "train.py:3 (step)", "process 1 on a")
+        rank: RankStatus(ChannelStatus(7, 7, "barrier", True, 60.0, False), None, "train.py:3 (step)", "process 1 on a")
         for rank in range(900)
     }
     found = {
         **waiting,
-        900: Standing(Status(6, 6, "barrier", False, 70.0, False), None, "train.py:9 (load)", "process 2 on b"),
-        901: Standing(Status(9, 9, "reduce", True, 70.0, False), None, "train.py:9 (load)", "process 3 on b"),
-        902: Standing(Status(0, 0, "", False, 70.0, True), process="process 4 on b"),
+        900: RankStatus(
+            ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9 (load)", "process 2 on b"
+        ),
+        901: RankStatus(ChannelStatus(9, 9, "reduce", True, 70.0, False), None, "train.py:9 (load)", "process 3 on b"),
+        902: RankStatus(ChannelStatus(0, 0, "", False, 70.0, True), process="process 4 on b"),
     }
     assert report_text(7, found, 904, range(904)).splitlines() == [
         "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",

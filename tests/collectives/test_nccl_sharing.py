@@ -153,7 +153,7 @@ def test_a_communicator_that_closes_leaves_what_another_is_about_to_share(
         monkeypatch.setattr(nccl_start, "gather_objects", late)
         work = other.all_reduce_async("SUM", cupy.ones(1000, "f4"), options=NCCL)
         while not begun:
-            other._channel.advance()
+            other._channel.executor.advance()
         one.close()
         assert (work.wait().get() == other.size).all()
     assert fake_nccl.open_communicators() == []

@@ -14,7 +14,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.__main__ import main
-from mpidist.collectives.watch.recorder import Totals, report_text
+from mpidist.collectives.watch.recorder import OperationTotals, report_text
 from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, path_of
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
@@ -403,9 +403,13 @@ def test_the_report_of_a_program() -> None:
 
 def test_what_is_hidden_is_what_nobody_waited_for() -> None:
     by_rank = {
-        0: {"all_reduce": Totals(calls=10, nbytes=2048, time=4_000_000, for_others=900_000, works=3_000_000, waited=0)},
-        1: {"all_reduce": Totals(calls=10, nbytes=2048, time=4_000_000, works=3_000_000, waited=1_500_000)},
-        2: {"barrier": Totals(calls=1, time=1000)},
+        0: {
+            "all_reduce": OperationTotals(
+                calls=10, nbytes=2048, time=4_000_000, for_others=900_000, works=3_000_000, waited=0
+            )
+        },
+        1: {"all_reduce": OperationTotals(calls=10, nbytes=2048, time=4_000_000, works=3_000_000, waited=1_500_000)},
+        2: {"barrier": OperationTotals(calls=1, time=1000)},
     }
     lines = report_text(by_rank, 4, 1.5).splitlines()
     assert lines[0] == "collectives of 3 of 4 ranks (without 3), means over ranks, in 1.5 s"

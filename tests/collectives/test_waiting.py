@@ -26,9 +26,9 @@ class _Request:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what this process knows of its cores, before and after."""
-    waiting.patience_of_process.cache_clear()
+    waiting.looks_before_yield.cache_clear()
     yield
-    waiting.patience_of_process.cache_clear()
+    waiting.looks_before_yield.cache_clear()
 
 
 @pytest.mark.parametrize("is_short", [False, True])

@@ -161,7 +161,7 @@ def test_an_interruption_while_another_communicators_works_move_is_not_lost(
     other = Communicator()
     other.all_reduce_async("SUM", np.ones(100_000))
     with monkeypatch.context() as patch:
-        patch.setattr(other._channel, "_step_oldest", interrupted)
+        patch.setattr(other._channel.executor, "_step_oldest", interrupted)
         with pytest.raises(Interruption):
-            comm._channel._move_others()
+            comm._channel.executor._move_others()
     other.close()

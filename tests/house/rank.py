@@ -68,7 +68,9 @@ def _once(call: Callable[[], object]) -> _Seen:
 
 def _collectives() -> int:
     """Return how many collectives this rank has issued, wherever a checkout has its channels."""
-    return sum(each.issued for each in gc.get_objects() if type(each).__name__ == "Channel")
+    return sum(
+        getattr(each, "issued", 0) for each in gc.get_objects() if type(each).__name__ in ("Channel", "Executor")
+    )
 
 
 def main(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""What all collectives of a communicator have in common: order, handshake, works, deadlines, and how a rank leaves."""
+"""The common part of all collectives: order, handshake, works, deadlines and shutdown."""

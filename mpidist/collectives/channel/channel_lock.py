@@ -1,4 +1,4 @@
-"""ChannelLock: who may carry out the works of a channel."""
+"""ChannelLock: the right to carry out the works of a channel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class ChannelLock:
-    """Whose turn it is to carry out works: one thread of the program, or the thread that moves them on."""
+    """The lock of a channel, shared by the program's thread and that of progress."""
 
     def __init__(self) -> None:
         self._program = threading.Lock()
@@ -31,7 +31,7 @@ class ChannelLock:
             raise
 
     def take_for_good(self, seconds: float) -> bool:
-        """Take the turn from all other threads; whether that worked within some seconds."""
+        """Take the lock from all other threads; return whether that worked within some seconds."""
         self._is_over = self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
         return self._is_over
 
@@ -40,9 +40,9 @@ class ChannelLock:
         self._program.release()
 
     def take_if_free(self) -> bool:
-        """Take the turn, for one step, unless it is another thread's; whether that worked."""
+        """Take the lock for one step unless another thread has it; return whether that worked."""
         return self._anyone.acquire(blocking=False)
 
     def give_back(self) -> None:
-        """End the step."""
+        """Give the lock back after the step."""
         self._anyone.release()

@@ -1,4 +1,4 @@
-"""Connections: whom a rank turns to beside its collectives, and the ways there, opened while all hosts answer.
+"""Connections between ranks beside their collectives, opened while all hosts answer.
 
 Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
 is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
@@ -21,16 +21,16 @@ _MOST_RANKS = 256
 
 
 class Connections:
-    """Whom this rank turns to.
+    """The ranks that this rank may talk to.
 
     Args:
         rank: This rank.
         nodes: Of every node, its ranks; the same on all ranks.
 
     Attributes:
-        spokesmen: The first rank of each of the first two nodes, which talk to all.
+        hubs: The first rank of each of the first two nodes, which talk to all.
         known: The ranks that this one may talk to.
-        order: Those to turn to with a question, one after the other until one answers; this rank is among them.
+        order: Those to ask a question, one after the other until one answers; this rank is among them.
 
     >>> third = Connections(4, [[0, 1], [2, 3], [4, 5]])
     >>> third.order, sorted(third.known)
@@ -41,22 +41,22 @@ class Connections:
 
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]]) -> None:
         (own,) = (node for node in nodes if rank in node)
-        self.spokesmen = [node[0] for node in nodes[:2]]
-        self.order = [*self.spokesmen, *(mate for mate in own if mate not in self.spokesmen)]
+        self.hubs = [node[0] for node in nodes[:2]]
+        self.order = [*self.hubs, *(mate for mate in own if mate not in self.hubs)]
         everyone = (rank for node in nodes for rank in node)
-        self.known = set(everyone if rank in self.spokesmen else self.order)
+        self.known = set(everyone if rank in self.hubs else self.order)
 
 
-def open_ways(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
-    """Open the connections between spokesmen and all ranks of other nodes (collective over the communicator)."""
+def open_connections(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
+    """Open the connections between hubs and all ranks of other nodes (collective)."""
     rank = comm.Get_rank()
     if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
         return
-    spokesmen = Connections(rank, nodes).spokesmen
+    hubs = Connections(rank, nodes).hubs
     far = [other for node in nodes if rank not in node for other in node]
     nothing = bytearray(0)
-    requests = [comm.Isend(nothing, other, message_tags.CONNECTIONS) for other in far if other in spokesmen]
-    if rank in spokesmen:
+    requests = [comm.Isend(nothing, other, message_tags.CONNECTIONS) for other in far if other in hubs]
+    if rank in hubs:
         requests += [comm.Irecv(nothing, other, message_tags.CONNECTIONS) for other in far]
     with limited("opening connections to ranks of other nodes"):
         # One by one, as the error of several together does not say that a rank is lost.

@@ -1,4 +1,4 @@
-"""What a collective is: what all ranks have to agree on, for the handshake, for messages and for those that look on."""
+"""Descriptions of collectives: for the handshake, for messages and for observers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOST_ARRAYS = {np.ndarray}
 
 
 class Description(NamedTuple):
-    """What a collective is.
+    """The description of a collective.
 
     Attributes:
         text: All that the ranks have to agree on.
@@ -49,7 +49,7 @@ def describe(title: str, of: str = "", *, operation: str = HOUSEKEEPING, nbytes:
 
 
 def plan_id(text: str) -> int:
-    """Return the id of the plan that ``text`` describes: the same on every rank and in every run."""
+    """Return the id of a text, the same on every rank and in every run."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -59,7 +59,7 @@ def signature_of(arrays: Sequence[Array]) -> Signature:
 
 
 def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
-    """Return for each array whether it lies on a GPU; nothing at all where none does."""
+    """Return for each array whether it lies on a GPU; empty where none does."""
     if {*map(type, arrays)} <= _HOST_ARRAYS:
         return ()
     found = tuple(map(is_device_array, arrays))
@@ -83,7 +83,9 @@ def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
 
 
 def note_text(word: str, note: str) -> str:
-    """Return a note as the end of a text, with ``word`` before it; nothing for none, or for a single array.
+    """Return a note as the end of a text, with ``word`` before it.
+
+    It is empty for no note, and for that of a single array.
 
     >>> note_text("as", "[*, *]"), note_text("as", "*")
     (' as [*, *]', '')

@@ -1,13 +1,14 @@
-"""The exchange that opens every collective: do all ranks make the same call?
+"""The handshake: the exchange that opens every collective and compares the calls of the ranks.
 
-Each call of a communicator, whatever it is, begins with one exchange of the same few numbers. One of them is the id
+Each call of a communicator, of any kind, begins with one exchange of the same few numbers. One of them is the id
 of the caller's plan, a hash of operation, shapes, dtypes and options. All ranks see at the same point whether all
-passed the same id; if not they tell one another what they wanted, and raise the same error. The data that follow
+passed the same id; if not they exchange descriptions of their calls, and raise the same error. The data that follow
 therefore always have the size that everybody expects.
 
 Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
-id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from what *every*
-rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096 ranks).
+id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from that which
+*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
+ranks).
 
 Small sums of floating point travel in the same exchange and need no second one.
 """
@@ -36,10 +37,10 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What one small message has room for beside the id.
+# The room of one small message beside the id.
 _FLOATS_IN_MESSAGE = 15
 _ID_BITS = 40
-# What a rank may have to tell instead of a plan.
+# News of a rank in place of a plan.
 FAILED = "failed"
 LEFT = "left"
 # Most often a call that is meant to print or to save stands under `if rank == 0:`.
@@ -50,32 +51,32 @@ _EVERY_RANK_CALLS = (
 
 
 class _Exchange(Protocol):
-    """How ids and numbers get to the other ranks."""
+    """The exchange of ids and numbers between the ranks."""
 
     most_numbers: int
     """How many numbers may travel with an id."""
 
     def numbers(self, count: int) -> Array:
-        """Return where this rank puts ``count`` numbers before it begins."""
+        """Return the array for ``count`` numbers of this rank, to be filled before it begins."""
 
     def begin(self, identity: int) -> bool:
-        """Send this rank's (collective); whether those of all others are there already."""
+        """Send this rank's id and numbers; return whether those of all others are there (collective)."""
 
     def rest(self) -> Steps[None]:
-        """Yield until they are."""
+        """Yield until those of all others are there."""
 
     def all_agree(self, identity: int) -> bool:
-        """Whether all ranks sent this identity."""
+        """Return whether all ranks sent this identity."""
 
     def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums over all ranks of the first ``count`` numbers; on one node formed in ``dtype``."""
+        """Return the sums of the first ``count`` numbers over all ranks, in ``dtype``."""
 
     def free(self) -> None:
-        """Free what it holds, before the communicator is freed."""
+        """Free its MPI request, before the communicator is freed."""
 
 
 class _OnBoard:
-    """Between ranks of one node."""
+    """The exchange between ranks of one node."""
 
     most_numbers = FLOATS
 
@@ -91,11 +92,11 @@ class _OnBoard:
         return self._board.arrive()
 
     def free(self) -> None:
-        """The board is the node's."""
+        """Free nothing: the board is the node's."""
 
 
 class _ByReduction:
-    """Between ranks of several nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
+    """The exchange between nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
 
     most_numbers = _FLOATS_IN_MESSAGE
 
@@ -164,23 +165,25 @@ class Handshake:
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
-        """What goes with the next opening."""
+        """The changes that are compared in the next opening."""
         # Ranks that have ended their program: nothing can be exchanged any more.
         self.left: list[int] = []
 
     def free(self) -> None:
-        """Free what it holds (before the communicator is freed)."""
+        """Free its MPI request, before the communicator is freed."""
         self._exchange.free()
 
     def payload(self, count: int) -> Array:
-        """Return where to put ``count`` numbers that are summed over all ranks by the next opening, see ``totals``."""
+        """Return the array for ``count`` numbers that the next opening sums (see ``totals``)."""
         return self._exchange.numbers(count)
 
     def begin(self, identity: int) -> bool:
-        """Begin to meet the other ranks; whether that is done already. If not, ``finish`` has to follow (collective).
+        """Begin to meet the other ranks; return whether all have come (collective).
+
+        If not, ``finish`` has to follow.
 
         Args:
-            identity: The id of what this rank is about to do.
+            identity: The id of this rank's description.
         """
         if self.tally is not None:
             identity ^= self.tally.identity
@@ -195,7 +198,7 @@ class Handshake:
         """Meet the other ranks, after ``begin``.
 
         Args:
-            text: What this rank is about to do.
+            text: Description of this rank's call.
             call_site: Line of the user's program; None finds it on the stack when it is needed.
 
         Raises:
@@ -209,16 +212,16 @@ class Handshake:
             yield from self._compare(text if tally is None else f"{text}, after {tally.text}", call_site)
 
     def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums over all ranks of the first ``count`` numbers of the payload of the last opening.
+        """Return the sums of the first ``count`` numbers of the last payload over all ranks.
 
         Args:
             count: How many.
-            dtype: In which the sum is formed, on one node; what the result is in.
+            dtype: Of the result; on one node also that in which the sum is formed.
         """
         return self._exchange.totals(count, dtype)
 
     def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
-        """Take part with news of this rank instead of a plan; ranks that have a plan raise PeerError (collective).
+        """Take part with news of this rank; ranks that have a plan raise PeerError (collective).
 
         Args:
             kind: ``FAILED`` or ``LEFT``.

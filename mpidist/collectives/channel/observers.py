@@ -1,11 +1,14 @@
-"""Observers: what looks on at the collectives of a channel, and the events that it may see."""
+"""Observers: they look on at the collectives of a channel, event by event."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from mpidist.collectives.channel.operation import Operation
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The phases of a collective.
 PACK, OTHERS, REDUCE, MOVE, UNPACK = "pack", "wait for others", "reduce", "move", "unpack"
@@ -15,10 +18,10 @@ class Chunk(NamedTuple):
     """A part of an array that has been moved on.
 
     Attributes:
-        event: What was done, such as ``"reduce chunk"``.
+        event: Name of the step, such as ``"reduce chunk"``.
         number: Of the chunk.
-        start: When that began, in nanoseconds of ``time.perf_counter_ns``.
-        nbytes: That were between nodes meanwhile; 0 for what is done inside a node.
+        start: When the step began, in nanoseconds of ``time.perf_counter_ns``.
+        nbytes: That were between nodes meanwhile; 0 for a step inside a node.
     """
 
     event: str
@@ -28,10 +31,11 @@ class Chunk(NamedTuple):
 
 
 class Observer:
-    """Looks on at the collectives of one communicator; a subclass overrides the events that it wants to see.
+    """Looks on at the collectives of one communicator.
 
-    Events come in the thread that carries the collective out, one collective at a time, and the ranks wait meanwhile.
-    An event that nobody overrides costs nothing. An exception here is one of the collective.
+    A subclass overrides the events that it wants to see. Events come in the thread that carries the collective out,
+    one collective at a time, and the ranks wait meanwhile. An event that nobody overrides costs nothing. An exception
+    here is one of the collective.
 
     >>> class Counter(Observer):
     ...     ended_so_far = 0
@@ -43,36 +47,44 @@ class Observer:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, an observer>"
 
-    def issued(self, operation: Operation[Any]) -> None:
-        """Take note of a call by the program, before it waits for its turn; in the thread that calls."""
+    def issued(self, operation: Operation[object]) -> None:
+        """Take note of a call by the program, in the calling thread, before it begins."""
 
-    def began(self, operation: Operation[Any]) -> None:
+    def began(self, operation: Operation[object]) -> None:
         """Take note of the first step."""
 
-    def phase(self, operation: Operation[Any], name: str) -> None:
-        """Take note of a new phase: ``"pack"``, ``"wait for others"``, ``"reduce"``, ``"move"`` or ``"unpack"``."""
+    def phase(self, operation: Operation[object], name: str) -> None:
+        """Take note of a new phase.
 
-    def met(self, operation: Operation[Any]) -> None:
+        It is called ``"pack"``, ``"wait for others"``, ``"reduce"``, ``"move"`` or ``"unpack"``.
+        """
+
+    def met(self, operation: Operation[object]) -> None:
         """Take note that all ranks have come."""
 
-    def chunk(self, operation: Operation[Any], chunk: Chunk) -> None:
+    def chunk(self, operation: Operation[object], chunk: Chunk) -> None:
         """Take note of a chunk of an all-reduce that has been moved on."""
 
-    def ended(self, operation: Operation[Any]) -> None:
+    def ended(self, operation: Operation[object]) -> None:
         """Take note of the end, with ``operation.error`` if there was one."""
 
-    def waited(self, operation: Operation[Any], start: int) -> None:
-        """Take note that the program has waited for a work since ``start``, in nanoseconds of ``perf_counter_ns``."""
+    def waited(self, operation: Operation[object], start: int) -> None:
+        """Take note that the program has waited for a work.
 
-    def waits(self, operation: Operation[Any]) -> Exception | None:
-        """Return an error for which a long wait is to be given up, or None; called now and then while it lasts."""
+        Args:
+            operation: The work's.
+            start: When the wait began, in nanoseconds of ``time.perf_counter_ns``.
+        """
 
-    def tells(self, operation: Operation[Any]) -> bool:
-        """Whether this observer tells the user that the wait takes longer than ``MPIDIST_WARN_AFTER``."""
+    def waits(self, operation: Operation[object]) -> Exception | None:
+        """Return an error that ends a long wait, or None; called repeatedly while it lasts."""
+
+    def tells(self, operation: Operation[object]) -> bool:
+        """Return whether this observer reports a wait longer than ``MPIDIST_WARN_AFTER``."""
         return False
 
-    def explanation(self, operation: Operation[Any]) -> str | None:
-        """Return what keeps the others from coming, for the error of a deadline; None where that is not known."""
+    def explanation(self, operation: Operation[object]) -> str | None:
+        """Return why the others do not come, for the error of a deadline, if known."""
 
     def closed(self) -> None:
         """Take note that the communicator is closed or given up."""
@@ -115,6 +127,6 @@ class Observers:
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
 
-    def _overriding(self, event: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    def _overriding(self, event: Callable[Concatenate[Observer, P], R]) -> tuple[Callable[P, R], ...]:
         name = event.__name__
         return tuple(getattr(each, name) for each in self._all if getattr(type(each), name) is not event)

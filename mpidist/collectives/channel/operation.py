@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpidist.collectives.channel.description import Description
 from mpidist.collectives.mpi.waiting import Steps
@@ -11,16 +11,16 @@ from mpidist.collectives.mpi.waiting import Steps
 if TYPE_CHECKING:
     from mpidist.collectives.channel.tally import Tally
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
 
 
-class Operation(Generic[T]):
+class Operation(Generic[T_co]):
     """One collective on a channel.
 
     Args:
         steps: The collective itself.
-        description: What all ranks have to agree on.
+        description: The facts that all ranks have to agree on.
         timeout: Seconds before it is given up; that of the channel by default.
 
     Attributes:
@@ -28,15 +28,15 @@ class Operation(Generic[T]):
         number: Among the collectives of the channel, in the order in which they are issued.
         is_work: Whether it was started, to be waited for later.
         call_site: Line of the user's program; None where it is still on the stack.
-        tally: What this rank had changed by itself when it was issued, if anything.
+        tally: The changes that this rank had made by itself when it was issued, if any.
         algorithms: The algorithms that it took.
-        error: What it ends with, if not with a result, while observers are told of the end.
+        error: The error that it ends with, if any, while observers are told of the end.
         let_go: Called when the operation needs its device no more, once it has been carried out or cannot begin.
         before_return: Called in each thread that waits, each time, when the result is there.
     """
 
-    def __init__(self, steps: Steps[Any], description: Description, timeout: float | None = None) -> None:
-        self.steps = steps
+    def __init__(self, steps: Steps[T_co], description: Description, timeout: float | None = None) -> None:
+        self.steps: Steps[object] = steps
         self.description = description
         self.timeout = timeout
         self.number = 0
@@ -47,27 +47,27 @@ class Operation(Generic[T]):
         self.error: BaseException | None = None
         self.let_go: Callable[[], None] | None = None
         self.before_return: Callable[[], None] | None = None
-        self._finish: tuple[Callable[[Any], Any], ...] = ()
+        self._finish: tuple[Callable[..., object], ...] = ()
 
     def __repr__(self) -> str:
         return f"<Operation {self.text}>"
 
     @property
     def text(self) -> str:
-        """All that the ranks have to agree on."""
+        """The text that all ranks have to agree on."""
         return self.description.text
 
-    def then(self, finish: Callable[[T], S]) -> Operation[S]:
+    def then(self, finish: Callable[[T_co], S]) -> Operation[S]:
         """Have ``finish`` turn the result into that of the operation; returns the operation itself."""
         self._finish = (*self._finish, finish)
         return self  # type: ignore[return-value]  # its type is that of its result, which changes here
 
-    def finished(self, result: Any) -> T:
+    def finished(self, result: object) -> T_co:
         """Return the result of the operation, given that of its steps."""
         functions, self._finish = self._finish, ()
         for finish in functions:
             result = finish(result)
-        return result  # type: ignore[no-any-return]
+        return result  # type: ignore[return-value]  # the steps and functions give it step by step
 
     def took(self, algorithm: str) -> None:
         """Note an algorithm that it took."""

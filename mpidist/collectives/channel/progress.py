@@ -1,8 +1,8 @@
-"""Progress: one thread that moves works on while the program computes; results are the same as without it.
+"""Progress: one thread that moves works on while the program computes.
 
-It acts only while a work waits that nobody waits for, and lets go of the core in between: MPI moves messages inside its
-calls only, but what it has handed to the network goes on without it. Each look costs the program some of its core,
-so the longer a work takes the rarer the looks become.
+Results are the same as without it. It acts only while a work waits that nobody waits for, and lets go of the core in
+between: MPI moves messages inside its calls only, but those that it has handed to the network go on without it. Each
+look costs the program some of its core, so the longer a work takes the rarer the looks become.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Move = Callable[[], object | None]
 
 @cache
 def mpi_takes_threads(otherwise: str) -> bool:
-    """Whether MPI was started so that several threads may call it; if not, say once what follows."""
+    """Return whether several threads may call MPI; if not, log the consequence once."""
     mpi = import_mpi()
     if mpi.Query_thread() >= mpi.THREAD_MULTIPLE:
         return True
@@ -39,7 +39,7 @@ def mpi_takes_threads(otherwise: str) -> bool:
 
 
 class Progress(DaemonThread[Move]):
-    """The thread, there as long as something is watched."""
+    """The thread that moves works on, there as long as something is watched."""
 
     def __init__(self) -> None:
         super().__init__("progress")
@@ -57,7 +57,7 @@ class Progress(DaemonThread[Move]):
             super().watch(move)
 
     def look(self) -> float | None:
-        """Move works on, and take a nap if any is left."""
+        """Move all works on, and take a nap if any is left."""
         works = [_moved(move) for move in list(self.watched)]
         if works.count(None) == len(works):
             return None
@@ -69,7 +69,7 @@ class Progress(DaemonThread[Move]):
 
 
 def _moved(move: Move) -> int | None:
-    """Move works on, and return the id of the next one; an error has settled all of them."""
+    """Move works on; return the id of the next one, or None after an error."""
     try:
         work = move()
     except Exception as error:

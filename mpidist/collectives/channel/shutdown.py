@@ -1,4 +1,4 @@
-"""Shutdown: how this process takes leave of the other ranks when its program ends, and what a forked child may do."""
+"""Shutdown: the last acts of this process, and the refusal of forked children."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import MismatchError, PeerError
@@ -21,16 +20,16 @@ FORKED = (
     "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
 )
 _keyvals: list[int] = []
-# What a process does when its program ends: first acts, the farewell to the other ranks, last acts.
+# The acts at the end of a program: first ones, those that tell the other ranks, last ones.
 _first_acts: list[Callable[[], None]] = []
-_farewells: list[Callable[[], None]] = []
+_telling_acts: list[Callable[[], None]] = []
 _last_acts: list[Callable[[], None]] = []
 # Where this process was forked from one that had started MPI.
 _forked: list[bool] = []
 
 
 def _disown() -> None:
-    """Let a forked child take no part: it has not left, and what it wrote into shared memory would be its parent's."""
+    """Keep a forked child out: it has not left, and shared memory is its parent's."""
     if "mpi4py.MPI" in sys.modules and mpi_runs():
         _forked.append(True)
     _first_acts.clear()
@@ -46,8 +45,13 @@ def check_not_forked() -> None:
         raise RuntimeError(FORKED)
 
 
-def carry_through(steps: Steps[Any], otherwise: Callable[[], None]) -> Steps[None]:
-    """Go on with the steps of what was given up while the other ranks catch up; ``otherwise`` ends the job."""
+def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
+    """Finish steps that were given up if the others catch up; else end the job.
+
+    Args:
+        steps: Of the collective.
+        otherwise: Ends the job.
+    """
     give_up = time.monotonic() + EXIT_SECONDS
     try:
         for _ in steps:
@@ -55,35 +59,35 @@ def carry_through(steps: Steps[Any], otherwise: Callable[[], None]) -> Steps[Non
                 otherwise()
             yield
     except (MismatchError, PeerError):
-        # The caller had its error; all ranks have now taken part, which is what matters here.
+        # The caller had its error; all ranks have now taken part, which is all that matters here.
         return
 
 
 def abort_job(rank: int, reason: str | None) -> None:
-    """End the job where MPI_Finalize would wait for ever, say for a collective that was given up."""
+    """End the job where MPI_Finalize would wait for ever, after telling the user the reason."""
     tell_user(f"rank {rank} ends the job: {reason}")
     end_job()
 
 
 def before_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` called where this process takes leave, before anything else is closed; the last one first."""
+    """Have ``act`` called when the program ends, before channels are closed; the last one first."""
     _first_acts.append(act)
-    see_to_the_end()
+    install()
 
 
-def farewell(act: Callable[[], None]) -> None:
-    """Have ``act`` tell the other ranks that this program has ended, in this process and forked ones."""
-    _farewells.append(act)
+def at_the_end(act: Callable[[], None]) -> None:
+    """Have ``act`` tell the other ranks that the program has ended; kept in forked processes."""
+    _telling_acts.append(act)
 
 
 def after_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` called once, after the last exchange with the other ranks; the last one first."""
+    """Have ``act`` called once after the last exchange with other ranks; the last one first."""
     if act not in _last_acts:
         _last_acts.append(act)
 
 
-def see_to_the_end() -> None:
-    """Have this process take leave where its program ends, or where it calls MPI_Finalize itself."""
+def install() -> None:
+    """Have the acts called when the program ends or calls MPI_Finalize itself."""
     if not _keyvals:
         mpi = import_mpi()
         # MPI_Finalize begins with the attributes of MPI_COMM_SELF, while everything else still works.
@@ -93,14 +97,14 @@ def see_to_the_end() -> None:
 
 @atexit.register
 def leave_all() -> None:
-    """Tell the other ranks that this program has ended, before MPI_Finalize waits for theirs in silence.
+    """Tell the other ranks that this program has ended, before MPI_Finalize waits in silence.
 
     A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
     """
     while _first_acts and mpi_runs():
         _first_acts.pop()()
     try:
-        for act in _farewells:
+        for act in _telling_acts:
             act()
     finally:
         while _last_acts:
@@ -108,6 +112,6 @@ def leave_all() -> None:
 
 
 def mpi_runs() -> bool:
-    """Whether MPI has been started and not been ended."""
+    """Return whether MPI has been started and not been ended."""
     mpi = sys.modules["mpi4py.MPI"]
     return bool(mpi.Is_initialized() and not mpi.Is_finalized())

@@ -1,7 +1,7 @@
-"""Tally: what a rank has changed by itself since its last collective, and must be alike on all ranks.
+"""Tally: changes of one rank since its last collective, to be alike on all ranks.
 
 Copies of a variable drift apart where ranks assign different values to them, and no message passes. So checksums of
-what was changed travel with the next collective, in the number that opens it (``handshake``), which costs no message.
+the changed things travel with the next collective, in the number that opens it (``handshake``), which costs no message.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
-# What a report shows.
+# Those that a report shows.
 _MOST_LINES = 4
 
 
 class _Change(NamedTuple):
-    """What became of one thing: how it was at first, how it is now, and the last act."""
+    """The change of one thing: its checksum at first and now, and the last act."""
 
     before: int
     now: int
-    what: str
+    act: str
 
 
 class Tally:
     """The things that were changed, each with a checksum of how it is now.
 
-    What is again as it was does not count: a rank may go to averaged weights and back.
+    One that is again as it was does not count: a rank may go to averaged weights and back.
 
     >>> mine, theirs = Tally(), Tally()
     >>> for tally in (mine, theirs):
@@ -40,18 +40,18 @@ class Tally:
         self._changes: dict[str, _Change] = {}
 
     def now(self, label: str) -> int | None:
-        """Return the checksum of how a thing is, None of one that is not known yet."""
+        """Return the present checksum of a thing, or None if it is not known."""
         return self._changes[label].now if label in self._changes else None
 
-    def change(self, label: str, before: int, now: int, what: str) -> None:
-        """Note the checksums of how a thing was and is that ``what`` has changed."""
+    def change(self, label: str, before: int, now: int, act: str) -> None:
+        """Note the checksums of a thing before and after an act."""
         first = self._changes[label].before if label in self._changes else before
-        self._changes[label] = _Change(first, now, what)
+        self._changes[label] = _Change(first, now, act)
 
-    def add(self, label: str, checksum: int, what: str) -> None:
-        """Note what was done, with which value, where only the sequence of such acts can be compared."""
+    def add(self, label: str, checksum: int, act: str) -> None:
+        """Note an act and its value, where only sequences of acts can be compared."""
         before = self._changes.get(label, _Change(0, 0, "")).now
-        self._changes[label] = _Change(0, zlib.crc32(f"{before} {checksum}".encode()), what)
+        self._changes[label] = _Change(0, zlib.crc32(f"{before} {checksum}".encode()), act)
 
     def _changed(self) -> list[tuple[str, _Change]]:
         return [(label, change) for label, change in sorted(self._changes.items()) if change.now != change.before]
@@ -66,8 +66,8 @@ class Tally:
 
     @property
     def text(self) -> str:
-        """What was changed, for the message where ranks differ."""
+        """The changes, for the message where ranks differ."""
         changed = self._changed()
-        lines = [f"{change.what} (checksum {change.now & 0xFFFFFFFF:08x})" for _, change in changed[:_MOST_LINES]]
+        lines = [f"{change.act} (checksum {change.now & 0xFFFFFFFF:08x})" for _, change in changed[:_MOST_LINES]]
         more = len(changed) - len(lines)
         return "; ".join([*lines, *([f"{more} more"] if more else [])])

@@ -208,12 +208,12 @@ class DeviceRing:
             ]
         )
 
-    def _message(self, array: Array) -> list[object]:
+    def _message(self, array: Array) -> tuple[object, int, MPI.Datatype]:
         if not self.takes_device_memory:
             return message(array)
         mpi = import_mpi()
         memory = mpi.buffer.fromaddress(self._streams.ops.pointer(array), array.nbytes)
-        return [memory, array.nbytes, mpi.BYTE]
+        return memory, array.nbytes, mpi.BYTE
 
 
 # Copies for collectives in host memory --------------------------------------------------------------------------------

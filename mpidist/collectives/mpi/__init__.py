@@ -1,1 +1,1 @@
-"""What every room of the collectives stands on: MPI called without ever blocking, its types, and small objects."""
+"""The base of all collectives: MPI without blocking calls, its types, and small objects."""

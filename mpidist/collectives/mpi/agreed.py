@@ -1,4 +1,4 @@
-"""Errors that all ranks raise together: work of one rank or of each, whose failure anywhere is one error everywhere."""
+"""Errors that all ranks raise together, for work that fails on one of them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def as_common(error: E) -> E:
 
 
 def is_common(error: BaseException) -> bool:
-    """Whether all ranks raise an error, or know of it, so that they are still in step."""
+    """Return whether all ranks raise an error or know of it, still in step."""
     return isinstance(error, _COMMON_ERRORS) or hasattr(error, _IS_COMMON)
 
 
 def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str], Exception]) -> Steps[T]:
-    """Return what ``work`` returns here once no rank has failed in it (collective).
+    """Return the result of ``work`` here once no rank has failed in it (collective).
 
     Args:
         comm: The ranks.
-        work: What each does by itself.
-        error: Returns what all raise, given the first rank that failed and its error as text.
+        work: Done by each rank by itself.
+        error: Returns the error for all, given the first rank that failed and its error as text.
     """
     failure, result = None, None
     try:
@@ -53,7 +53,7 @@ def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str
 
 
 def first_does(comm: MPI.Intracomm, work: Callable[[], T]) -> Steps[T]:
-    """Return on every rank what ``work`` returns on the first one, or raise its error on all (collective)."""
+    """Return the first rank's result of ``work`` on all ranks, or raise its error (collective)."""
     told = b""
     if comm.Get_rank() == 0:
         try:

@@ -23,7 +23,7 @@ def ranks_in_job(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def next_name(ranks: tuple[int, ...]) -> str:
-    """Return the name of one more communicator of these ranks of the job: which one of theirs it is."""
+    """Return the name of one more communicator of these ranks, with its number among theirs."""
     number = _counts[ranks] = _counts.get(ranks, 0) + 1
     return _name(number, ranks)
 

@@ -1,4 +1,4 @@
-"""Whether every rank has the file descriptors that it takes to make a communicator, before MPI needs them."""
+"""The check that every rank has the file descriptors for a communicator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDED = 8
 
 
 def check_descriptors(comm: MPI.Intracomm) -> None:
-    """Return if every rank of ``comm`` can open some more files (collective).
+    """Check that every rank of ``comm`` can open some more files (collective).
 
     Raises:
         OSError: This rank cannot.
@@ -26,11 +26,11 @@ def check_descriptors(comm: MPI.Intracomm) -> None:
     """
     rank, lacks = comm.Get_rank(), not _can_open(_NEEDED)
     lacking = int(comm.allreduce(rank if lacks else -1, op=import_mpi().MAX))
-    what = f"has fewer than {_NEEDED} file descriptors left, which making a communicator takes; type: ulimit -n 4096"
+    lack = f"has fewer than {_NEEDED} file descriptors left, which making a communicator takes; type: ulimit -n 4096"
     if lacks:
-        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: rank {rank} {what}")
+        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: rank {rank} {lack}")
     if lacking >= 0:
-        raise PeerError(f"rank {lacking} {what}")
+        raise PeerError(f"rank {lacking} {lack}")
 
 
 def _can_open(count: int) -> bool:

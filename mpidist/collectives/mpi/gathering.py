@@ -69,7 +69,7 @@ def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: lis
 
 
 def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
-    """Copy the flat array ``data`` of ``root`` into that of every rank, whatever its dtype (MPI_Ibcast)."""
+    """Copy the flat array ``data`` of ``root`` into that of every rank (MPI_Ibcast)."""
     byte = import_mpi().BYTE
     raw = as_bytes(data)
     for a, b in chunks(raw.size):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Pickled messages of at most a few KiB on one communicator, looked for now and then; none of its calls waits.
+    """Pickled messages of at most a few KiB; none of its calls waits.
 
     Args:
         comm: The communicator.
@@ -28,7 +28,7 @@ class Mailbox:
         self._comm, self._tag, self._on_loss = comm, tag, on_loss
         self._sending: list[MPI.Request] = []
 
-    def send(self, rank: int, content: Any) -> None:
+    def send(self, rank: int, content: object) -> None:
         """Send a message (MPI_Isend); it is kept until it has left."""
         self._unless_lost(lambda: self._sending.append(self._comm.isend(content, rank, self._tag)), None)
 
@@ -38,7 +38,7 @@ class Mailbox:
             yield message
 
     def all_sent(self) -> bool:
-        """Whether all messages have left, or never will."""
+        """Return whether all messages have left, or never will."""
         return self._unless_lost(lambda: all_done(self._sending), True)
 
     def _next(self) -> tuple[int, Any] | None:

@@ -1,10 +1,10 @@
-"""NumPy dtypes and reduce operations as MPI knows them, and counts that fit into an MPI count."""
+"""NumPy dtypes and reduce operations for MPI, and pieces that fit into an MPI count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
 MAX_COUNT = 2**31 - 1
 
-
 _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -32,7 +31,7 @@ _NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
 
 @cache
 def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
-    """Return the MPI operation that forms ``op``; a mean is a sum that is divided afterwards.
+    """Return the MPI operation for ``op``; a mean is a sum that is divided afterwards.
 
     MPI_MIN and MPI_MAX say nothing of NaN, and libraries lose it, or even give ranks different results. Sums of small
     whole numbers that do not fit saturate in Open MPI's vector instructions, and wrap elsewhere. NumPy's functions
@@ -55,7 +54,7 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
 
 @cache
 def _made_op(combine: np.ufunc, dtype: DType) -> MPI.Op:
-    """Return an operation that NumPy carries out; one for each, as mpi4py has room for a few dozen."""
+    """Return an operation of NumPy; one for each, as mpi4py has room for few."""
 
     def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:
         target = np.frombuffer(into, dtype)
@@ -71,9 +70,9 @@ def mpi_datatype(dtype: DType) -> MPI.Datatype:
     return datatype
 
 
-def message(array: Array) -> list[Any]:
-    """Return what mpi4py sends or receives for a contiguous array, whatever its dtype."""
-    return [as_bytes(array), array.nbytes, import_mpi().BYTE]
+def message(array: Array) -> tuple[Array, int, MPI.Datatype]:
+    """Return the message for mpi4py of a contiguous array of any dtype."""
+    return as_bytes(array), array.nbytes, import_mpi().BYTE
 
 
 def tag_of(number: int) -> int:
@@ -87,7 +86,7 @@ def as_bytes(array: Array) -> Array:
 
 
 def numpy_op(op: ReduceOp) -> np.ufunc:
-    """Return the NumPy function that forms ``op`` of two arrays; a mean is a sum that is divided afterwards."""
+    """Return the NumPy function for ``op``; a mean is a sum that is divided afterwards."""
     return _NUMPY_OPS[op]
 
 

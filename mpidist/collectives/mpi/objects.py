@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,14 +14,16 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 
-def gather_objects(comm: MPI.Intracomm, value: Any) -> Steps[list[Any]]:
+
+def gather_objects(comm: MPI.Intracomm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
     return (yield from gather_pickles(comm, pickle.dumps(value)))
 
 
 def gather_pickles(comm: MPI.Intracomm, pickled: bytes) -> Steps[list[Any]]:
-    """Do what :func:`gather_objects` does, for an object that is pickled already."""
+    """Return the objects of all ranks as :func:`gather_objects`, given one that is pickled already."""
     mpi = import_mpi()
     mine = np.frombuffer(pickled, np.uint8)
     lengths = np.zeros(comm.Get_size(), np.int64)

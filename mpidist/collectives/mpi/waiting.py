@@ -1,4 +1,4 @@
-"""Waiting without ever blocking in MPI: collectives are generators that yield while a request is open.
+"""Waits that never block in MPI: collectives are generators that yield meanwhile.
 
 A generator is driven by polling, so that a deadline, a warning or another piece of work can act in between.
 """
@@ -34,10 +34,10 @@ _NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
 _IDLE_SECONDS = 0.5
 
 
-def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
-    """Let others have the core, after having looked in vain ``looks`` times and more than ``patience``."""
-    if looks > patience:
-        naps = looks - 10 * max(patience, LOOKS_BEFORE_YIELD_ON_WIRE)
+def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
+    """Let others have the core, after more than ``limit`` looks in vain."""
+    if looks > limit:
+        naps = looks - 10 * max(limit, LOOKS_BEFORE_YIELD_ON_WIRE)
         if naps > 0:
             time.sleep(min(_NAP_SECONDS * (1 + naps // _LOOKS_TO_GROW), _LONGEST_NAP_SECONDS))
         else:
@@ -45,19 +45,20 @@ def relax(looks: int, patience: int = LOOKS_BEFORE_YIELD) -> None:
 
 
 @cache
-def patience_of_process() -> int:
-    """Return the looks in vain before others may have the core: none where there are more ranks than cores.
+def looks_before_yield() -> int:
+    """Return the looks in vain before others may have the core.
 
+    There are none where there are more ranks than cores.
     Not every MPI library gives the core away in MPI_Test: MPICH does so in blocking calls only.
     """
     return 0 if cores_are_short() else LOOKS_BEFORE_YIELD
 
 
 class Naps:
-    """How a thread that polls for messages gives the core away: the longer nothing happens, the longer its naps."""
+    """Naps of a thread that polls for messages, longer the longer nothing happens."""
 
     def __init__(self) -> None:
-        self._patience = patience_of_process()
+        self._limit = looks_before_yield()
         self.reset()
 
     def reset(self) -> None:
@@ -72,7 +73,7 @@ class Naps:
         if self._is_idle and not is_busy:
             time.sleep(_LONGEST_NAP_SECONDS)
             return
-        relax(self._looks, self._patience)
+        relax(self._looks, self._limit)
         if self._looks % _POLLS_BETWEEN_CLOCK_READS == 0:
             now = time.monotonic()
             self._since = self._since or now
@@ -81,17 +82,17 @@ class Naps:
 
 def until_done(request: MPI.Request) -> Steps[None]:
     """Yield until ``request`` is complete."""
-    looks, patience = 0, patience_of_process()
+    looks, limit = 0, looks_before_yield()
     while not request.Test():
         looks += 1
-        relax(looks, patience)
+        relax(looks, limit)
         yield
 
 
 def all_done(requests: list[MPI.Request]) -> bool:
     """Return whether all ``requests`` are complete, and take out those that are.
 
-    One by one: where several are asked for together, MPI's error does not say what was wrong, such as a lost rank.
+    One by one: where several are asked for together, MPI's error does not tell a lost rank.
     """
     while requests and requests[-1].Test():
         requests.pop()
@@ -117,7 +118,7 @@ def until_event(event: Event, relaxes: bool = True) -> Steps[None]:
 
 
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:
-    """Run ``steps`` to the end and return its value; the deadline is made only if that takes a while."""
+    """Run ``steps`` and return their value; a deadline is made if that takes long."""
     try:
         for _ in range(_POLLS_BETWEEN_CLOCK_READS):
             next(steps)

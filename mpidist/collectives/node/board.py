@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
-from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD, Steps, patience_of_process, relax
+from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD, Steps, looks_before_yield, relax
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Board:
         self._float_views: list[dict[int, Array]] = [{}, {}]
         self._meetings = 0
         self._page = 0
-        self._patience = patience_of_process()
+        self._patience = looks_before_yield()
         self.chunks = 0
         """Chunks that all reductions so far were cut into; the same on every rank."""
 

@@ -1,1 +1,1 @@
-"""What looks on: trace, report, flight record, and the guard that finds out who waits for whom."""
+"""Observers: trace, report, flight record, and the guard that finds who waits for whom."""

@@ -1,18 +1,18 @@
-"""Who looks on at a new channel: the trace and the flight record where settings ask for them, and the guard."""
+"""The observers of a new channel: trace, flight record and guard, as settings say."""
 
 from __future__ import annotations
 
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.watch.channel_trace import ChannelTrace
 from mpidist.collectives.watch.flight_record import FlightObserver
 from mpidist.collectives.watch.guard import Guard
 from mpidist.collectives.watch.recorder import recorder_for
 from mpidist.collectives.watch.side_thread import side_thread
-from mpidist.collectives.watch.trace import ChannelTrace
 from mpidist.core import settings
 
 
 def watch_channel(channel: Channel) -> None:
-    """Have the collectives of a channel be looked at as settings say (collective)."""
+    """Add the observers that settings ask for to a channel (collective)."""
     recorder = recorder_for(channel.comm)
     if recorder is not None:
         if recorder.makes_spans:
@@ -23,6 +23,6 @@ def watch_channel(channel: Channel) -> None:
 
 
 def guard_channel(channel: Channel) -> None:
-    """Have ranks that wait on a channel find out for whom, where there can be a thread for that."""
+    """Add a guard to a channel of several ranks, where threads may call MPI."""
     if channel.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
         channel.observers.add(Guard(channel))

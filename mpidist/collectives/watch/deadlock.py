@@ -1,7 +1,7 @@
-"""Deadlocks: ranks that wait for one another in different communicators, of which none can ever go on.
+"""Deadlocks: ranks that wait for one another in different communicators for ever.
 
 One rank waits in a collective of one communicator, and another, which has not come to it, waits in one of another
-communicator for the first. Waits only end when all ranks come, so what is found true of ranks at different moments is
+communicator for the first. Waits only end when all ranks come, so facts found of ranks at different moments are
 true of them together. A process counts as waiting only while all its collectives come from the one thread that waits.
 """
 
@@ -22,12 +22,12 @@ _threads: set[int] = set()
 
 
 class Wait(NamedTuple):
-    """In which collective a rank waits, and on which line of its program.
+    """The collective that a rank waits in, and the line of its program.
 
     Args:
         channel: Name of the communicator.
         number: Of the collective there.
-        text: What it is.
+        text: Description of the collective.
         where: Line of the program.
     """
 
@@ -38,12 +38,12 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
-    """What a rank does on all its communicators.
+class WaitState:
+    """The wait of a rank, and its progress on all its communicators.
 
     Args:
         rank: In the job.
-        wait: In which collective its program waits; None if it goes on, or may issue collectives in another thread.
+        wait: The collective that its program waits in; None if it goes on, or may issue collectives in another thread.
         issued: How many collectives it has issued on each communicator, by name.
     """
 
@@ -57,8 +57,8 @@ def note_thread() -> None:
     _threads.add(threading.get_ident())
 
 
-def whereabouts(where: str) -> Whereabouts:
-    """Return what this rank does on all its communicators; called in the side thread.
+def wait_state(where: str) -> WaitState:
+    """Return the state of this rank; called in the side thread.
 
     Args:
         where: Line of its program.
@@ -67,10 +67,10 @@ def whereabouts(where: str) -> Whereabouts:
     waits = [
         Wait(channel.name, number, text[:_LONGEST_TEXT], where)
         for channel in channels
-        for number, text in channel.waiting()
+        for number, text in channel.executor.waiting()
     ]
     wait = waits[0] if len(waits) == 1 and len(_threads) == 1 else None
-    return Whereabouts(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.issued for each in channels})
+    return WaitState(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.executor.issued for each in channels})
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Deadlock:
     waits: frozenset[tuple[str, int]]
 
 
-def find_deadlock(channel: str, number: int, found: Sequence[Whereabouts]) -> Deadlock | None:
-    """Return what keeps ranks of a communicator waiting for ever; None where nothing is known to.
+def find_deadlock(channel: str, number: int, found: Sequence[WaitState]) -> Deadlock | None:
+    """Return the deadlock that keeps ranks of a communicator waiting, or None.
 
     Args:
         channel: The communicator.
         number: Of the collective there that some of its ranks wait in.
-        found: Where those of its ranks are that have answered.
+        found: States of those of its ranks that have answered.
     """
     waiting = [each for each in found if each.wait is not None and each.wait[:2] == (channel, number)]
     held = [each for each in found if each.wait is not None and each.issued.get(channel, number) < number]
@@ -116,7 +116,7 @@ def find_deadlock(channel: str, number: int, found: Sequence[Whereabouts]) -> De
     return Deadlock(text, frozenset((wait.channel, wait.number) for wait in groups))
 
 
-def _waits_for(one: Whereabouts, other: Whereabouts) -> bool:
-    """Whether ``one`` waits in a collective that ``other``, a rank of its communicator, has not issued."""
+def _waits_for(one: WaitState, other: WaitState) -> bool:
+    """Return whether ``one`` waits in a collective that ``other`` has not issued."""
     assert one.wait is not None
     return other.issued.get(one.wait.channel, one.wait.number) < one.wait.number

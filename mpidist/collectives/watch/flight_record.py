@@ -1,8 +1,8 @@
-"""The flight record: the last collectives of each rank, in a file that survives whatever ends the process.
+"""The flight record: each rank's last collectives, in a file that survives the process.
 
-The file is mapped into memory and used as a ring: writing an entry is a copy, and what was written is there after
-kill -9 too. ``python -m mpidist flight DIR`` reads the files of all ranks, and shows how far each has come, and where
-they went apart.
+The file is mapped into memory and used as a ring: writing an entry is a copy, and entries survive kill -9 too.
+``python -m mpidist flight DIR`` reads the files of all ranks, and shows how far each has come, and where they went
+apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
@@ -46,7 +45,7 @@ class FlightEntry:
         end: The same; 0 if it had not ended.
         state: ``RUNNING``, ``DONE`` or ``FAILED``.
         communicator: Its name.
-        text: What it is.
+        text: Description of the collective.
         call_site: Line of the program that issued it.
     """
 
@@ -62,7 +61,7 @@ class FlightEntry:
 
 @dataclass(frozen=True)
 class Flight:
-    """What the file of one rank holds.
+    """The content of one rank's file.
 
     Args:
         rank: Of the world.
@@ -82,7 +81,7 @@ class FlightFile:
     """The file of this process, which it writes.
 
     Args:
-        folder: Where it goes; made if need be. What an earlier job left there under this name is replaced.
+        folder: Where it goes; made if need be. A file that an earlier job left there under this name is replaced.
         rank, ranks: Of the world.
 
     Raises:
@@ -112,7 +111,7 @@ class FlightFile:
     def end(self, serial: int, failed: bool) -> None:
         """Write down that it has ended."""
         at = self._at(serial)
-        found: tuple[Any, ...] = _ENTRY.unpack_from(self._memory, at)
+        found: tuple[float, ...] = _ENTRY.unpack_from(self._memory, at)
         if found[0] == serial:
             _ENTRY.pack_into(self._memory, at, *found[:3], time.time(), FAILED if failed else DONE, *found[5:])
 
@@ -121,7 +120,7 @@ class FlightFile:
 
 
 class FlightObserver(Observer):
-    """Writes down the collectives of one channel.
+    """Writes the collectives of one channel into the flight record.
 
     Args:
         file: Of this process.
@@ -133,17 +132,17 @@ class FlightObserver(Observer):
         self._name = name
         self._number = self._serial = 0
 
-    def issued(self, operation: Operation[Any]) -> None:
+    def issued(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         if operation.call_site is None:
             operation.call_site = user_call_site()
 
-    def began(self, operation: Operation[Any]) -> None:
+    def began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         self._number += 1
         self._serial = self._file.begin(self._name, self._number, operation.text, operation.call_site or "")
 
-    def ended(self, operation: Operation[Any]) -> None:
+    def ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         self._file.end(self._serial, failed=operation.error is not None)
 
@@ -158,7 +157,7 @@ def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def read_flight(path: Path) -> Flight:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises:
         OSError: It cannot be read.
@@ -199,7 +198,7 @@ class Divergence:
 
     Args:
         number: Of the collective.
-        groups: What ranks did, with the ranks.
+        groups: The ranks by their calls.
     """
 
     number: int
@@ -207,7 +206,7 @@ class Divergence:
 
 
 def read_folder(folder: str) -> tuple[list[Flight], list[str]]:
-    """Return the flights of all ranks that left a file, in rank order, and why files of others cannot be read.
+    """Return the flights in rank order, and the errors of files that cannot be read.
 
     Raises:
         FileNotFoundError: There are none.
@@ -252,7 +251,7 @@ def merged_text(flights: list[Flight], last: int) -> str:
 
 
 def first_divergence(by_rank: dict[int, list[FlightEntry]]) -> Divergence | None:
-    """Return the first collective that not all ranks made alike, of those that all records reach back to."""
+    """Return the first collective in all records that not all ranks made alike, or None."""
     numbers = {rank: {entry.number: entry for entry in entries} for rank, entries in by_rank.items()}
     first = max(min(found) for found in numbers.values())
     last = max(max(found) for found in numbers.values())

@@ -1,4 +1,4 @@
-"""Guard: ranks that wait have one of them find out what all are doing: for a report, or whether they can ever go on.
+"""Guard: one of the waiting ranks asks all others, for a report or a deadlock.
 
 The rank that waits turns to the first rank of its communicator's first node, or where that gives no answer to the next
 (see ``mpidist.collectives.channel.connections``); that one asks all that it may, once for all that wait for the same
@@ -17,12 +17,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from mpidist.collectives.channel.channel import DEADLOCKED, Channel, Status
+from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.connections import Connections
+from mpidist.collectives.channel.executor import DEADLOCKED, ChannelStatus
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
-from mpidist.collectives.watch.deadlock import Deadlock, Whereabouts, find_deadlock, note_thread, whereabouts
+from mpidist.collectives.watch.deadlock import Deadlock, WaitState, find_deadlock, note_thread, wait_state
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.callsite import program_line
@@ -43,46 +44,46 @@ _NOT_ASKED = "could not be asked from here, as the first ranks of the first two 
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What one rank is doing on one communicator, and around it.
+class RankStatus:
+    """The state of one rank on one communicator, and around it.
 
     Args:
         status: On the communicator.
-        whereabouts: What it does on all its communicators; None where nobody wants to know.
-        where: Line of the program, now.
+        wait_state: Its state on all its communicators, where a deadlock is looked for.
+        where: SideLine of the program, now.
         process: Number of the process, and its host.
     """
 
-    status: Status
-    whereabouts: Whereabouts | None = None
+    status: ChannelStatus
+    wait_state: WaitState | None = None
     where: str = ""
     process: str = ""
 
 
-# What is to be found out: a report to be printed, one for the error of a deadline, or a deadlock.
+# The purpose of a question: a report to be printed, one for the error of a deadline, or a deadlock.
 _PRINT, _REPORT, _DEADLOCK = "print", "report", "deadlock"
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What is asked about: a collective, and what for."""
+    """A question about a collective, with its purpose."""
 
     number: int
     purpose: str
 
 
 class _Inquiry:
-    """What has been found out so far, on the rank that asks all others."""
+    """The answers so far, on the rank that asks all others."""
 
-    def __init__(self, own_rank: int, own: Standing) -> None:
-        self.standings = {own_rank: own}
+    def __init__(self, own_rank: int, own: RankStatus) -> None:
+        self.answers = {own_rank: own}
         self.askers: set[int] = set()
         self.report: str | None = None
         self.is_over = False
 
 
 class Guard(Observer):
-    """Finds out for whom ranks wait on one communicator, and whether they can ever go on.
+    """Finds out for whom ranks wait on one communicator, and whether for ever.
 
     A deadlock takes two communicators, so one is not looked at: the first of all ranks, the only one of most programs.
     Its waits cost no messages.
@@ -102,11 +103,11 @@ class Guard(Observer):
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
         _guards.append(self)
-        self._line = SideLine(channel.comm, self._hear)
+        self._line = SideLine(channel.comm, self._receive)
 
     # In the thread that waits -----------------------------------------------------------------------------------
 
-    def waits(self, operation: Operation[Any]) -> Exception | None:
+    def waits(self, operation: Operation[object]) -> Exception | None:
         """Return the error of a wait that can never end, once that is known."""
         note_thread()
         now, number = time.monotonic(), operation.number
@@ -115,20 +116,20 @@ class Guard(Observer):
             self._waits_in, self._ask_at = number, math.inf if is_first else now + _ASK_AFTER_SECONDS
         if now > self._ask_at:
             self._ask_at = now + _ASK_EVERY_SECONDS
-            side_thread.call(lambda: self._turn_to(_Question(number, _DEADLOCK)))
+            side_thread.call(lambda: self._ask(_Question(number, _DEADLOCK)))
         text = self._deadlocks.get(number)
         return None if text is None else MismatchError(text)
 
-    def tells(self, operation: Operation[Any]) -> bool:
-        """Have one rank find out and print what keeps the collective from going on; returns at once."""
+    def tells(self, operation: Operation[object]) -> bool:
+        """Have one rank print why the collective does not go on; returns at once."""
         question = _Question(operation.number, _PRINT)
-        side_thread.call(lambda: self._turn_to(question))
+        side_thread.call(lambda: self._ask(question))
         return True
 
-    def explanation(self, operation: Operation[Any]) -> str | None:
-        """Return what keeps the collective from going on; None if nobody has told in time."""
+    def explanation(self, operation: Operation[object]) -> str | None:
+        """Return why the collective does not go on, if another rank tells in time."""
         question = _Question(operation.number, _REPORT)
-        side_thread.call(lambda: self._turn_to(question))
+        side_thread.call(lambda: self._ask(question))
         wait_at_most(_ANSWER_SECONDS + 2 * _HEARD_SECONDS, lambda: question in self._reports, 0.01)
         return self._reports.get(question)
 
@@ -140,7 +141,7 @@ class Guard(Observer):
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def _hear(self, source: int, kind: str, content: tuple[Any, ...]) -> None:
+    def _receive(self, source: int, kind: str, content: tuple[Any, ...]) -> None:
         """Act on a message of another rank."""
         about, *told = content
         if kind == "stuck":
@@ -149,7 +150,7 @@ class Guard(Observer):
         elif kind == "heard":
             self._heard.add((about, source))
         elif kind == "ask":
-            self._send(source, "answer", about, self._standing(about))
+            self._send(source, "answer", about, self._own_status(about))
         elif kind == "answer":
             self._take_answer(source, about, *told)
         elif kind == "report":
@@ -160,9 +161,9 @@ class Guard(Observer):
     def _send(self, rank: int, kind: str, *content: Any) -> None:
         self._line.send(rank, kind, content)
 
-    def _turn_to(self, question: _Question, turn: int = 0) -> None:
-        """Have the rank whose turn it is, or the next one that answers, ask all others."""
-        rank = self._connections.order[turn]
+    def _ask(self, question: _Question, index: int = 0) -> None:
+        """Have a rank, or the next in order that answers, ask all others."""
+        rank = self._connections.order[index]
         if rank == self._rank:
             self._inquire(question, rank)
             return
@@ -171,14 +172,14 @@ class Guard(Observer):
 
         def give_up() -> None:
             if (question, rank) not in self._heard:
-                self._turn_to(question, turn + 1)
+                self._ask(question, index + 1)
 
         side_thread.later(_HEARD_SECONDS, give_up)
 
     def _inquire(self, question: _Question, asker: int) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
-            inquiry = self._inquiries[question] = _Inquiry(self._rank, self._standing(question))
+            inquiry = self._inquiries[question] = _Inquiry(self._rank, self._own_status(question))
             for rank in self._connections.known - {self._rank}:
                 self._send(rank, "ask", question)
             found = inquiry
@@ -187,11 +188,11 @@ class Guard(Observer):
         if inquiry.report is not None:
             self._tell(asker, question, inquiry.report)
 
-    def _take_answer(self, source: int, question: _Question, standing: Standing) -> None:
+    def _take_answer(self, source: int, question: _Question, answer: RankStatus) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is not None:  # it is not kept where it found no deadlock
-            inquiry.standings[source] = standing
-            if len(inquiry.standings) == len(self._connections.known):
+            inquiry.answers[source] = answer
+            if len(inquiry.answers) == len(self._connections.known):
                 self._finish(question, inquiry)
 
     def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
@@ -201,13 +202,13 @@ class Guard(Observer):
         if question.purpose == _DEADLOCK:
             # The next that asks wants to know anew.
             del self._inquiries[question]
-            found = [each.whereabouts for each in inquiry.standings.values() if each.whereabouts is not None]
+            found = [each.wait_state for each in inquiry.answers.values() if each.wait_state is not None]
             deadlock = find_deadlock(self._channel.name, question.number, found)
             if deadlock is not None:
                 text = deadlock.text[:_LONGEST_REPORT]
                 self.spread(Deadlock(text, deadlock.waits))
             return
-        report = inquiry.report = report_text(question.number, inquiry.standings, self._size, self._connections.known)
+        report = inquiry.report = report_text(question.number, inquiry.answers, self._size, self._connections.known)
         if question.purpose == _PRINT:
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
@@ -216,14 +217,14 @@ class Guard(Observer):
             self._tell(asker, question, report)
 
     def spread(self, deadlock: Deadlock) -> None:
-        """Have the ranks that a deadlock keeps waiting here give up, and tell those of the other communicators."""
+        """Have the ranks in a deadlock give up, here and on its other communicators."""
         here = self._channel.name
         numbers = [number for name, number in deadlock.waits if name == here and number not in self._deadlocks]
         if not numbers:
             return
         for number in numbers:
             self._deadlocks[number] = deadlock.text
-        self._channel.refuse(DEADLOCKED)
+        self._channel.executor.refuse(DEADLOCKED)
         for rank in self._connections.known - {self._rank}:
             self._send(rank, "deadlock", deadlock)
         for guard in list(_guards):
@@ -235,28 +236,28 @@ class Guard(Observer):
         else:
             self._send(asker, "report", question, report[:_LONGEST_REPORT])
 
-    def _standing(self, question: _Question) -> Standing:
-        status = self._channel.status()
+    def _own_status(self, question: _Question) -> RankStatus:
+        status = self._channel.executor.status()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
-        return Standing(
+        return RankStatus(
             status if len(status.text) <= _LONGEST_TEXT else status._replace(text=f"{status.text[:_LONGEST_TEXT]}..."),
-            whereabouts(where) if question.purpose == _DEADLOCK else None,
+            wait_state(where) if question.purpose == _DEADLOCK else None,
             where,
             f"process {os.getpid()} on {socket.gethostname()}",
         )
 
 
-def report_text(number: int, standings: dict[int, Standing], size: int, asked: Collection[int]) -> str:
-    """Return who waits for collective ``number``, who has not come to it, and what each does.
+def report_text(number: int, answers: dict[int, RankStatus], size: int, asked: Collection[int]) -> str:
+    """Return the report of a collective: who waits, who has not come, each state.
 
     Args:
         number: Of the collective.
-        standings: Of the ranks that answered.
+        answers: By rank, of those that answered.
         size: Number of ranks.
         asked: The ranks that could be asked, the one that asked among them.
     """
-    statuses = {rank: found.status for rank, found in standings.items()}
+    statuses = {rank: found.status for rank, found in answers.items()}
     waiting = {rank: found for rank, found in statuses.items() if found.waits and found.number == number}
     text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
     seconds = max((found.seconds for found in waiting.values()), default=0.0)
@@ -267,17 +268,16 @@ def report_text(number: int, standings: dict[int, Standing], size: int, asked: C
     ]
     groups: dict[str, list[int]] = {}
     for rank in range(size):
-        what = _what(standings.get(rank), number) if rank in asked else _NOT_ASKED
-        groups.setdefault(what, []).append(rank)
+        groups.setdefault(_state_text(answers.get(rank), number) if rank in asked else _NOT_ASKED, []).append(rank)
     # Those that are waited for come first.
     order = sorted(groups.items(), key=lambda group: (group[1][0] in waiting, group[1]))
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {what}" for what, ranks in order[:_MOST_LINES]]
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {state}" for state, ranks in order[:_MOST_LINES]]
     if len(order) > _MOST_LINES:
         lines.append(f"  and {len(order) - _MOST_LINES} more lines like these")
     return "\n".join(lines)
 
 
-def _what(found: Standing | None, number: int) -> str:
+def _state_text(found: RankStatus | None, number: int) -> str:
     if found is None:
         return (
             f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "

@@ -1,4 +1,4 @@
-"""Recorder: what this process has seen of its collectives, until it is written out or told to rank 0 at the end."""
+"""Recorder: spans and totals of this process's collectives, for files and rank 0."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mpidist.topology import import_mpi, world_topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Tallies = dict[str, "Totals"]
-# What is kept in memory at most, and how long.
+Totals = dict[str, "OperationTotals"]
+# Spans kept in memory at most, and how long.
 _MOST_SPANS = 4096
 _KEEP_SECONDS = 1.0
 # How long rank 0 waits, at its end, for what the others tell at theirs.
@@ -37,8 +37,8 @@ _recorders: list[Recorder] = []
 
 
 @dataclass
-class Totals:
-    """What one operation came to on one rank; times in nanoseconds.
+class OperationTotals:
+    """The totals of one operation on one rank; times in nanoseconds.
 
     Attributes:
         calls: How many.
@@ -56,17 +56,17 @@ class Totals:
     works: int = 0
     waited: int = 0
 
-    def add(self, other: Totals) -> None:
+    def add(self, other: OperationTotals) -> None:
         """Add another."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
+def report_text(by_rank: dict[int, Totals], ranks: int, seconds: float) -> str:
     """Return the report.
 
     Args:
-        by_rank: What the operations came to, on those of the ranks that told.
+        by_rank: Totals by operation, of the ranks that told.
         ranks: Number of ranks of the job.
         seconds: How long the program ran with a communicator.
     """
@@ -76,11 +76,11 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
         told = f"{len(by_rank)} of {told} (without {ranks_text(missing)})"
     lines = [f"collectives of {told}, means over ranks, in {seconds:.1f} s"]
     rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
-    by_operation: dict[str, dict[int, Totals]] = {}
-    for rank, tallies in by_rank.items():
-        for operation, tally in tallies.items():
-            by_operation.setdefault(operation, {})[rank] = tally
-    longest_first = sorted(by_operation.items(), key=lambda item: -max(tally.time for tally in item[1].values()))
+    by_operation: dict[str, dict[int, OperationTotals]] = {}
+    for rank, operations in by_rank.items():
+        for operation, totals in operations.items():
+            by_operation.setdefault(operation, {})[rank] = totals
+    longest_first = sorted(by_operation.items(), key=lambda item: -max(each.time for each in item[1].values()))
     rows.extend(_row(operation, found) for operation, found in longest_first)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for first, *middle, last in rows:
@@ -89,10 +89,10 @@ def report_text(by_rank: dict[int, Tallies], ranks: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _row(operation: str, by_rank: dict[int, Totals]) -> tuple[str, ...]:
-    total = Totals()
-    for tally in by_rank.values():
-        total.add(tally)
+def _row(operation: str, by_rank: dict[int, OperationTotals]) -> tuple[str, ...]:
+    total = OperationTotals()
+    for totals in by_rank.values():
+        total.add(totals)
     number = len(by_rank)
     hidden = "-"
     if total.works:
@@ -108,12 +108,12 @@ def _row(operation: str, by_rank: dict[int, Totals]) -> tuple[str, ...]:
     )
 
 
-def _slowest(by_rank: dict[int, Totals]) -> str:
+def _slowest(by_rank: dict[int, OperationTotals]) -> str:
     """Return the rank that arrived last: the others waited, and it did not."""
     if len(by_rank) == 1:
         return "-"
     slowest = min(by_rank, key=lambda rank: by_rank[rank].for_others)
-    others = [tally.for_others for rank, tally in by_rank.items() if rank != slowest]
+    others = [totals.for_others for rank, totals in by_rank.items() if rank != slowest]
     longer = sum(others) / len(others) - by_rank[slowest].for_others
     if longer == 0:
         return "-"
@@ -141,7 +141,7 @@ def _seconds_text(nanoseconds: float) -> str:
 
 
 def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
-    """Return the recorder of this process, None where nothing is to be recorded (collective)."""
+    """Return the recorder of this process, or None without a setting for one (collective)."""
     folder, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
     if folder is None and not reports and flights is None:
         return None
@@ -155,17 +155,17 @@ def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
 
 
 class Recorder:
-    """Spans of this process on their way to its file, and what its operations came to.
+    """The spans of this process, to be written, and the totals of its operations.
 
     Args:
         folder: Where trace files go; None for no trace.
         reports: Whether a report is printed at the end.
-        flights: Where flight records go; None for none.
+        flights: Where flight records go, if anywhere.
 
     Attributes:
-        lock: To be held while a tally is changed.
-        tallies: By operation.
-        flight: The flight record, None where there is none.
+        lock: To be held while totals are changed.
+        totals: By operation.
+        flight: The flight record, if any.
     """
 
     def __init__(self, folder: str | None, reports: bool, flights: str | None = None) -> None:
@@ -173,7 +173,7 @@ class Recorder:
         self.rank, self.ranks = world.Get_rank(), world.Get_size()
         self.reports = reports
         self.lock = threading.Lock()
-        self.tallies: Tallies = {}
+        self.totals: Totals = {}
         self._tell_unfinished: list[WeakMethod[Callable[[], None]]] = []
         self.file = None if folder is None else TraceFile(folder, self.rank, self.ranks)
         self.flight = None if flights is None else FlightFile(flights, self.rank, self.ranks)
@@ -190,11 +190,11 @@ class Recorder:
 
     @property
     def makes_spans(self) -> bool:
-        """Whether more is asked for than the flight record."""
+        """Whether a trace or a report is asked for."""
         return self.reports or self.file is not None
 
     def add_unfinished(self, tell: Callable[[], None]) -> None:
-        """Have a method called that adds the span of what is on its way, before spans are written for the last time."""
+        """Have a method called before the last writing, which adds spans of unfinished collectives."""
         alive = [reference for reference in self._tell_unfinished if reference() is not None]
         self._tell_unfinished = [*alive, WeakMethod(tell)]
 
@@ -221,12 +221,12 @@ class Recorder:
         if is_full:
             self.write()
 
-    def tally(self, operation: str) -> Totals:
-        """Return the tally of an operation."""
-        return self.tallies.setdefault(operation, Totals())
+    def totals_of(self, operation: str) -> OperationTotals:
+        """Return the totals of an operation."""
+        return self.totals.setdefault(operation, OperationTotals())
 
     def forget(self) -> None:
-        """Record nothing from now on: this is a forked child, and the files are its parent's."""
+        """Record nothing from now on, in a forked child: the files are its parent's."""
         self.file = self.flight = None
 
     def settle(self, at_once: bool) -> None:
@@ -244,7 +244,7 @@ class Recorder:
             self._written = time.monotonic()
 
     def save(self) -> None:
-        """Write out all there is, with the collectives that are on their way."""
+        """Write all spans out, with those of unfinished collectives."""
         for reference in self._tell_unfinished:
             tell = reference()
             if tell is not None:
@@ -266,14 +266,14 @@ class Recorder:
             if folder is not None:
                 self._merge(folder, by_rank)
 
-    def _tell(self) -> dict[int, Tallies]:
-        """Return what the ranks told, on rank 0; one that does not come in time is left out."""
-        by_rank = {self.rank: self.tallies}
+    def _tell(self) -> dict[int, Totals]:
+        """Return the totals of all ranks that tell them in time, on rank 0."""
+        by_rank = {self.rank: self.totals}
         if self._world is None or import_mpi().Is_finalized():
             return by_rank
         mailbox = Mailbox(self._world, message_tags.TALLIES, on_loss=lambda _: None)
         if self.rank:
-            mailbox.send(0, self.tallies)
+            mailbox.send(0, self.totals)
 
         def is_over() -> bool:
             by_rank.update(mailbox.received())
@@ -282,7 +282,7 @@ class Recorder:
         wait_at_most(_EXIT_SECONDS, is_over, _NAP_SECONDS)
         return by_rank
 
-    def _merge(self, folder: str, by_rank: dict[int, Tallies]) -> None:
+    def _merge(self, folder: str, by_rank: dict[int, Totals]) -> None:
         missing = [rank for rank in range(self.ranks) if rank not in by_rank]
         if missing:
             reason = f"ranks {ranks_text(missing)} have not told that their files are complete"
@@ -296,7 +296,7 @@ class Recorder:
 
 
 class _SavingHook:
-    """A ``sys.excepthook`` that writes out what was seen before ``previous``, which may end the job."""
+    """A ``sys.excepthook`` that saves the recording before ``previous``, which may end the job."""
 
     def __init__(self, previous: object) -> None:
         self._previous = previous
@@ -307,7 +307,7 @@ class _SavingHook:
 
 
 def _before_leaving() -> None:
-    """Write out what was seen while the job is known to be well: its end may be an abort."""
+    """Save the recording early: the end of the job may be an abort."""
     for recorder in _recorders:
         recorder.save()
 
@@ -321,6 +321,6 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _finish_recording() -> None:
-    """Write out and tell rank 0 what was seen; after the ranks have taken leave of one another."""
+    """Write the recording out and tell rank 0, after the last collective of all ranks."""
     while _recorders:
         _recorders.pop().finish()

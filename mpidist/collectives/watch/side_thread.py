@@ -1,4 +1,4 @@
-"""SideThread: one thread over which ranks talk beside their collectives, also while the program computes or waits.
+"""SideThread: one thread over which ranks talk beside their collectives, at any time.
 
 Messages are small and rare: they go point to point over the private communicators of open channels, with a tag of their
 own. The thread looks for them a few times a second, and more often while something is going on.
@@ -26,32 +26,32 @@ _BUSY_FOR_SECONDS = 1.0
 
 
 class SideLine:
-    """What ranks talk over in their side threads, until it is closed or a rank is lost.
+    """A line between side threads, until it is closed or a rank is lost.
 
     Args:
         comm: The communicator.
-        hear: Called in the thread with source, kind and content of each message.
+        receive: Called in the thread with source, kind and content of each message.
     """
 
-    def __init__(self, comm: MPI.Intracomm, hear: Callable[[int, str, Any], None]) -> None:
+    def __init__(self, comm: MPI.Intracomm, receive: Callable[[int, str, Any], None]) -> None:
         # The program hears of a lost rank by itself.
         self.mailbox = Mailbox(comm, message_tags.SIDE_THREAD, on_loss=lambda _: side_thread.drop(self))
-        self.hear = hear
+        self.receive = receive
         side_thread.watch(self)
 
-    def send(self, rank: int, kind: str, content: Any) -> None:
+    def send(self, rank: int, kind: str, content: object) -> None:
         """Send a message of at most a few KiB; called in the thread."""
         if self in side_thread.watched:
             self.mailbox.send(rank, (kind, content))
             side_thread.be_busy()
 
     def close(self) -> None:
-        """Say and hear nothing more; the last one ends the thread."""
+        """Send and receive nothing more; the last line that is closed ends the thread."""
         side_thread.forget(self)
 
 
 class SideThread(DaemonThread[SideLine]):
-    """The thread, there as long as a line with several ranks is open."""
+    """The side thread, there as long as a line with several ranks is open."""
 
     def __init__(self) -> None:
         super().__init__("side")
@@ -62,18 +62,18 @@ class SideThread(DaemonThread[SideLine]):
         self._busy_until = 0.0
 
     def is_allowed(self) -> bool:
-        """Whether this process can have the thread; says once why not."""
+        """Return whether this process can have the thread; logs once why not."""
         return mpi_takes_threads("a rank that waits cannot ask the others what they do")
 
     def watch(self, thing: SideLine) -> None:
-        """Take part in what is said over a line from now on."""
+        """Take part in the talk over a line from now on."""
         after_the_end(self.stop)
         with self.lock:
             self._mailboxes.append(thing.mailbox)
             super().watch(thing)
 
     def drop(self, line: SideLine) -> None:
-        """Forget a line whose ranks are not all there any more; called in the thread, which goes on."""
+        """Forget a line that lost a rank; called in the thread, which goes on."""
         if line in self.watched:
             self.watched.remove(line)
 
@@ -91,7 +91,7 @@ class SideThread(DaemonThread[SideLine]):
         self._busy_until = time.monotonic() + _BUSY_FOR_SECONDS
 
     def look(self) -> float:
-        """Do what was asked for, hear what others say, and call what is due."""
+        """Make the calls that were asked for, receive messages, and make calls that are due."""
         # The lock is held meanwhile, so that no line is closed and its communicator freed.
         with self.lock:
             while self._asked:
@@ -99,7 +99,7 @@ class SideThread(DaemonThread[SideLine]):
             for line in list(self.watched):
                 for source, (kind, content) in line.mailbox.received():
                     self.be_busy()
-                    line.hear(source, kind, content)
+                    line.receive(source, kind, content)
             in_use = [line.mailbox for line in self.watched]
             self._mailboxes = [each for each in self._mailboxes if not each.all_sent() or each in in_use]
             now = time.monotonic()

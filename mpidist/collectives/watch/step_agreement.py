@@ -1,6 +1,6 @@
-"""StepAgreement: the ranks agree, in their side threads, after which step of the program all of them do something.
+"""StepAgreement: the ranks agree, in their side threads, on a step after which all act.
 
-No message travels with the steps. A rank that wants something done tells the first rank, which has all ranks hold at
+No message travels with the steps. A rank that wants an act tells the first rank, which has all ranks hold at
 the end of their present step and tell how many steps they have done. The target is the step after the largest of
 these: no rank has come to its end, and none passes an end of a step while it does not know the target.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Round:
-    """One thing that is to be done after a step that all agree on."""
+    """One act after a step that all agree on."""
 
     def __init__(self) -> None:
         self.target: int | None = None
@@ -55,18 +55,23 @@ class StepAgreement:
                 )
             self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
-            self._line = SideLine(self._comm, self._hear)
+            self._line = SideLine(self._comm, self._receive)
 
-    def ask_for(self, what: str) -> None:
-        """Have ``what`` done after a step that all ranks agree on; from any thread of any rank, once or more often."""
+    def ask_for(self, act: str) -> None:
+        """Have an act done after a step that all ranks agree on.
+
+        From any thread of any rank, once or more often.
+        """
         if self._comm is None:
             with self._changed:
-                self._rounds.setdefault(what, _Round()).target = self.steps + 1
+                self._rounds.setdefault(act, _Round()).target = self.steps + 1
         else:
-            side_thread.call(lambda: self._send(0, "want", what))
+            side_thread.call(lambda: self._send(0, "want", act))
 
     def step_done(self) -> list[str]:
-        """Count a step, and return what all ranks are to do now; returns soon but while ranks agree.
+        """Count a step, and return the acts that are due on all ranks after it.
+
+        Returns soon but while ranks agree.
 
         Raises:
             CollectiveTimeoutError: Other ranks did not answer within ``MPIDIST_TIMEOUT``.
@@ -80,13 +85,13 @@ class StepAgreement:
                 if not self._changed.wait(self._timeout):
                     waited = time.monotonic() - start
                     raise CollectiveTimeoutError("agreeing on a step", self.steps, waited, self._rank)
-            due = [what for what, each in self._rounds.items() if each.target == self.steps and not each.is_over]
-            for what in due:
-                self._rounds[what].is_over = True
+            due = [act for act, each in self._rounds.items() if each.target == self.steps and not each.is_over]
+            for act in due:
+                self._rounds[act].is_over = True
             return due
 
     def close(self) -> None:
-        """Free what it holds (collective)."""
+        """Free its communicator (collective)."""
         if self._comm is not None:
             self._line.close()
             self._comm.Free()
@@ -94,38 +99,31 @@ class StepAgreement:
 
     # In the side thread -----------------------------------------------------------------------------------------
 
-    def _hear(self, source: int, kind: str, content: Any) -> None:
-        what, number = content
-        if kind == "want":
-            self._begin(what)
+    def _receive(self, source: int, kind: str, content: tuple[str, int]) -> None:
+        act, number = content
+        if kind == "want" and act not in self._counts:
+            # A round begins, on the first rank.
+            self._counts[act] = {}
+            for rank in range(self._size):
+                self._send(rank, "hold", act)
         elif kind == "hold":
             with self._changed:
-                self._rounds.setdefault(what, _Round())
+                self._rounds.setdefault(act, _Round())
                 steps = self.steps
-            self._send(0, "count", what, steps)
+            self._send(0, "count", act, steps)
         elif kind == "count":
-            self._take(what, source, number)
+            counts = self._counts[act]
+            counts[source] = number
+            if len(counts) == self._size:
+                for rank in range(self._size):
+                    self._send(rank, "target", act, max(counts.values()) + 1)
         elif kind == "target":
             with self._changed:
-                self._rounds[what].target = number
+                self._rounds[act].target = number
                 self._changed.notify_all()
 
-    def _send(self, rank: int, kind: str, what: str, number: int = 0) -> None:
+    def _send(self, rank: int, kind: str, act: str, number: int = 0) -> None:
         if rank == self._rank:
-            self._hear(rank, kind, (what, number))
+            self._receive(rank, kind, (act, number))
         else:
-            self._line.send(rank, kind, (what, number))
-
-    def _begin(self, what: str) -> None:
-        """Begin a round, on the first rank."""
-        if what not in self._counts:
-            self._counts[what] = {}
-            for rank in range(self._size):
-                self._send(rank, "hold", what)
-
-    def _take(self, what: str, source: int, count: int) -> None:
-        counts = self._counts[what]
-        counts[source] = count
-        if len(counts) == self._size:
-            for rank in range(self._size):
-                self._send(rank, "target", what, max(counts.values()) + 1)
+            self._line.send(rank, kind, (act, number))

@@ -1,7 +1,7 @@
-"""Trace files: the events of each rank in the JSON format of Chrome's tracing, and the merging of them into one.
+"""Trace files: each rank's events in the JSON format of Chrome's tracing, and their merging.
 
 Each rank writes in pieces. Between any two pieces the file is complete: each piece is written over the end of the file,
-and ends it anew. One event is one line, and begins with its time, so that merging need not parse what it only shifts.
+and ends it anew. One event is one line, and begins with its time, so that merging need not parse events that it shifts.
 
 They are merged by rank 0 at the end of a program, and by hand: ``python -m mpidist trace DIR``. Ranks that read the
 same clock are taken as they are. Between hosts the collectives say how the clocks stand: no rank leaves the opening of
@@ -18,7 +18,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mpidist.arrays.convert import Array
 from mpidist.core.files import folder_to_write, open_regular, replacing
 from mpidist.core.settings import TRACE
 
-# About 300 MB, which is what viewers still open.
+# About 300 MB, as much as viewers still open.
 MOST_EVENTS = 1_000_000
 MERGED = "trace-merged.json"
 HEAD = '{"displayTimeUnit":"ns","traceEvents":[\n'
@@ -35,7 +35,7 @@ _BLOCK_MICROSECONDS = 1e6
 _FEWEST_MEETINGS = 5
 # How an event that has a time begins.
 _TIMES = re.compile(r'{"ts":([0-9.]+)(?:,"dur":([0-9.]+))?,')
-# A host's meetings by what they are called: when its last rank came, and its first one left.
+# A host's meetings by name: when its last rank came, and its first one left.
 Meetings = dict[str, tuple[float, float]]
 
 
@@ -50,8 +50,18 @@ class Span(NamedTuple):
     track: int
     start: int
     stop: int
-    args: dict[str, Any] | None = None
+    args: dict[str, object] | None = None
     identity: str | None = None
+
+
+class _About(TypedDict):
+    """The facts about one file, in its last line."""
+
+    rank: int
+    ranks: int
+    host: str
+    clock: str
+    dropped: int
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -63,8 +73,8 @@ def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder, f"trace-rank-{rank:04}.json")
 
 
-def tail(about: dict[str, Any]) -> str:
-    """Return the end of a file, which holds what is told about the whole of it in a line of its own."""
+def tail(about: object) -> str:
+    """Return the end of a file, with facts about it in one line."""
     return f'\n],\n"otherData":{json.dumps(about)}}}\n'
 
 
@@ -86,7 +96,7 @@ class TraceFile:
         with folder_to_write(folder, TRACE.name):
             self._descriptor = open_regular(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._room = most_events
-        self._about: dict[str, Any] = {
+        self._about: _About = {
             "rank": rank,
             "ranks": ranks,
             "host": socket.gethostname(),
@@ -98,7 +108,7 @@ class TraceFile:
         self._name("process", 0, f"rank {rank} on {self._about['host']}", rank)
 
     def name_track(self, track: int, name: str) -> None:
-        """Say what a track, as a viewer shows it below the rank, is called; tracks are shown by their number."""
+        """Name a track, as viewers show it below the rank; they sort tracks by number."""
         self._name("thread", track, name, track)
 
     def write(self, spans: list[Span]) -> None:
@@ -115,8 +125,8 @@ class TraceFile:
         """Close the file, which is complete."""
         os.close(self._descriptor)
 
-    def _name(self, what: str, track: int, name: str, order: int) -> None:
-        head = f'{{"ph":"M","pid":{self._rank},"tid":{track},"name":"{what}'
+    def _name(self, kind: str, track: int, name: str, order: int) -> None:
+        head = f'{{"ph":"M","pid":{self._rank},"tid":{track},"name":"{kind}'
         self._append(
             [
                 f'{head}_name","args":{{"name":{json.dumps(name)}}}}}',
@@ -144,30 +154,30 @@ def _write_all(descriptor: int, data: bytes, start: int) -> None:
 def _lines(span: Span, rank: int) -> list[str]:
     start, stop = f"{span.start / 1000:.3f}", f"{span.stop / 1000:.3f}"
     name, args = json.dumps(span.name), "" if span.args is None else f',"args":{json.dumps(span.args)}'
-    what = f'"pid":{rank},"tid":{span.track},"cat":"{span.category}","name":{name}'
+    subject = f'"pid":{rank},"tid":{span.track},"cat":"{span.category}","name":{name}'
     if span.identity is None:
-        return [f'{{"ts":{start},"dur":{(span.stop - span.start) / 1000:.3f},"ph":"X",{what}{args}}}']
+        return [f'{{"ts":{start},"dur":{(span.stop - span.start) / 1000:.3f},"ph":"X",{subject}{args}}}']
     identity = f'"id2":{{"local":"{span.identity}"}}'
     return [
-        f'{{"ts":{start},"ph":"b",{identity},{what}{args}}}',
-        f'{{"ts":{stop},"ph":"e",{identity},{what}}}',
+        f'{{"ts":{start},"ph":"b",{identity},{subject}{args}}}',
+        f'{{"ts":{stop},"ph":"e",{identity},{subject}}}',
     ]
 
 
 def _clock() -> str:
-    """Return what is the same for two processes if they read the same clock (CLOCK_MONOTONIC)."""
+    """Return a name of this process's clock (CLOCK_MONOTONIC), equal where the clock is the same."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/time"
     host = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return f"{host} {os.readlink(namespace)}" if os.path.exists(namespace) else host
 
 
 def how(folder: str | os.PathLike[str]) -> str:
-    """Say how to merge by hand."""
+    """Return how to merge by hand."""
     return f"once all files are in {folder}, type: python -m mpidist trace {folder}"
 
 
 def merge(folder: str | os.PathLike[str]) -> Path:
-    """Merge the files of all ranks in ``folder`` into one file there, and return its path.
+    """Merge the files of all ranks into one in the folder, and return its path.
 
     Raises:
         FileNotFoundError: A rank's file is not there.
@@ -205,14 +215,14 @@ def _paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """Return what is told about the whole of a file in its last line."""
+def _about(path: Path) -> _About:
+    """Return the facts about a file, from its last line."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         last = file.read().decode().rstrip("\n").rpartition("\n")[2]
     if not last.startswith('"otherData":') or not last.endswith("}"):
         raise ValueError(f"{path} ends in {last[:80]!r}; expected a trace file that mpidist wrote, in full")
-    about: dict[str, Any] = json.loads("{" + last)["otherData"]
+    about: _About = json.loads("{" + last)["otherData"]
     return about
 
 
@@ -226,7 +236,7 @@ def _events(path: Path) -> Iterator[str]:
 
 
 class Offset:
-    """What to add to the times of a clock, which changes slowly.
+    """The offset to add to the times of a clock, which changes slowly.
 
     Args:
         times: In microseconds of that clock, rising; none for a clock that needs nothing.
@@ -280,7 +290,7 @@ def _meetings(paths: Iterable[Path]) -> Meetings:
 
 
 def _offset(reference: Meetings, own: Meetings) -> Offset:
-    """Return what makes the meetings of two hosts fall together."""
+    """Return the offset that makes the meetings of two hosts fall together."""
     names = sorted(own.keys() & reference.keys(), key=lambda name: own[name][1])
     there, here = np.array([reference[name] for name in names]), np.array([own[name] for name in names])
     differences = there[:, 1] - here[:, 1]
@@ -296,7 +306,7 @@ def _offset(reference: Meetings, own: Meetings) -> Offset:
 
 
 def _blocks(times: Array) -> Iterator[slice]:
-    """Cut rising times into blocks of a second and a few meetings at least."""
+    """Yield blocks of rising times, each of a second and a few meetings at least."""
     start = 0
     for stop in range(1, len(times) + 1):
         is_long = times[stop - 1] - times[start] >= _BLOCK_MICROSECONDS and stop - start >= _FEWEST_MEETINGS
@@ -306,7 +316,7 @@ def _blocks(times: Array) -> Iterator[slice]:
 
 
 def _shifted(lines: Iterable[str], offset: Offset) -> Iterator[str]:
-    """Return events with their times shifted: what was inside something else stays there."""
+    """Yield events with their times shifted: one that was inside another stays there."""
     if not offset.times:
         yield from lines
         return

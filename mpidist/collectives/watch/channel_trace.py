@@ -1,14 +1,13 @@
-"""Trace: writes down what the collectives of this process do, where MPIDIST_TRACE or MPIDIST_REPORT asks for it."""
+"""ChannelTrace: spans and totals of a channel's collectives, for MPIDIST_TRACE and MPIDIST_REPORT."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from mpidist.collectives.channel.description import HOUSEKEEPING
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.watch.recorder import Recorder, Totals
+from mpidist.collectives.watch.recorder import OperationTotals, Recorder
 from mpidist.collectives.watch.trace_files import Span
 
 # A text longer than this, of very many arrays, is cut.
@@ -16,10 +15,10 @@ _TEXT = 300
 clock = time.perf_counter_ns
 
 
-class _Call:
+class _TracedCall:
     """A collective on its way."""
 
-    def __init__(self, operation: Operation[Any], number: int, track: int, began: int, start: int) -> None:
+    def __init__(self, operation: Operation[object], number: int, track: int, began: int, start: int) -> None:
         self.operation = operation
         self.number = number
         self.track = track
@@ -33,7 +32,7 @@ class _Call:
 
 
 class ChannelTrace(Observer):
-    """Writes down the collectives of one channel, which carries out one at a time.
+    """Writes down the collectives of one channel.
 
     Args:
         recorder: Of this process.
@@ -45,19 +44,19 @@ class ChannelTrace(Observer):
         self._name = name
         self._numbers = 0
         self._works = 0
-        self._last_work = Totals()
+        self._last_work = OperationTotals()
         # Of collectives that have been issued and have not begun: when, and how many works had ended by then.
-        self._asked: dict[Operation[Any], tuple[int, int]] = {}
-        self._call: _Call | None = None
+        self._asked: dict[Operation[object], tuple[int, int]] = {}
+        self._call: _TracedCall | None = None
         # When each of the tracks of the wire is free again.
         self._wire_tracks: list[int] = []
         recorder.add_unfinished(self.tell_unfinished)
 
-    def issued(self, operation: Operation[Any]) -> None:
+    def issued(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         self._asked[operation] = clock(), self._works
 
-    def began(self, operation: Operation[Any]) -> None:
+    def began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         asked, works = self._asked.pop(operation)
         now = clock()
@@ -66,16 +65,16 @@ class ChannelTrace(Observer):
         track = self._track("works") if operation.is_work else self._recorder.track_of_thread()
         # A blocking call begins with finishing the works before it.
         waited_for_works = not operation.is_work and self._works > works
-        call = self._call = _Call(operation, self._numbers, track, now, asked if waited_for_works else now)
+        call = self._call = _TracedCall(operation, self._numbers, track, now, asked if waited_for_works else now)
         if waited_for_works:
             with self._recorder.lock:
                 self._last_work.waited += now - asked
-            self._span("queue", "queue", track, asked, now)
+            self._recorder.add(Span("queue", "queue", track, asked, now))
         if operation.is_work:
             name, identity = f"queue {operation.description.title}", f"{self._name} {call.number}"
-            self._span(name, "queue", track, asked, now, self._args(call), identity)
+            self._recorder.add(Span(name, "queue", track, asked, now, self._args(call), identity))
 
-    def ended(self, operation: Operation[Any]) -> None:
+    def ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         call, now = self._call, clock()
         if call is None:
@@ -83,82 +82,84 @@ class ChannelTrace(Observer):
         self._close_phase(call, now)
         self._call = None
         description = operation.description
-        tally = self._recorder.tally(description.operation)
+        totals = self._recorder.totals_of(description.operation)
         with self._recorder.lock:
-            tally.calls += 1
-            tally.nbytes += description.nbytes
-            tally.time += now - call.began
-            tally.for_others += call.for_others
+            totals.calls += 1
+            totals.nbytes += description.nbytes
+            totals.time += now - call.began
+            totals.for_others += call.for_others
             # Nobody waits for news to other ranks in particular.
-            tally.works += now - call.began if operation.is_work and description.operation != HOUSEKEEPING else 0
+            totals.works += now - call.began if operation.is_work and description.operation != HOUSEKEEPING else 0
         if operation.is_work:
             self._works += 1
-            self._last_work = tally
-        self._span(description.title, "collective", call.track, call.start, now, self._args(call))
+            self._last_work = totals
+        self._recorder.add(Span(description.title, "collective", call.track, call.start, now, self._args(call)))
         self._recorder.settle(at_once=operation.error is not None)
 
     def tell_unfinished(self) -> None:
-        """Write down the collective that is on its way, as far as it has got; once."""
+        """Write down the unfinished collective as far as it has got, once."""
         call = self._call
         if call is not None and not call.is_told:
             call.is_told = True
             args, identity = self._args(call), f"{self._name} {call.number} unfinished"
             args["phase"] = call.phase
             title = f"unfinished {call.operation.description.title}"
-            self._span(title, "unfinished", call.track, call.start, clock(), args, identity)
+            self._recorder.add(Span(title, "unfinished", call.track, call.start, clock(), args, identity))
 
-    def phase(self, operation: Operation[Any], name: str) -> None:
+    def phase(self, operation: Operation[object], name: str) -> None:
         """See ``Observer``."""
         call, now = self._call, clock()
         if call is not None:
             self._close_phase(call, now)
             call.phase, call.phase_start = name, now
 
-    def met(self, operation: Operation[Any]) -> None:
+    def met(self, operation: Operation[object]) -> None:
         """See ``Observer``: the ranks leave the meeting at the same time, but for microseconds."""
         call, now = self._call, clock()
         if call is not None:
             call.meetings += 1
             self._close_phase(call, now, {"meeting": f"{self._name}, {call.number}, {call.meetings}"})
 
-    def chunk(self, operation: Operation[Any], chunk: Chunk) -> None:
+    def chunk(self, operation: Operation[object], chunk: Chunk) -> None:
         """See ``Observer``."""
         call, now = self._call, clock()
         if call is None:
             return
         if not chunk.nbytes:
-            self._span(chunk.event, "inside the node", call.track, chunk.start, now, {"chunk": chunk.number})
+            args: dict[str, object] = {"chunk": chunk.number}
+            self._recorder.add(Span(chunk.event, "inside the node", call.track, chunk.start, now, args))
             return
         args = {"chunk": chunk.number, "bytes": chunk.nbytes}
         track = self._track(f"wire {self._free_wire_track(chunk.start, now)}")
-        self._span(chunk.event, "between nodes", track, chunk.start, now, args)
+        self._recorder.add(Span(chunk.event, "between nodes", track, chunk.start, now, args))
 
-    def waited(self, operation: Operation[Any], start: int) -> None:
+    def waited(self, operation: Operation[object], start: int) -> None:
         """See ``Observer``."""
         now, description = clock(), operation.description
-        tally = self._recorder.tally(description.operation)
+        totals = self._recorder.totals_of(description.operation)
         with self._recorder.lock:
-            tally.waited += now - start
-        args = {"text": _shortened(description.text)}
-        self._span(f"wait for {description.title}", "wait", self._recorder.track_of_thread(), start, now, args)
+            totals.waited += now - start
+        args: dict[str, object] = {"text": _shortened(description.text)}
+        track = self._recorder.track_of_thread()
+        self._recorder.add(Span(f"wait for {description.title}", "wait", track, start, now, args))
 
     def _free_wire_track(self, start: int, end: int) -> int:
-        """Return a track of the wire on which nothing has been since ``start``, taken until ``end``."""
+        """Return a wire's track that is free from ``start``, and take it until ``end``."""
         free = next((track for track, until in enumerate(self._wire_tracks) if until <= start), len(self._wire_tracks))
         self._wire_tracks[free : free + 1] = [end]
         return free
 
-    def _close_phase(self, call: _Call, now: int, args: dict[str, Any] | None = None) -> None:
+    def _close_phase(self, call: _TracedCall, now: int, args: dict[str, object] | None = None) -> None:
         if call.phase is None:
             return
         if call.phase == OTHERS:
             call.for_others += now - call.phase_start
-        self._span(call.phase, "phase", call.track, call.phase_start, now, args)
+        self._recorder.add(Span(call.phase, "phase", call.track, call.phase_start, now, args))
         call.phase = None
 
-    def _args(self, call: _Call) -> dict[str, Any]:
+    def _args(self, call: _TracedCall) -> dict[str, object]:
         operation = call.operation
-        args = {
+        args: dict[str, object] = {
             "text": _shortened(operation.text),
             "communicator": self._name,
             "number": call.number,
@@ -170,11 +171,8 @@ class ChannelTrace(Observer):
             args["error"] = type(operation.error).__name__
         return args
 
-    def _span(self, *args: Any) -> None:
-        self._recorder.add(Span(*args))
-
-    def _track(self, what: str) -> int:
-        return self._recorder.track((self._name, what), f"{what} of {self._name}")
+    def _track(self, title: str) -> int:
+        return self._recorder.track((self._name, title), f"{title} of {self._name}")
 
 
 def _shortened(text: str) -> str:

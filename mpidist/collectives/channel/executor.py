@@ -1,0 +1,429 @@
+"""Executor: carries out the operations of one channel in order, with deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+
+from mpidist.collectives.channel import shutdown
+from mpidist.collectives.channel.channel_lock import ChannelLock
+from mpidist.collectives.channel.description import describe
+from mpidist.collectives.channel.handshake import Handshake
+from mpidist.collectives.channel.observers import Observers
+from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.progress import progress
+from mpidist.collectives.channel.work import Work
+from mpidist.collectives.mpi.agreed import is_common
+from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.core import settings
+from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
+from mpidist.topology.faults import says_rank_is_lost
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+# Works that were submitted and never waited for: beyond this many the oldest is finished first.
+_MOST_WORKS = 256
+DEADLOCKED = "its ranks waited for one another in different communicators"
+# Those of the open channels of this process.
+_executors: list[Executor] = []
+
+
+class ChannelStatus(NamedTuple):
+    """The activity of one rank on a channel.
+
+    Attributes:
+        issued: How many collectives it has issued.
+        number: Of its present or last collective; they are counted as they are issued.
+        text: Description of that collective.
+        waits: Whether it is in it.
+        seconds: How long it has been in it, or since it began with it.
+        ended: Whether its program has come to its end.
+    """
+
+    issued: int
+    number: int
+    text: str
+    waits: bool
+    seconds: float
+    ended: bool
+
+
+class Executor:
+    """Carries out the operations of one channel one at a time, now or later.
+
+    Args:
+        owner: Name of the channel's owner, for messages.
+        comm: The communicator, for its rank and size.
+        handshake: Of the channel.
+        observers: Of the channel.
+        timeout: Seconds before an operation is given up.
+        revoke: Called when a rank is lost, to end the waits of the others.
+
+    Attributes:
+        issued: How many operations this rank has issued.
+        current: The operation that is being carried out.
+        unusable: Why no more operations can be carried out, if so.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        comm: MPI.Intracomm,
+        handshake: Handshake,
+        observers: Observers,
+        timeout: float,
+        revoke: Callable[[], None],
+    ) -> None:
+        self._owner = owner
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._handshake = handshake
+        self._observers = observers
+        self._timeout = timeout
+        self._warn_after: float = settings.WARN_AFTER.read()
+        self._revoke = revoke
+        self._works: deque[Work[object]] = deque()
+        self._lock = ChannelLock()
+        self.issued = 0
+        # In place of an operation where there is none: one that was carried out is not kept, nor its arrays.
+        self._nothing = Operation(_no_steps(), describe("nothing"))
+        self.current: Operation[object] = self._nothing
+        # Number and text of the last operation that the program has waited for.
+        self._last = (0, "")
+        # Since when the program has waited for the last operation that it waited for, and whether it still does.
+        self._since = 0.0
+        self._waits = False
+        self._has_ended = False
+        self.unusable: str | None = None
+        self._given_up: Steps[object] | None = None
+        self._interrupted: BaseException | None = None
+        _executors.append(self)
+
+    # Called by the program --------------------------------------------------------------------------------------
+
+    def run(self, operation: Operation[T]) -> T:
+        """Carry out an operation, after those that were submitted, and return its result.
+
+        Raises:
+            CollectiveTimeoutError: It took longer than its deadline; no more can be carried out.
+            RuntimeError: The channel was closed or has given up before, or is in use by another thread.
+            PeerError: Another rank has failed or left.
+        """
+        with self._lock:
+            self._check_usable()
+            self.issued = operation.number = self.issued + 1
+            while self._works:
+                self._finish_oldest()
+            steps = operation.steps
+            if operation.tally is not None or self._observers.see_steps:
+                steps = self._observed(operation)
+            result = self._drive(steps, operation, operation.timeout or self._timeout)
+        return operation.finished(result)
+
+    def submit(self, operation: Operation[T]) -> Work[T]:
+        """Start an operation and return its handle; works are carried out in order of submission."""
+        steps, timeout = self._observed(operation), operation.timeout or self._timeout
+        work: Work[T] = Work(operation, steps, timeout, self.advance, self._wait_for)
+        with self._lock:
+            self._check_usable()
+            self.issued = operation.number = self.issued + 1
+            self._works.append(work)
+            while len(self._works) > _MOST_WORKS:
+                self._finish_oldest()
+            self._step_oldest()
+        if not work.is_done and self._size > 1:
+            progress.watch(self.move)
+        return work
+
+    def advance(self) -> None:
+        """Move the oldest unfinished work one step forward."""
+        with self._lock:
+            self._check_usable()
+            self._step_oldest()
+
+    def complete(self, work: Work[object], timeout: float | None) -> None:
+        """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
+        with self._lock:
+            if timeout is None or timeout >= work.timeout - work.waited:
+                while self._works and not work.is_done:
+                    self._finish_oldest()
+            elif not work.is_done:
+                work.waited += timeout
+                drive(
+                    self._polling(work),
+                    lambda: Deadline(
+                        lambda waited: self._report(work.operation, waited),
+                        lambda _: TimeoutError(
+                            f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for "
+                            "again"
+                        ),
+                        timeout,
+                        self._warn_after,
+                        self._move_others,
+                    ),
+                )
+
+    def _wait_for(self, work: Work[object], timeout: float | None) -> None:
+        """Complete a work, and tell observers of the wait."""
+        if work.is_done:
+            return
+        start = time.perf_counter_ns()
+        try:
+            self.complete(work, timeout)
+        finally:
+            for tell in self._observers.waited:
+                tell(work.operation, start)
+
+    # Called by any thread ---------------------------------------------------------------------------------------
+
+    def oldest_work(self) -> Work[object] | None:
+        """Return the work that is carried out next, or None."""
+        try:
+            return self._works[0]
+        except IndexError:
+            return None
+
+    def move(self) -> Work[object] | None:
+        """Move the oldest work one step on, unless another thread does, and return the next.
+
+        An error settles all works.
+        """
+        if self._works and self._lock.take_if_free():
+            try:
+                self._step_oldest()
+            finally:
+                self._lock.give_back()
+        return self.oldest_work()
+
+    def status(self) -> ChannelStatus:
+        """Return the activity of this rank."""
+        (number, text), waits = self._last, self._waits
+        seconds = time.monotonic() - self._since
+        work = self.oldest_work()
+        if not waits and work is not None:
+            number, text, waits = work.operation.number, work.operation.text, self.move in progress.watched
+            seconds = time.monotonic() - work.began
+        return ChannelStatus(self.issued, number, text, waits, seconds, self._has_ended)
+
+    def waiting(self) -> list[tuple[int, str]]:
+        """Return number and text of the operation that the program waits in, if any."""
+        return [self._last] if self._waits else []
+
+    def refuse(self, reason: str) -> None:
+        """Carry out no more operations; a program that waits in one learns the reason there."""
+        if not self._waits:
+            self.unusable = reason
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Take no part in the progress of works any more, as the channel is closed."""
+        _executors.remove(self)
+        progress.forget(self.move)
+
+    def abandon(self) -> None:
+        """Give all works up, as a rank was lost."""
+        self.unusable = self.unusable or "a rank was lost"
+        self._settle_all(RankLostError(self.unusable))
+
+    def disown(self) -> None:
+        """Refuse all operations in a forked child, where the holder of the lock is missing."""
+        self._lock = ChannelLock()
+        self.unusable = shutdown.FORKED
+        _executors.remove(self)
+
+    def finish(self) -> Steps[None]:
+        """Finish all works at the program's end, as far as the other ranks take part."""
+        self._has_ended = True
+        if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
+            shutdown.abort_job(self._rank, "a thread was still in one of its collectives when the program ended")
+        if self._interrupted is not None:
+            shutdown.abort_job(self._rank, self.unusable)
+        if self._given_up is not None:
+            yield from shutdown.finish_given_up(self._given_up, lambda: shutdown.abort_job(self._rank, self.unusable))
+        while self._works:
+            work = self._works[0]
+            give_up = time.monotonic() + max(work.timeout - work.waited, 0.0)
+            while not self._handshake.left and not work.step():
+                if time.monotonic() > give_up:
+                    what = f"{work.operation.text}, started at {work.operation.call_site}"
+                    shutdown.abort_job(self._rank, f"the other ranks have not come to {what}")
+                yield
+            if not work.is_done:
+                work.settle(PeerError(f"ranks {self._handshake.left} left the program before they came to it"))
+            self._works.popleft()
+
+    # Inside, while the lock is held -----------------------------------------------------------------------------
+
+    def _observed(self, operation: Operation[object]) -> Steps[object]:
+        """Carry out the steps of an operation, its tally in the first; tell observers."""
+        self.current = operation
+        if operation.tally is not None:
+            self._handshake.tally = operation.tally
+        for tell in self._observers.began:
+            tell(operation)
+        try:
+            result = yield from operation.steps
+        except GeneratorExit:  # the program ends while it is on its way: it has no end that observers could see
+            raise
+        except BaseException as error:
+            operation.error = error
+            self._tell_end(operation)
+            raise
+        else:
+            self._tell_end(operation)
+            return result
+        finally:
+            self.current = self._nothing
+
+    def _tell_end(self, operation: Operation[object]) -> None:
+        try:
+            for tell in self._observers.ended:
+                tell(operation)
+        finally:
+            operation.error = None
+
+    def _step_oldest(self) -> None:
+        if not self._works:
+            return
+        work = self._works[0]
+        try:
+            if work.step():
+                self._works.popleft()
+        except BaseException as error:
+            self._lose_or_interrupt(error, work.operation.text)
+            raise
+
+    def _finish_oldest(self) -> None:
+        self._check_usable()
+        work = self._works[0]
+        self._drive(_stepping(work), work.operation, max(work.timeout - work.waited, 0.0))
+        self._works.popleft()
+
+    def _polling(self, work: Work[object]) -> Steps[None]:
+        while not work.is_done:
+            self._check_usable()
+            self._step_oldest()
+            yield
+
+    def _drive(self, steps: Steps[T], operation: Operation[object], timeout: float) -> T:
+        self.current = operation
+        self._last, self._since = (operation.number, operation.description.text), time.monotonic()
+        self._waits = True
+        try:
+            # All that small collectives need.
+            next(steps)
+            return drive(steps, partial(self._deadline, steps, operation, timeout))
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        except BaseException as error:
+            if is_common(error):
+                raise
+            self._lose_or_interrupt(error, operation.text)
+            if isinstance(error, ProcessLookupError):
+                raise PeerError(f"{self.unusable}: {error}") from error
+            raise
+        finally:
+            self._waits = False
+            self.current = self._nothing
+
+    def _deadline(self, steps: Steps[object], operation: Operation[object], timeout: float) -> Deadline:
+        def meanwhile() -> None:
+            self._move_others()
+            for ask in self._observers.waits:
+                error = ask(operation)
+                if error is not None:
+                    self._give_up(steps, DEADLOCKED)
+                    self._settle_all(error)
+                    raise error
+
+        return Deadline(
+            lambda waited: self._report(operation, waited),
+            lambda waited: self._expired(steps, operation, waited),
+            timeout,
+            self._warn_after,
+            meanwhile,
+        )
+
+    def _move_others(self) -> None:
+        """Move the works of other channels on, which ranks may wait for in different orders."""
+        for executor in list(_executors):
+            if executor is not self:
+                executor.move()
+
+    def _report(self, operation: Operation[object], waited: float) -> str | None:
+        """Return the report of a long wait, or None where an observer reports it."""
+        if any([tells(operation) for tells in self._observers.tells]):
+            return None
+        return (
+            f"rank {self._rank} of {self._size} has waited {waited:.0f} s for the other ranks in {operation.text}, its "
+            f"collective number {operation.number}, at {operation.call_site or user_call_site()}"
+        )
+
+    # Giving up --------------------------------------------------------------------------------------------------
+
+    def _expired(self, steps: Steps[object], operation: Operation[object], waited: float) -> CollectiveTimeoutError:
+        """Give an operation up at its deadline, and return the error of all works."""
+        self._give_up(steps, f"an earlier collective, {operation.text}, did not finish within its deadline")
+        found = [explain(operation) for explain in self._observers.explanation]
+        report = next((text for text in found if text is not None), None)
+        error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report)
+        self._settle_all(error)
+        return error
+
+    def _give_up(self, steps: Steps[object], reason: str) -> None:
+        # Requests are still open, and MPI may write to their buffers: the communicator is never used again,
+        # and the buffers are kept.
+        self._given_up = steps
+        self.unusable = reason
+
+    def _lose_or_interrupt(self, error: BaseException, text: str) -> None:
+        """Give the channel up for an error that the other ranks do not have."""
+        if says_rank_is_lost(error):
+            self._lose(error, text)
+        # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
+        # traceback holds own buffers that MPI may still write to, so it is kept.
+        self._interrupted = error
+        self.unusable = f"{text} was interrupted by {type(error).__name__}"
+        settled = RuntimeError(f"{self.unusable}, before this collective was done")
+        settled.__cause__ = error
+        self._settle_all(settled)
+
+    def _lose(self, error: BaseException, text: str) -> NoReturn:
+        """Give the communicator up, on all its ranks: one of them is lost."""
+        lost = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
+        self.unusable = str(lost)
+        # MPI may still write to the buffers of open requests.
+        self._interrupted = error
+        self._settle_all(lost)
+        self._revoke()
+        raise lost from error
+
+    def _settle_all(self, error: BaseException) -> None:
+        for work in self._works:
+            work.settle(error)
+        self._works.clear()
+
+    def _check_usable(self) -> None:
+        if self.unusable is not None:
+            raise RuntimeError(f"this {self._owner} can no longer be used: {self.unusable}")
+        if self._handshake.left:
+            raise PeerError(f"this {self._owner} can no longer be used: ranks {self._handshake.left} left the program")
+
+
+def _no_steps() -> Steps[None]:
+    """Yield nothing: the steps of an operation before the first."""
+    yield from ()
+
+
+def _stepping(work: Work[object]) -> Steps[None]:
+    while not work.step():
+        yield
