@@ -38,7 +38,7 @@ _MODELS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
 
 
 def variable_arguments(
-    initial_value: object = None,
+    initial_value: Any = None,
     trainable: bool | None = None,
     dtype: DTypeLike | None = None,
     name: str | None = None,

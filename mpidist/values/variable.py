@@ -115,7 +115,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
         def __init__(
             self,
-            initial_value: object = None,
+            initial_value: Any = None,
             trainable: bool | None = None,
             dtype: DTypeLike | None = None,
             name: str | None = None,
