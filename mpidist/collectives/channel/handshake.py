@@ -69,7 +69,12 @@ class _Exchange(Protocol):
         """Return whether all ranks sent this identity."""
 
     def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums of the first ``count`` numbers over all ranks, in ``dtype``."""
+        """Return the sums of the first ``count`` numbers over all ranks.
+
+        Args:
+            count: How many.
+            dtype: Of the result; on one node also that in which the sum is formed.
+        """
 
     def free(self) -> None:
         """Free its MPI request, before the communicator is freed."""
@@ -162,6 +167,10 @@ class Handshake:
         self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
         self.most_numbers = self._exchange.most_numbers
         """How many numbers may travel in an opening."""
+        self.payload = self._exchange.numbers
+        """Returns the array for a count of numbers of this rank that the next opening sums."""
+        self.totals = self._exchange.totals
+        """Returns the sums of the first numbers of the last payload, given their count and dtype."""
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
@@ -172,10 +181,6 @@ class Handshake:
     def free(self) -> None:
         """Free its MPI request, before the communicator is freed."""
         self._exchange.free()
-
-    def payload(self, count: int) -> Array:
-        """Return the array for ``count`` numbers that the next opening sums (see ``totals``)."""
-        return self._exchange.numbers(count)
 
     def begin(self, identity: int) -> bool:
         """Begin to meet the other ranks; return whether all have come (collective).
@@ -210,15 +215,6 @@ class Handshake:
         tally, self.tally = self.tally, None
         if not self._exchange.all_agree(self._identity):
             yield from self._compare(text if tally is None else f"{text}, after {tally.text}", call_site)
-
-    def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums of the first ``count`` numbers of the last payload over all ranks.
-
-        Args:
-            count: How many.
-            dtype: Of the result; on one node also that in which the sum is formed.
-        """
-        return self._exchange.totals(count, dtype)
 
     def signal(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Take part with news of this rank; ranks that have a plan raise PeerError (collective).
