@@ -10,9 +10,9 @@ from mpidist.collectives.array_collectives import ArrayCollectives
 
 
 class SingleWriter:
-    """Hands out shared memory, and the turns in which it is written.
+    """Hands out shared memory, and the blocks in which it is written.
 
-    Reading it needs no care: it changes in a turn alone, to which every rank comes, and which none leaves before the
+    Reading it needs no care: it changes in a block alone, to which every rank comes, and which none leaves before the
     first rank has written.
 
     Args:
@@ -21,7 +21,7 @@ class SingleWriter:
 
     def __init__(self, comm: ArrayCollectives) -> None:
         self._comm = comm
-        self._has_turn = False
+        self._is_writing = False
         self._count = 0
 
     def next_number(self) -> int:
@@ -50,13 +50,13 @@ class SingleWriter:
                 "mpidist.MirroredStrategy(), which keeps a copy in the memory of each rank"
             )
         shared: Array = memory.view(array.dtype).reshape(array.shape)
-        with self.turn(text) as writes:
+        with self.write_block(text) as writes:
             if writes:
                 shared[...] = array
         return shared
 
     @contextmanager
-    def turn(self, text: str) -> Iterator[bool]:
+    def write_block(self, text: str) -> Iterator[bool]:
         """Provide a block in which one rank, given True, may write shared memory (collective).
 
         All meet, the first rank writes, and all meet again. A block inside it belongs to it.
@@ -69,18 +69,18 @@ class SingleWriter:
             PeerError: Another rank failed on its way here, or in the block.
         """
         writes = self._comm.rank == 0
-        if self._has_turn:
+        if self._is_writing:
             yield writes
             return
         self._comm.meet(text)
-        self._has_turn = True
+        self._is_writing = True
         try:
             with self._comm.shared_errors(text):
                 yield writes
         finally:
-            self._has_turn = False
+            self._is_writing = False
         self._comm.meet(text)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block for work before a turn, whose errors reach every rank."""
+        """Return a block for work before a write, whose errors reach every rank."""
         return self._comm.shared_errors(doing)

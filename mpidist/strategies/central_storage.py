@@ -156,8 +156,8 @@ class CentralStorageExtended(CentralExtended):
         if self._writer is None:
             optimizer.update_copies(summed)
             return
-        # One turn for all variables and their slots, and the work is done once.
-        with self._writer.turn(f"applying gradients by optimizer {optimizer.name!r}") as writes:
+        # One block for all variables and their slots, and the work is done once.
+        with self._writer.write_block(f"applying gradients by optimizer {optimizer.name!r}") as writes:
             if writes:
                 optimizer.update_copies(summed)
             else:
@@ -178,10 +178,10 @@ class VariableWriter(SingleWriter):
     """
 
     @contextmanager
-    def turn(self, text: str) -> Iterator[bool]:
+    def write_block(self, text: str) -> Iterator[bool]:
         """See ``SingleWriter``."""
         give_restored_values()
-        with super().turn(text) as writes:
+        with super().write_block(text) as writes:
             yield writes
 
 
@@ -209,7 +209,7 @@ class SharedComponent(ArrayComponent):
         doing = f"{how.__name__} of {self._label}"
         with self._writer.shared_errors(doing):
             array = as_value_of(self, value)
-        with self._writer.turn(doing) as writes:
+        with self._writer.write_block(doing) as writes:
             if writes:
                 how(self._array, array)
         return self
@@ -219,14 +219,14 @@ class SharedComponent(ArrayComponent):
         doing = f"{how.name} of {self._label}"
         with self._writer.shared_errors(doing):
             checked = scatter.check_slices(slices, self)
-        with self._writer.turn(doing) as writes:
+        with self._writer.write_block(doing) as writes:
             if writes:
                 how.apply(self._array, checked)
         return self
 
     def start_from(self, value: Array) -> None:
         """See ``Component``."""
-        # Each rank writes the same bytes before it reads any, and before the next turn, in which they may change.
+        # Each rank writes the same bytes before it reads any, and before the next block, in which they may change.
         super().assign_by(assign, value)
 
     def copied(self) -> SharedComponent:

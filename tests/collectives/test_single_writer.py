@@ -27,9 +27,9 @@ def test_all_see_what_the_first_rank_writes(comm: mpidist.Communicator) -> None:
     shared = writer.shared_copy(np.full((2, 3), comm.rank + 5.0), "a test's array")
     assert shared.tolist() == [[5.0] * 3] * 2
     for step in range(20):
-        with writer.turn("a step") as writes:
+        with writer.write_block("a step") as writes:
             assert writes == (comm.rank == 0)
-            with writer.turn("a part of the step") as writes_part:
+            with writer.write_block("a part of the step") as writes_part:
                 assert writes_part == writes
             if writes:
                 shared[:] = step
@@ -39,19 +39,19 @@ def test_all_see_what_the_first_rank_writes(comm: mpidist.Communicator) -> None:
 
 def test_errors_in_a_turn_and_before_it(comm: mpidist.Communicator) -> None:
     writer = SingleWriter(comm)
-    with pytest.raises(KeyError if comm.rank == 0 else mpidist.PeerError), writer.turn("a turn") as writes:
+    with pytest.raises(KeyError if comm.rank == 0 else mpidist.PeerError), writer.write_block("a turn") as writes:
         if writes:
             raise KeyError
     with pytest.raises(KeyError if comm.rank == 1 else mpidist.PeerError):
         with writer.shared_errors("what comes before"):
             if comm.rank == 1:
                 raise KeyError
-        with writer.turn("a turn"):
+        with writer.write_block("a turn"):
             pass
     text = "a turn" if comm.rank else "another turn"
-    with pytest.raises(mpidist.MismatchError, match="another turn"), writer.turn(text):
+    with pytest.raises(mpidist.MismatchError, match="another turn"), writer.write_block(text):
         pass
-    with writer.turn("all are here"):
+    with writer.write_block("all are here"):
         pass
 
 
