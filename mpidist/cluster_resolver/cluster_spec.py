@@ -1,4 +1,4 @@
-"""ClusterSpec: the jobs of a cluster and the addresses of their tasks; and the tasks of ranks."""
+"""ClusterSpec: the jobs of a cluster, the addresses of their tasks, and their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on lists of NumPy arrays: what strategies call, and what Communicator puts its public face on."""
+"""Collectives on lists of arrays, which strategies call and Communicator has a public face for."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ArrayCollectives:
             return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
     def prepare_device(self, kind: str, device: int) -> None:
-        """Make what all-reduces of arrays on a device will take, as long as there is memory for it (collective)."""
+        """Make the algorithms for arrays on a device, while there is memory (collective)."""
         if not _keeps_nccl_out(self._options):
             self._prepare_device(kind, device, describe("preparing to reduce arrays on GPUs"))
 
@@ -241,7 +241,7 @@ class ArrayCollectives:
         results: Signature,
         options: CommunicationOptions | None,
     ) -> MovementCall:
-        """Return a call with memory for ``results``, as far as they are known before the ranks have met."""
+        """Return a call with memory for the results that are known before the ranks meet."""
         with self.shared_errors(kind):
             return self._engine.movement_call(kind, arrays, travelling, results, self._timeout_of(options))
 
@@ -252,7 +252,7 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         call: DeviceCall | None = None,
     ) -> Operation[Any]:
-        """Return an operation with the deadline of its options, and its part on a device, if it has one."""
+        """Return an operation with the deadline of its options, and its part on a device."""
         timeout = None if options is None else self._timeout_of(options)
         operation: Operation[Any] = Operation(steps, description, timeout)
         if call is not None:
@@ -286,7 +286,7 @@ class ArrayCollectives:
 
     @contextmanager
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
-        """Have the other ranks compare, at the next collective, what this rank changes by itself in the block.
+        """Have the ranks compare, at the next collective, their changes in this block.
 
         That collective is a MismatchError where they have not changed it alike.
 
@@ -304,7 +304,7 @@ class ArrayCollectives:
             self._tally().change(label, before, checksum(), f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
-        """Do what :meth:`changing` does where there is no state to be compared, but what was done."""
+        """Have the ranks compare an act, as :meth:`changing` has them compare a state."""
         self._tally().add(label, checksum, f"{what} at {user_call_site()}")
 
     def _tally(self) -> Tally:
@@ -314,13 +314,13 @@ class ArrayCollectives:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are on one node, and there is room for shared memory on it."""
+        """Whether all ranks are on one node that has room for shared memory."""
         return self._channel.node.is_alone
 
     def common_memory(self, nbytes: int, text: str) -> Array | None:
-        """Return one new block of bytes for all ranks, None on all ranks where there is no room (collective).
+        """Return one new block of bytes for all ranks, or None (collective).
 
-        It stays while any rank holds an array over it.
+        It is None on all ranks where there is no room.         It stays while any rank holds an array over it.
 
         Args:
             nbytes: Its size.
@@ -336,7 +336,7 @@ class ArrayCollectives:
         return None if whole is None else whole[:nbytes]
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block for rank-local work before a collective, so that an error in it reaches every rank.
+        """Return a block for work of this rank alone, whose errors reach every rank.
 
         The rank that fails raises its own error; the others raise PeerError at their next call.
 
@@ -369,7 +369,7 @@ class ArrayCollectives:
         root: int | None = None,
         are_copies: bool = False,
     ) -> ReductionPlan:
-        """Return how arrays are reduced; of copies of arrays on a GPU whatever algorithm was named for those."""
+        """Return the plan of a reduction; copies of arrays on a GPU take any algorithm."""
         if options is not None:
             self._check_options(options)
         signature, on_device = signature_of(arrays), which_on_device(arrays)
@@ -428,7 +428,7 @@ class ArrayCollectives:
 
 
 def _keeps_nccl_out(options: CommunicationOptions) -> bool:
-    """Whether arrays on GPUs take a way without NCCL: it was named, or sums are to have the order of the host."""
+    """Whether options keep NCCL out, by name or for the order of sums."""
     return options.algorithm not in (None, "nccl", "hierarchical") or options.deterministic
 
 

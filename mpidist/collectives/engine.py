@@ -1,4 +1,4 @@
-"""Engine: how each collective is carried out on one channel, in steps that yield while they wait."""
+"""Engine: the steps of the collectives on one channel, which yield while they wait."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine:
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
     ) -> ReductionCall:
-        """Return what ``all_reduce`` needs to know of the arrays that lie on a GPU; from the thread that calls.
+        """Return the call of an all-reduce on a GPU, in the thread of the program.
 
         Raises:
             ValueError: They lie on another device than those before.
@@ -64,7 +64,7 @@ class Engine:
         return ReductionCall(plan, arrays, out, streams, choice.multiple, seconds, streams.has_given_up)
 
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
-        """Whether all arrays lie on one GPU, that of this communicator, and the table has NCCL for large reductions."""
+        """Whether all arrays lie on this communicator's GPU, and large reductions there take NCCL."""
         if not arrays or not all(map(is_device_array, arrays)):
             return False
         kind = ops_of(arrays[0]).kind
@@ -87,12 +87,12 @@ class Engine:
 
     @property
     def on_device(self) -> DeviceMovement | None:
-        """The collectives that move arrays on the device, once it is prepared; None where NCCL does not."""
+        """The collectives that move arrays on the prepared device; None where NCCL does not."""
         assert self._on_device is not None
         return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
 
     def _choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
-        """Return the choice for what is about to be done with arrays, in the thread that asks for it."""
+        """Return the choice for arrays of a call, in the thread of the program."""
         kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
             raise graph_error(name)
@@ -173,11 +173,11 @@ class Engine:
                 call.leave()
 
     def _is_alone(self, plan: ReductionPlan) -> bool:
-        """Whether there is nothing to reduce with; an algorithm that is asked for by name may have something to say."""
+        """Whether there is nothing to reduce with, and no algorithm was named."""
         return self.channel.size == 1 and plan.options.algorithm is None
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
-        """Return ``arrays``, with copies of those that results may be written to before they have been read."""
+        """Return ``arrays``, with copies of those that results may overwrite too early."""
         if plan.on_device:
             out = [target for target, is_on_device in zip(out, plan.on_device, strict=True) if not is_on_device]
         late = [arrays[index] for index in plan.read_late]
@@ -196,7 +196,7 @@ class Engine:
         may_share: bool,
         is_wanted: bool,
     ) -> Steps[list[Array]]:
-        """Reduce one pack after the other by its algorithm; the results of a rank that does not want them are blank."""
+        """Reduce one pack after the other; results that are not wanted are blank."""
         channel = self.channel
         results = plan.blank_results(out, None if call is None else call.results)
         is_alone = self._is_alone(plan)
@@ -284,7 +284,7 @@ class Engine:
         return results
 
     def scatters_on_device(self, plan: ReductionPlan) -> bool:
-        """Whether NCCL can do a ``reduce_scatter`` of an array on a GPU as it was asked for."""
+        """Whether NCCL can carry out a ``reduce_scatter`` with its options."""
         return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
 
     def reduce_scatter(self, plan: ReductionPlan, array: Array) -> Steps[list[Array]]:
@@ -298,6 +298,6 @@ class Engine:
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:
-    """Whether a call asks for an algorithm, for a fixed order of sums, or for a 16-bit wire."""
+    """Whether a call asks for an algorithm, a fixed order or a 16-bit wire."""
     options = plan.options
     return options.algorithm is not None or options.deterministic or options.wire_dtype is not None

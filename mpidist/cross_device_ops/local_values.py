@@ -11,7 +11,7 @@ from typing import Any
 from mpidist.arrays.convert import Array, is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
 from mpidist.arrays.dtypes import reduction_dtypes
-from mpidist.collectives.mpi.mpi_types import numpy_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.core.devices import canonical_device
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
@@ -108,7 +108,7 @@ def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
     >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
     array([11, 22])
     """
-    combine = numpy_op(op)
+    combine = NUMPY_OPS[op]
     if len(arrays) == 1:
         return arrays[0]
     place = place_of(arrays[0])

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
@@ -608,6 +610,8 @@ class ReplicaContext:
 
 def _read_here(value: Value) -> tuple[Value, list[object]]:
     """Return ``value`` with variables and PerReplica values read in this replica, and its leaves."""
+    if type(value) is np.ndarray:
+        return value, [value]
     leaves = nest.flatten(value)
     if any([isinstance(leaf, (Assignable, PerReplica)) for leaf in leaves]):
         leaves = [leaf.value() if isinstance(leaf, Assignable) else here(leaf) for leaf in leaves]

@@ -228,7 +228,7 @@ _COLLECTIVES = (
     Fault(
         "what the rank beyond the power of two sends is not added",
         "mpidist/collectives/reduce/algorithms/halving_doubling.py",
-        "            numpy_op(op)(flat, received, out=flat)\n",
+        "            NUMPY_OPS[op](flat, received, out=flat)\n",
         "",
         ("tests/collectives/test_algorithms.py",),
         ranks=3,

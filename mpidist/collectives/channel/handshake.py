@@ -168,9 +168,9 @@ class Handshake:
         self.most_numbers = self._exchange.most_numbers
         """How many numbers may travel in an opening."""
         self.payload = self._exchange.numbers
-        """Returns the array for a count of numbers of this rank that the next opening sums."""
+        """Returns an array for numbers of this rank that the next opening sums."""
         self.totals = self._exchange.totals
-        """Returns the sums of the first numbers of the last payload, given their count and dtype."""
+        """Returns the sums of the last payload, given their count and dtype."""
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None

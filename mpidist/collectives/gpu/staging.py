@@ -19,7 +19,7 @@ from mpidist.collectives.channel.description import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.network_probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
-from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.core import settings
@@ -191,7 +191,7 @@ class DeviceRing:
             if not self.takes_device_memory:
                 streams.ops.copy_to_device(received, shown, streams.to_device)
             with streams.to_device:
-                numpy_op(op)(segment, received, out=segment)
+                NUMPY_OPS[op](segment, received, out=segment)
             is_shown = streams.to_device.record()
             if not self.takes_device_memory:
                 streams.to_host.wait(is_shown)

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 # MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
 MAX_COUNT = 2**31 - 1
 
-_NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
+NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PROD: np.multiply,
 }
+"""The NumPy functions of the operations; a mean is a sum, divided afterwards."""
 
 
 @cache
@@ -41,7 +42,7 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
     keeps_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     wraps = dtype.kind in "iu" and dtype.itemsize < 4 and op not in (ReduceOp.MIN, ReduceOp.MAX)
     if keeps_nan or wraps:
-        return _made_op(numpy_op(op), dtype)
+        return _made_op(NUMPY_OPS[op], dtype)
     operations: dict[ReduceOp, MPI.Op] = {
         ReduceOp.SUM: mpi.SUM,
         ReduceOp.MEAN: mpi.SUM,
@@ -83,11 +84,6 @@ def tag_of(number: int) -> int:
 def as_bytes(array: Array) -> Array:
     """Return the memory of a contiguous array as a flat array of bytes."""
     return array.reshape(-1).view("u1")
-
-
-def numpy_op(op: ReduceOp) -> np.ufunc:
-    """Return the NumPy function for ``op``; a mean is a sum that is divided afterwards."""
-    return _NUMPY_OPS[op]
 
 
 def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:

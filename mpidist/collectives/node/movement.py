@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.mpi_types import as_bytes, numpy_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.board import WORDS
 from mpidist.collectives.node.chunks import pieces
@@ -129,7 +129,7 @@ class Movement:
 
         Needs neighbours whose memory can be read, or arrays in shared memory.
         """
-        node, itemsize, combine = self._node, mine.itemsize, numpy_op(op)
+        node, itemsize, combine = self._node, mine.itemsize, NUMPY_OPS[op]
         limit = _CHUNK_BYTES // itemsize
         scratch = np.empty(min(limit, result.size), mine.dtype)
         for _, begin, count, _ in pieces((result.size,), 0, result.size, limit):
@@ -162,7 +162,7 @@ class Movement:
             result: This rank's elements of the reduction.
             op: The operation.
         """
-        slots, rank, combine = self._node.slots, self._node.rank, numpy_op(op)
+        slots, rank, combine = self._node.slots, self._node.rank, NUMPY_OPS[op]
         assert slots is not None
         per_round = slots.nbytes // mine.itemsize // self._node.size
         longest = max(stop - start for start, stop in borders)

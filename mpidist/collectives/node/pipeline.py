@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.mpi_types import numpy_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD, LOOKS_BEFORE_YIELD_ON_WIRE, Steps
 from mpidist.collectives.node.board import FILLED, REDUCED, TAKEN
 from mpidist.collectives.node.chunks import pieces, slices
@@ -71,7 +71,7 @@ class Pipeline:
         self._reuses_memory = reuses_memory
         self._all = range(node.size)
         self._has_slice = node.rank < rails
-        self._combine = numpy_op(job.op)
+        self._combine = NUMPY_OPS[job.op]
         # Chunks are numbered through all reductions of the node.
         self._first = self._board.chunks
         self._end = self._first - (-job.count // per_chunk)

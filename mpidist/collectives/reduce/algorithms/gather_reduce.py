@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.mpi_types import numpy_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
@@ -84,7 +84,7 @@ class GatherReduce:
         np.copyto(self._slots.mine(part.size, part.dtype), part)
 
     def _reduce(self, job: PackedReduction, target: Array) -> None:
-        combine = numpy_op(job.op)
+        combine = NUMPY_OPS[job.op]
         total, *others = self._slots.shown(target.size, job.dtype)
         for other in others:
             total = combine(total, other, out=target)

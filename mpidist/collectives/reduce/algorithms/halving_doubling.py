@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
 from mpidist.core.enums import ReduceOp
@@ -52,7 +52,7 @@ class HalvingDoubling:
             partner = self._ranks[me + self._power]
             yield from until_all_done([self._comm.Irecv(message(received), partner, tag)])
             # In the order of the ranks, though it is the same: addition commutes.
-            numpy_op(op)(flat, received, out=flat)
+            NUMPY_OPS[op](flat, received, out=flat)
         kept = yield from self._halve(flat, received, op, tag)
         yield from self._double(flat, kept, tag)
         if me < self._extra:
@@ -71,7 +71,7 @@ class HalvingDoubling:
                 (start, stop), (a, b) = (start, middle), (middle, stop)
             part = received[: stop - start]
             yield from self._exchange(self._position ^ distance, flat[a:b], part, tag)
-            numpy_op(op)(flat[start:stop], part, out=flat[start:stop])
+            NUMPY_OPS[op](flat[start:stop], part, out=flat[start:stop])
             distance //= 2
         return steps
 

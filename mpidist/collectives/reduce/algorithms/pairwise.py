@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist.arrays.convert import Array
 from mpidist.arrays.dtypes import DType
-from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
@@ -61,7 +61,7 @@ class Pairwise:
         total = parts[me]
         total[:] = received[0]
         for contribution in received[1:]:
-            numpy_op(op)(total, contribution.astype(flat.dtype, copy=False), out=total)
+            NUMPY_OPS[op](total, contribution.astype(flat.dtype, copy=False), out=total)
         sums = total.astype(wire, copy=False)
         everyone = parts
         if wire != flat.dtype:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.convert import Array
-from mpidist.collectives.mpi.mpi_types import message, numpy_op, tag_of
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
@@ -38,7 +38,7 @@ class Ring:
 
     def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
-        n, combine = self._size, numpy_op(op)
+        n, combine = self._size, NUMPY_OPS[op]
         borders = slices(flat.size, n)
         inputs, segments = [source[a:b] for a, b in borders], [flat[a:b] for a, b in borders]
         received = np.empty(segments[0].size, flat.dtype)
