@@ -136,7 +136,7 @@ class Evaluations:
         return result
 
     def _await(self, told: Id) -> None:
-        """Wait until this rank sees a checkpoint of another; file systems may take a while."""
+        """Wait until this rank sees a checkpoint of another: file systems may take a while."""
         name, sequence = told
         path = self._directory / name
         deadline = Deadline(
