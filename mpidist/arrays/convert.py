@@ -15,8 +15,7 @@ import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
-from mpidist.arrays.dtypes import Array as Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 
 if TYPE_CHECKING:
     import jax

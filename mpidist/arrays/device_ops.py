@@ -17,8 +17,7 @@ import numpy as np
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import HostOps
-from mpidist.arrays.streams import Event as Event
-from mpidist.arrays.streams import Stream as Stream
+from mpidist.arrays.streams import Stream
 
 
 class DeviceOps(Protocol):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, graph_error
+from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import (
     Description,

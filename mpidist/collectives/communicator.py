@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.array_collectives import ArrayCollectives
 from mpidist.collectives.channel.description import Description, describe, signature_of, signature_text, which_on_device
 from mpidist.collectives.channel.observers import Observer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpidist.arrays.convert import Array, graph_error
+from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description, Signature
 from mpidist.collectives.channel.observers import OTHERS, PACK, REDUCE, UNPACK

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, Array, restorer, to_array
+from mpidist.arrays.convert import NUMBERS, restorer, to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.core import nest
 
 # Makes a result like the value that was read, given the arrays of a collective.

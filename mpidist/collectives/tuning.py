@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.algorithms import two_level

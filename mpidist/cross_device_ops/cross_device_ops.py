@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp

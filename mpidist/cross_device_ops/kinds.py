@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
+from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.collectives.gpu.nccl_library import nccl_problem
 from mpidist.core.devices import canonical_device, parse_device

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import DeviceOps, Event, Stream, ops_for
-from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
+from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.nccl_comm import LocalNccl
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack, nccl_dtype
 from mpidist.core.enums import ReduceOp

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.arrays.convert import Array, is_array_like, restorer, to_array
+from mpidist.arrays.convert import is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
-from mpidist.arrays.dtypes import reduction_dtypes
+from mpidist.arrays.dtypes import Array, reduction_dtypes
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.core.devices import canonical_device
 from mpidist.core.enums import ReduceOp

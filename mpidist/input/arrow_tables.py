@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.input.elements import owned, stack
 from mpidist.input.row_indices import RowIndex, as_array
 from mpidist.input.tables import RowTable

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec

@@ -10,7 +10,7 @@ from itertools import accumulate, tee
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import common_spec, spec_of

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event, Stream, is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.streams import Event, Stream
 from mpidist.core import nest
 from mpidist.input.input_options import InputOptions
 from mpidist.input.input_workers import InputWorkers

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
 

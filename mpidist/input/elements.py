@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.convert import restorer, to_array
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input import row_indices
 from mpidist.input.element_spec import ArraySpec, spec_of

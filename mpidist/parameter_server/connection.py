@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.shutdown import EXIT_SECONDS
 from mpidist.collectives.mpi.waiting import Steps, all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool

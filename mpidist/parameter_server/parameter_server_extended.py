@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core.devices import Device
 from mpidist.core.errors import MismatchError

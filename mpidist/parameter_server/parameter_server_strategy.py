@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core.protocols import StrategyLike
 from mpidist.input import InputOptions

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.parameter_server import messages, remote
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.messages import Kind, Request, RequestPart, ServerOperation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Naps, Steps, all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags

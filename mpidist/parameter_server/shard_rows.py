@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.values import Variable
 from mpidist.values.operators import as_operand
 from mpidist.values.placement import array_of, on_host

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import current_frame
 from mpidist.core.enums import VariableSynchronization
 from mpidist.parameter_server.remote import read_all, read_rows

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, restorer, to_array
-from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.arrays.convert import restorer, to_array
+from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.core.enums import ReduceOp
 from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import Mirrored, PerReplica, ReplicaValues

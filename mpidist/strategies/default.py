@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from mpidist.arrays.device_ops import Event, Stream
+from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.values import select_replica
 from mpidist.values.placement import Place

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.collectives.reading import restore

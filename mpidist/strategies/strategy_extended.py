@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.collectives.reading import restore

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, Array, is_torch, to_array
-from mpidist.arrays.dtypes import check_transportable, reduction_dtypes
+from mpidist.arrays.convert import NUMBERS, is_torch, to_array
+from mpidist.arrays.dtypes import Array, check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written, restore
 from mpidist.core import nest

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy
 from mpidist.core.protocols import ReplicaContextLike
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable

@@ -14,9 +14,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.differentiable import arithmetic_of
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
 

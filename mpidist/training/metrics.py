@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.convert import Array, to_array
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.core.context import get_replica_context, has_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.training.optimizer import LearningRate, Optimizer, compute_dtype, current
 from mpidist.values import IndexedSlices, Variable
 from mpidist.values.composite import AnyVariable

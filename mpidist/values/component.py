@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.values import scatter
 from mpidist.values.indexed_slices import IndexedSlices, check_positions
 from mpidist.values.operators import ReadsAsArray

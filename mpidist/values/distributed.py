@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from mpidist.arrays.convert import Array, is_array_like
+from mpidist.arrays.convert import is_array_like
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.core.context import current_frame, has_strategy
 from mpidist.values.component import Assignable, Component

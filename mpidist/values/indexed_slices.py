@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.values.placement import array_of, on_host, place_of
 
 Combine = Callable[[Array, Array], Array]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import device_name, is_device_array
+from mpidist.arrays.dtypes import Array
 from mpidist.values.placement import on_host, place_of, place_of_operands
 
 _WRITERS = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"}

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import DeviceOps, is_device_array, ops_for, ops_of
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.devices import parse_device
 
 Result = TypeVar("Result")

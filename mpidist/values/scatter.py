@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array, to_array
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import Array
 from mpidist.values.indexed_slices import Combine, IndexedSlices, check_indices, combined, last_of_each
 
 

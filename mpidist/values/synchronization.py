@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidist.arrays.checksum import checksum
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist.arrays.checksum import checksum
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.dtypes import Array
 from mpidist.core.context import (
     Frame,
     current_frame,

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_for, ops_of
+from mpidist.arrays.dtypes import Array
 
 pytestmark = pytest.mark.one_rank
 

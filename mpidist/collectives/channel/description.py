@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.nest import LEAF
 
 Signature = tuple[tuple[tuple[int, ...], DType], ...]

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.description import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects

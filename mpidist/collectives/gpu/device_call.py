@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event, device_name, is_device_array, ops_of
+from mpidist.arrays.device_ops import device_name, is_device_array, ops_of
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Event
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool

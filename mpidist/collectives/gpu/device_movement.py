@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Stream
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Signature
 from mpidist.collectives.channel.observers import MOVE

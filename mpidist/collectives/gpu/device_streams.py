@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import DeviceOps, Event, Stream
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.device_ops import DeviceOps
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.core.daemon_thread import DaemonThread

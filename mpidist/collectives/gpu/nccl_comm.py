@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    from mpidist.arrays.convert import Array
-    from mpidist.arrays.device_ops import DeviceOps, Stream
+    from mpidist.arrays.device_ops import DeviceOps
+    from mpidist.arrays.dtypes import Array
+    from mpidist.arrays.streams import Stream
 
 
 class NcclComm:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event, ops_of
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.streams import Event
 from mpidist.collectives.channel.description import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.network_probes import rdma_fabric

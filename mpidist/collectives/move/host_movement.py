@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE, REDUCE
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import check_transportable
+from mpidist.arrays.dtypes import Array, check_transportable
 from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done

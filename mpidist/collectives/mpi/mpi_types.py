@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import TAGS_OF_ARRAYS
 from mpidist.topology import import_mpi

@@ -17,7 +17,7 @@ from mpidist.topology import cores_are_short
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpidist.arrays.device_ops import Event
+    from mpidist.arrays.streams import Event
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD, Steps, looks_before_yield, relax
 from mpidist.topology import import_mpi
 

@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 
 _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p

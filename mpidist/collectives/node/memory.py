@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 
 # Below this the allocator keeps memory anyway.
 SMALLEST = 64 << 10

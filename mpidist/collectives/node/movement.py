@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.board import WORDS

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 
 
 class _IoVec(ctypes.Structure):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
 from mpidist.arrays.device_ops import ops_of
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions

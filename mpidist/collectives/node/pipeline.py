@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD, LOOKS_BEFORE_YIELD_ON_WIRE, Steps
 from mpidist.collectives.node.board import FILLED, REDUCED, TAKEN

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.board import Board
 from mpidist.collectives.node.chunks import slices

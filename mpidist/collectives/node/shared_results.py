@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import is_held
 from mpidist.collectives.node.shared_memory import SharedMemory

@@ -7,8 +7,7 @@ it. So one meeting is all that a collective of small arrays needs.
 
 from __future__ import annotations
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.shared_memory import SharedMemory
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.neighbours_memory import address_of

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction

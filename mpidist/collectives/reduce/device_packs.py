@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import DeviceOps, Stream
-from mpidist.arrays.dtypes import DType
+from mpidist.arrays.device_ops import DeviceOps
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.streams import Stream
 from mpidist.collectives.node.packing import Pack
 from mpidist.core.enums import ReduceOp
 

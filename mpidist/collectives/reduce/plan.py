@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import DType, reduction_dtypes
+from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size

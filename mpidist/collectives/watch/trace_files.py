@@ -22,7 +22,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.core.files import folder_to_write, open_regular, replacing
 from mpidist.core.settings import TRACE
 

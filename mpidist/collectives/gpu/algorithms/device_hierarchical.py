@@ -16,8 +16,8 @@ from collections import deque
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Event
 from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm

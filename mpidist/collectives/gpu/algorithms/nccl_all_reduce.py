@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.device_ops import Event
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Event
 from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.staging import agreed_staging_bytes
 from mpidist.collectives.mpi.waiting import Steps, until_event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpidist.arrays.convert import Array
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction

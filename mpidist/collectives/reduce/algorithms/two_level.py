@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mpidist.arrays.convert import Array
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.neighbours_memory import address_of
