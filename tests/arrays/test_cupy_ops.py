@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,7 +184,14 @@ def test_large_arrays_pin_little_memory(fake_gpus: Any, ops: CupyOps) -> None:
 
 
 def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
-    opening = threading.Timer(0.2, gate.open)
+    def open_when_the_host_waits() -> None:
+        give_up = time.monotonic() + 30.0
+        while not fake_cupy.counts().synchronizations and time.monotonic() < give_up:
+            time.sleep(0.01)
+        gate.open()
+
+    opening = threading.Thread(target=open_when_the_host_waits)
+    fake_cupy.counts().clear()
     gate.hold(ops.current_stream(0))
     opening.start()
     arrays = [ops.from_host(np.full(1 << 20, number, np.int32), 0) for number in range(12)]
