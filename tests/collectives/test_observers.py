@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpidist
 from mpidist import Communicator
 from mpidist.collectives import Chunk, Observer, Operation
+from mpidist.collectives.channel.description import describe
+from mpidist.collectives.mpi.agreed import first_does
 
 
 class Events(Observer):
@@ -105,3 +108,51 @@ def test_an_error_of_an_observer_is_one_of_the_call() -> None:
 def test_what_is_no_observer() -> None:
     with Communicator() as comm, pytest.raises(TypeError, match="expected an instance of a subclass of Observer"):
         comm.add_observer(print)  # type: ignore[arg-type]
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_when_a_call_is_issued_reaches_the_others() -> None:
+    class Wrong(Observer):
+        def issued(self, operation: Operation[Any]) -> None:
+            raise ValueError("not mine")
+
+    comm = Communicator()
+    wrong = Wrong()
+    if comm.rank == 0:
+        comm.add_observer(wrong)
+    with pytest.raises(ValueError if comm.rank == 0 else mpidist.PeerError, match="not mine"):
+        comm.barrier()
+    comm.remove_observer(wrong)
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_when_it_is_closed_is_logged_and_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(Observer):
+        def closed(self) -> None:
+            raise ValueError("not mine")
+
+    comm = Communicator()
+    if comm.rank == 0:
+        comm.add_observer(Wrong())
+    comm.close()
+    assert ("not mine" in caplog.text) is (comm.rank == 0)
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_that_some_ranks_raise_together_reaches_those_of_another_communicator() -> None:
+    def fail() -> None:
+        raise ValueError("wrong on rank 0")
+
+    comm = Communicator()
+    part = comm.split(0 if comm.rank < comm.size - 1 else 1)
+    assert part is not None
+    if comm.rank < comm.size - 1:
+        with pytest.raises(ValueError, match="wrong on rank 0"), comm.shared_errors("a test"):
+            part._channel.run(Operation(first_does(part._channel.comm, fail), describe("a test")))
+    else:
+        with pytest.raises(mpidist.PeerError, match="wrong on rank 0"):
+            comm.barrier()
+    part.close()
+    comm.close()

@@ -6,6 +6,7 @@ collectives out. They are given as steps (see ``mpidist.collectives.mpi.waiting`
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.mpi.agreed import as_common, is_common
+from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
 from mpidist.collectives.mpi.descriptors import check_descriptors
 from mpidist.collectives.mpi.waiting import Steps, drive
@@ -44,6 +45,9 @@ open_channels: list[Channel] = []
 _abandoned_channels: list[Channel] = []
 # A rank that failed on its own tells the others, but does not keep its error back for longer than this.
 _FAILURE_SECONDS = 2.0
+# Set on an error that the other ranks have been told of.
+_ANNOUNCED = "_mpidist_announced"
+_log = logging.getLogger("mpidist")
 
 
 class Channel:
@@ -111,9 +115,9 @@ class Channel:
 
     def run(self, operation: Operation[T]) -> T:
         """Carry out a collective and return its result (see ``Executor.run``)."""
+        if self.observers.issued:
+            self._tell_issued(operation)
         operation.tally, self.tally = self.tally, None
-        for tell in self.observers.issued:
-            tell(operation)
         return self.executor.run(operation)
 
     def submit(self, operation: Operation[T]) -> Work[T]:
@@ -121,10 +125,15 @@ class Channel:
         operation.is_work = True
         if operation.call_site is None:
             operation.call_site = user_call_site()
+        if self.observers.issued:
+            self._tell_issued(operation)
         operation.tally, self.tally = self.tally, None
-        for tell in self.observers.issued:
-            tell(operation)
         return self.executor.submit(operation)
+
+    def _tell_issued(self, operation: Operation[T]) -> None:
+        with self.shared_errors(f"an observer of {operation.text}"):
+            for tell in self.observers.issued:
+                tell(operation)
 
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
@@ -197,13 +206,15 @@ class Channel:
             doing: The work that failed, for the report.
         """
         nobody_listens = self.size == 1 or not self.is_usable
-        if nobody_listens or is_common(error):
+        if nobody_listens or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
-        as_common(error)
+        setattr(error, _ANNOUNCED, True)
         call_site = user_call_site()
         news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
-        text = f"telling the other ranks of {type(error).__name__} in {doing}"
-        work = self.submit(Operation(news, describe(text)))
+        telling = Operation(news, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
+        telling.is_work, telling.call_site, self.tally = True, call_site, None
+        # Observers see it begin; one that failed when it was told of a call is not asked again.
+        work = self.executor.submit(telling)
         try:
             self.executor.complete(work, _FAILURE_SECONDS)
         except TimeoutError:
@@ -240,7 +251,11 @@ class Channel:
         open_channels.remove(self)
         self.executor.stop()
         for tell in self.observers.closed:
-            tell()
+            try:
+                tell()
+            except Exception:
+                # The other ranks free their part, too, and wait for this one.
+                _log.exception("mpidist: an observer of the %s failed when it was closed", self.owner)
 
     def _revoke(self) -> None:
         for comm in (self.comm, self.node.comm):

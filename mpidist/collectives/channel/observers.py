@@ -87,7 +87,7 @@ class Observer:
         """Return why the others do not come, for the error of a deadline, if known."""
 
     def closed(self) -> None:
-        """Take note that the communicator is closed or given up."""
+        """Take note that the communicator is closed or given up; an exception here is logged."""
 
 
 class Observers:

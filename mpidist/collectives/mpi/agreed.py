@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
-# All ranks raise these together, or the channel has been given up already.
-_COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
-# Set on another error that all ranks raise, or that the others have been told of.
+COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutError)
+"""All ranks raise these together, or the channel has been given up already."""
+# Set on another error that all ranks of a communicator raise in a collective of theirs.
 _IS_COMMON = "_mpidist_is_common"
 
 
 def as_common(error: E) -> E:
-    """Note that all ranks raise an error, or know of it, and return it."""
+    """Note that all ranks raise an error in the collective at hand, and return it."""
     setattr(error, _IS_COMMON, True)
     return error
 
 
 def is_common(error: BaseException) -> bool:
-    """Return whether all ranks raise an error or know of it, still in step."""
-    return isinstance(error, _COMMON_ERRORS) or hasattr(error, _IS_COMMON)
+    """Return whether all ranks raise an error in the collective at hand, still in step."""
+    return isinstance(error, COMMON_ERRORS) or hasattr(error, _IS_COMMON)
 
 
 def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str], Exception]) -> Steps[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from weakref import WeakKeyDictionary
 
 from mpidist.collectives.channel.description import HOUSEKEEPING
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
@@ -46,7 +47,7 @@ class ChannelTrace(Observer):
         self._works = 0
         self._last_work = OperationTotals()
         # Of collectives that have been issued and have not begun: when, and how many works had ended by then.
-        self._asked: dict[Operation[object], tuple[int, int]] = {}
+        self._asked: WeakKeyDictionary[Operation[object], tuple[int, int]] = WeakKeyDictionary()
         self._call: _TracedCall | None = None
         # When each of the tracks of the wire is free again.
         self._wire_tracks: list[int] = []
@@ -58,7 +59,7 @@ class ChannelTrace(Observer):
 
     def began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        asked, works = self._asked.pop(operation)
+        asked, works = self._asked.pop(operation, (clock(), self._works))
         now = clock()
         # The number counts in the order in which collectives are carried out, which is the same on every rank.
         self._numbers += 1

@@ -102,8 +102,10 @@ class Guard(Observer):
         self._deadlocks: dict[int, str] = {}
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
-        _guards.append(self)
         self._line = SideLine(channel.comm, self._receive)
+        _guards.append(self)
+        # Last: messages may have come already.
+        self._line.open()
 
     # In the thread that waits -----------------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ class SideLine:
         # The program hears of a lost rank by itself.
         self.mailbox = Mailbox(comm, message_tags.SIDE_THREAD, on_loss=lambda _: side_thread.drop(self))
         self.receive = receive
+
+    def open(self) -> None:
+        """Send and receive from now on; the first line that is opened begins the thread."""
         side_thread.watch(self)
 
     def send(self, rank: int, kind: str, content: object) -> None:

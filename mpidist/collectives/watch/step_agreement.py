@@ -56,6 +56,7 @@ class StepAgreement:
             self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
             self._line = SideLine(self._comm, self._receive)
+            self._line.open()
 
     def ask_for(self, act: str) -> None:
         """Have an act done after a step that all ranks agree on.
