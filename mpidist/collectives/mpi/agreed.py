@@ -59,11 +59,21 @@ def first_does(comm: MPI.Intracomm, work: Callable[[], T]) -> Steps[T]:
         try:
             told = pickle.dumps((work(), None))
         except Exception as error:  # the others wait for this rank
-            told = pickle.dumps((None, error))
+            told = _pickled(error)
     result, failure = yield from broadcast_pickle(comm, told, 0)
     if failure is not None:
         raise as_common(failure)
     return result  # type: ignore[no-any-return]
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return the pickle of an error for ``first_does``; in place of one that does not travel, its text."""
+    try:
+        pickled = pickle.dumps((None, error))
+        pickle.loads(pickled)
+    except Exception:
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    return pickled
 
 
 def problems_of(comm: MPI.Intracomm, problem: T | None) -> Steps[dict[int, T]]:
