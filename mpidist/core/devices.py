@@ -58,8 +58,3 @@ def parse_device(text: str) -> Device:
 def canonical_device(text: str) -> str:
     """Return the canonical form of ``text``; errors as in :func:`parse_device`."""
     return str(parse_device(text))
-
-
-def looks_like_device(value: object) -> bool:
-    """Return whether ``value`` is a string that names a device."""
-    return isinstance(value, str) and _DEVICE.match(value) is not None
