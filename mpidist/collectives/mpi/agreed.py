@@ -67,7 +67,7 @@ def first_does(comm: MPI.Intracomm, work: Callable[[], T]) -> Steps[T]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return the pickle of an error for ``first_does``; in place of one that does not travel, its text."""
+    """Return the pickle of an error, or of its text where it does not travel."""
     try:
         pickled = pickle.dumps((None, error))
         pickle.loads(pickled)
