@@ -1,0 +1,142 @@
+/* The native core of one node: what its ranks tell each other, and the data among them.
+
+   Every rank maps one block of control memory, and later one segment of slots per rank. A collective is a call, which
+   all ranks begin with the same id; it goes on in steps, none of which waits for long. Nothing here knows MPI or
+   Python (python.c is the face for Python), makes a thread, or allocates memory once a core has been opened.
+
+   All functions but nc_open return at once where they are given what nc_begin's state allows. One thread at a time. */
+
+#ifndef MPIDIST_H
+#define MPIDIST_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { NC_PIECES = 1024, NC_INPUTS = 2032, NC_WORDS = NC_INPUTS, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
+
+typedef enum {
+    NC_I8, NC_I16, NC_I32, NC_I64, NC_U8, NC_U16, NC_U32, NC_U64, NC_F16, NC_BF16, NC_F32, NC_F64, NC_LONG,
+    NC_C64, NC_C128, NC_CLONG, NC_BOOL, NC_DTYPES
+} nc_dtype;
+
+typedef enum { NC_SUM, NC_PROD, NC_MIN, NC_MAX, NC_LAND, NC_LOR, NC_LXOR, NC_BAND, NC_BOR, NC_BXOR, NC_OPS } nc_op;
+
+/* ALL_GATHER concatenates what each rank gives, of any length; a broadcast is one to which only the root gives. */
+typedef enum { NC_MEET, NC_ALL_REDUCE, NC_REDUCE_SCATTER, NC_ALL_GATHER } nc_kind;
+
+typedef enum {
+    NC_DONE,
+    NC_NOT_YET,  /* nothing moves until another rank does */
+    NC_MOVED,    /* the time is over; call again */
+    NC_MET,      /* all have come; say where the result goes: nc_targets */
+    NC_SLICE,    /* a slice of this rank waits for other nodes: nc_get_slice, nc_crossed */
+    NC_CHUNK,    /* watched: something was done with a chunk: nc_get_event */
+    NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
+    NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more */
+} nc_state;
+
+/* Of a call. */
+enum {
+    NC_STOP = 1,       /* return NC_MET after the meeting: the memory of results is not known before */
+    NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
+    NC_UNWANTED = 4,   /* this rank takes part, but does not want the result */
+    NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
+    NC_BUFFER = 16     /* the first piece is a buffer of small arrays, which need not lie in shared memory */
+};
+
+/* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */
+typedef struct {
+    char *out;
+    size_t count;
+} nc_piece;
+
+typedef struct {
+    uint64_t id;      /* ranks that pass another one get NC_MISMATCH, all of them */
+    nc_kind kind;
+    nc_op op;
+    nc_dtype dtype;
+    int flags;
+    int pieces, replicas;
+    double divisor;   /* of every element of the result; 0 for none */
+    size_t unit;      /* stripes of the ranks are multiples of so many elements */
+    size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best */
+    uint64_t held;    /* told to the others: which shared results this rank still holds */
+} nc_call;
+
+/* The size of the slots of each rank. */
+typedef struct {
+    size_t small;     /* each of two, for what is shown before the ranks meet */
+    size_t chunk;     /* each of NC_DEPTH, for inputs of other ranks' slices */
+    size_t slice;     /* each of lanes, for reduced slices */
+    int lanes;        /* how many slices may be on their way */
+} nc_sizes;
+
+enum { NC_DEPTH = 2 };
+
+typedef struct {
+    size_t chunk, start, count; /* number since the call began; elements of the whole */
+    size_t lane;                /* where it lies in this rank's segment of slots, in bytes */
+} nc_slice;
+
+typedef struct {
+    int what;                   /* 0 filled, 1 reduced, 2 taken */
+    size_t chunk;
+    int64_t nanoseconds;
+} nc_event;
+
+typedef struct nc nc;
+
+size_t nc_itemsize(nc_dtype dtype);
+
+/* Return whether elements of a dtype can be combined by an operation. */
+int nc_combines(nc_dtype dtype, nc_op op);
+
+/* Form d = in[0] op in[1] op ... op in[n - 1] in this order, and divide by the divisor unless it is 0. Sums of 16-bit
+   floats are formed in float and rounded once. d may be one of the inputs, but must not overlap them otherwise. */
+void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dtype, nc_op op, double divisor);
+
+/* Divide elements in place. */
+void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
+
+size_t nc_control_bytes(int ranks);
+size_t nc_segment_bytes(const nc_sizes *sizes);
+
+/* Return a new core, or NULL without memory. `control` are nc_control_bytes that all ranks map, zero at first.
+   `spins`: looks in vain before the processor is given away; 0 where there are more ranks than cores. `pids`: the
+   process of each rank whose memory may be read (process_vm_readv), or NULL. `on_wire`: whether there are other
+   nodes, so that slices return as NC_SLICE; `rails`: how many ranks of the node have a stripe. */
+nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails);
+void nc_close(nc *core);
+
+/* Give a core the slots of all ranks. */
+void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
+
+/* Make memory known that all ranks map: `bases` of each rank's part, all the same for a common one. Inputs that lie
+   there are read in place. Returns its number, the same on all ranks that make the same calls, or -1. */
+int nc_segment(nc *core, char *const *bases, size_t bytes);
+
+/* Whether bytes lie in such memory. */
+int nc_is_shared(const nc *core, const void *address, size_t bytes);
+
+nc_piece *nc_pieces(nc *core);
+const char **nc_inputs(nc *core);
+
+/* Begin a call, whose pieces and inputs have been put into the arrays above; returns as nc_step. */
+nc_state nc_begin(nc *core, const nc_call *call, int64_t nanoseconds);
+nc_state nc_step(nc *core, int64_t nanoseconds);
+
+/* After NC_MET: where the pieces of the result go, or `shared`, one flat memory that all ranks map. */
+void nc_targets(nc *core, char *const *outs, char *shared);
+
+void nc_get_slice(const nc *core, nc_slice *slice);
+void nc_crossed(nc *core, size_t chunk); /* in their order */
+void nc_get_event(const nc *core, nc_event *event);
+
+/* Whole numbers that this rank tells the others at the next meeting, and what they told at the last one. */
+int64_t *nc_tell(nc *core);
+const int64_t *nc_told(const nc *core, int rank);
+size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to ALL_GATHER */
+int nc_shares(const nc *core);                /* whether all ranks take a shared result */
+uint64_t nc_held(const nc *core);             /* what any rank of the node holds */
+
+#endif

@@ -1,0 +1,628 @@
+/* The face of the core for Python: builtin functions, without Python's headers.
+
+   The library is loaded by ctypes.PyDLL and finds the symbols below in the interpreter that loads it, so that one file
+   serves every CPython. Functions of one core hold it in a capsule. All run with the interpreter's lock (GIL), which
+   they give up while they wait or move much. Arrays are those that offer their buffer, contiguous and aligned.
+
+   Signatures that Python has taught a core (`learn`) go the short way: one call from the method of the user to the
+   result. Whatever is out of the ordinary there returns None, for the long way, or continues in Python. */
+
+#include "mpidist.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef struct PyObject PyObject;
+typedef struct {
+    void *buf;
+    PyObject *obj;
+    ssize_t len, itemsize;
+    int readonly, ndim;
+    char *format;
+    ssize_t *shape, *strides, *suboffsets;
+    void *internal;
+} Py_buffer;
+typedef PyObject *(*function)(PyObject *, PyObject *const *, ssize_t);
+typedef struct {
+    const char *name;
+    function call;
+    int flags;
+    const char *doc;
+} PyMethodDef;
+enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, BUF_WRITE = 0x200 };
+
+extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct;
+PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
+PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
+void *PyCapsule_GetPointer(PyObject *, const char *);
+PyObject *PyDict_New(void);
+int PyDict_SetItemString(PyObject *, const char *, PyObject *);
+PyObject *PyList_New(ssize_t);
+PyObject *PyList_GetItem(PyObject *, ssize_t);
+int PyList_SetItem(PyObject *, ssize_t, PyObject *);
+ssize_t PyList_Size(PyObject *);
+PyObject *PyTuple_New(ssize_t);
+int PyTuple_SetItem(PyObject *, ssize_t, PyObject *);
+PyObject *PyLong_FromLongLong(long long);
+long long PyLong_AsLongLong(PyObject *);
+double PyFloat_AsDouble(PyObject *);
+PyObject *PyMemoryView_FromMemory(char *, ssize_t, int);
+PyObject *PyUnicode_InternFromString(const char *);
+PyObject *PyObject_GetAttr(PyObject *, PyObject *);
+PyObject *PyObject_Type(PyObject *);
+PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
+int PyObject_GetBuffer(PyObject *, Py_buffer *, int);
+void PyBuffer_Release(Py_buffer *);
+void Py_IncRef(PyObject *);
+void Py_DecRef(PyObject *);
+PyObject *PyErr_Occurred(void);
+void PyErr_Clear(void);
+PyObject *PyErr_Format(PyObject *, const char *, ...);
+PyObject *PyErr_SetFromErrno(PyObject *);
+void *PyEval_SaveThread(void);
+void PyEval_RestoreThread(void *);
+
+#define NONE (&_Py_NoneStruct)
+
+/* Cells that Python sees, too. HOLDS: anything but 0 sends calls the long way. CALLS: short calls so far; LAST: the
+   signature of the last. */
+enum { HOLDS, CALLS, LAST, CELLS };
+enum { BUSY = 1 };
+/* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
+enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
+enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32 };
+
+typedef struct {
+    int is_known, kind, op, dtype, axes, root;
+    ssize_t shape[AXES];
+    double divisor;
+    uint64_t id;
+} signature;
+
+typedef struct {
+    nc *core;
+    int rank, ranks, op_count;
+    int64_t cells[CELLS];
+    PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
+    PyObject *op[OPS];
+    int op_code[OPS];
+    signature known[SIGNATURES];
+} face;
+
+static PyObject *name_shape, *name_dtype;
+static const char CAPSULE[] = "mpidist core";
+
+static face *face_of(PyObject *self) { return PyCapsule_GetPointer(self, CAPSULE); }
+static PyObject *none(void) { Py_IncRef(NONE); return NONE; }
+static long long whole(PyObject *number) { return PyLong_AsLongLong(number); }
+
+static nc_state go_on(face *f, nc_state state, int64_t nanoseconds)
+{
+    void *thread = PyEval_SaveThread();
+    state = nc_step(f->core, nanoseconds);
+    PyEval_RestoreThread(thread);
+    return state;
+}
+
+static PyObject *state_or_error(nc_state state)
+{
+    return state == NC_LOST ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(state);
+}
+
+/* Memory of arrays ------------------------------------------------------------------------------------------------ */
+
+static int memory_of(PyObject *array, int flags, Py_buffer *view)
+{
+    if (PyObject_GetBuffer(array, view, flags) < 0)
+        return -1;
+    PyBuffer_Release(view); /* the caller keeps the array */
+    return 0;
+}
+
+/* Put the memory of a list of arrays into the pieces of a call; inputs come replica by replica of each piece. */
+static int read_inputs(face *f, PyObject *list, int replicas, size_t itemsize)
+{
+    ssize_t n = PyList_Size(list);
+    if (n < 0 || n > NC_INPUTS || n / replicas > NC_PIECES) {
+        if (n >= 0)
+            PyErr_Format(PyExc_ValueError, "%zd arrays in one call; expected at most %d", n, (int)NC_PIECES);
+        return -1;
+    }
+    for (ssize_t i = 0; i < n; i++) {
+        Py_buffer view;
+        if (memory_of(PyList_GetItem(list, i), C_CONTIGUOUS, &view) < 0)
+            return -1;
+        nc_inputs(f->core)[i] = view.buf;
+        nc_pieces(f->core)[i / replicas] = (nc_piece){NULL, (size_t)view.len / itemsize};
+    }
+    return (int)(n / replicas);
+}
+
+static int read_outs(face *f, PyObject *list)
+{
+    ssize_t n = PyList_Size(list);
+    for (ssize_t i = 0; i < n; i++) {
+        Py_buffer view;
+        if (memory_of(PyList_GetItem(list, i), C_CONTIGUOUS | WRITABLE, &view) < 0)
+            return -1;
+        nc_pieces(f->core)[i].out = view.buf;
+    }
+    return n < 0 ? -1 : 0;
+}
+
+/* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
+
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, held, inputs, outs or None, nanoseconds) -> state */
+static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    face *f = face_of(self);
+    if (n != 13)
+        return PyErr_Format(PyExc_ValueError, "begin takes 13 arguments, not %zd", n);
+    nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
+                    .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
+                    .replicas = (int)whole(a[6]), .unit = (size_t)whole(a[7]), .slice = (size_t)whole(a[8]),
+                    .held = (uint64_t)whole(a[9])};
+    int64_t nanoseconds = whole(a[12]);
+    if (PyErr_Occurred())
+        return NULL;
+    call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
+    if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
+        return NULL;
+    void *thread = PyEval_SaveThread();
+    nc_state state = nc_begin(f->core, &call, nanoseconds);
+    PyEval_RestoreThread(thread);
+    return state_or_error(state);
+}
+
+/* meet(id) -> state, without waiting longer than ranks need that come together */
+static PyObject *meet(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    nc_call call = {.id = (uint64_t)whole(a[0]), .kind = NC_MEET, .replicas = 1};
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(nc_begin(face_of(self)->core, &call, KEEPS_LOCK / 3));
+}
+
+static PyObject *step(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    int64_t nanoseconds = whole(a[0]);
+    return PyErr_Occurred() ? NULL : state_or_error(go_on(face_of(self), NC_NOT_YET, nanoseconds));
+}
+
+/* targets(outs or None, address of a shared result or 0) */
+static PyObject *targets(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    if (a[0] != NONE && read_outs(f, a[0]) < 0)
+        return NULL;
+    nc_targets(f->core, NULL, (char *)(intptr_t)whole(a[1]));
+    return PyErr_Occurred() ? NULL : none();
+}
+
+static PyObject *slice(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    nc_slice s;
+    nc_get_slice(face_of(self)->core, &s);
+    PyObject *tuple = PyTuple_New(4);
+    size_t values[4] = {s.chunk, s.start, s.count, s.lane};
+    for (int i = 0; i < 4 && tuple != NULL; i++)
+        PyTuple_SetItem(tuple, i, PyLong_FromLongLong((long long)values[i]));
+    return tuple;
+}
+
+static PyObject *crossed(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    long long chunk = whole(a[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    nc_crossed(face_of(self)->core, (size_t)chunk);
+    return none();
+}
+
+static PyObject *event(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    nc_event e;
+    nc_get_event(face_of(self)->core, &e);
+    PyObject *tuple = PyTuple_New(3);
+    if (tuple != NULL) {
+        PyTuple_SetItem(tuple, 0, PyLong_FromLongLong(e.what));
+        PyTuple_SetItem(tuple, 1, PyLong_FromLongLong((long long)e.chunk));
+        PyTuple_SetItem(tuple, 2, PyLong_FromLongLong(e.nanoseconds));
+    }
+    return tuple;
+}
+
+static PyObject *tell(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    int64_t *words = nc_tell(face_of(self)->core);
+    ssize_t count = PyList_Size(a[0]);
+    if (count > NC_WORDS)
+        return PyErr_Format(PyExc_ValueError, "%zd numbers to tell; expected at most %d", count, (int)NC_WORDS);
+    for (ssize_t i = 0; i < count; i++)
+        words[i] = whole(PyList_GetItem(a[0], i));
+    return PyErr_Occurred() ? NULL : none();
+}
+
+/* told(count) -> a list for each rank */
+static PyObject *told(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    ssize_t count = (ssize_t)whole(a[0]);
+    PyObject *all = PyErr_Occurred() ? NULL : PyList_New(f->ranks);
+    for (int r = 0; r < f->ranks && all != NULL; r++) {
+        PyObject *of_rank = PyList_New(count);
+        for (ssize_t i = 0; i < count && of_rank != NULL; i++)
+            PyList_SetItem(of_rank, i, PyLong_FromLongLong(nc_told(f->core, r)[i]));
+        PyList_SetItem(all, r, of_rank);
+    }
+    return all;
+}
+
+static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    face *f = face_of(self);
+    PyObject *all = PyList_New(f->ranks);
+    for (int r = 0; r < f->ranks && all != NULL; r++)
+        PyList_SetItem(all, r, PyLong_FromLongLong((long long)nc_length(f->core, r)));
+    return all;
+}
+
+/* held() -> bits of the shared results that any rank holds, or -1 where not all take a shared result */
+static PyObject *held(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    nc *core = face_of(self)->core;
+    return PyLong_FromLongLong(nc_shares(core) ? (long long)nc_held(core) : -1);
+}
+
+static int addresses(face *f, PyObject *list, char **to)
+{
+    for (int r = 0; r < f->ranks; r++) {
+        PyObject *item = PyList_GetItem(list, r);
+        if (item == NULL)
+            return -1;
+        to[r] = (char *)(intptr_t)whole(item);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* room(addresses, small, chunk, slice, lanes) */
+static PyObject *room(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    char *segments[NC_MOST_RANKS];
+    nc_sizes sizes = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3]), (int)whole(a[4])};
+    if (PyErr_Occurred() || addresses(f, a[0], segments) < 0)
+        return NULL;
+    nc_room(f->core, segments, &sizes);
+    return PyLong_FromLongLong((long long)nc_segment_bytes(&sizes));
+}
+
+/* segment(addresses, bytes) -> number */
+static PyObject *segment(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    char *bases[NC_MOST_RANKS];
+    size_t bytes = (size_t)whole(a[1]);
+    if (PyErr_Occurred() || addresses(f, a[0], bases) < 0)
+        return NULL;
+    return PyLong_FromLongLong(nc_segment(f->core, bases, bytes));
+}
+
+/* The short way --------------------------------------------------------------------------------------------------- */
+
+static int dtype_of(const Py_buffer *view)
+{
+    static const char whole_codes[] = "bhilqBHILQ";
+    const char *code = view->format;
+    if (*code == '=' || *code == '@')
+        code++;
+    if (code[0] == 'Z' && code[1] && !code[2])
+        return code[1] == 'f' ? NC_C64 : code[1] == 'd' ? NC_C128 : code[1] == 'g' ? NC_CLONG : -1;
+    if (!code[0] || code[1])
+        return -1;
+    switch (code[0]) {
+    case '?': return NC_BOOL;
+    case 'e': return NC_F16;
+    case 'f': return NC_F32;
+    case 'd': return NC_F64;
+    case 'g': return NC_LONG;
+    }
+    const char *found = strchr(whole_codes, code[0]);
+    if (found == NULL)
+        return -1;
+    int power = view->itemsize == 1 ? 0 : view->itemsize == 2 ? 1 : view->itemsize == 4 ? 2 : 3;
+    return (found - whole_codes < 5 ? NC_I8 : NC_U8) + power;
+}
+
+static signature *look_up(face *f, const signature *s, int may_add)
+{
+    uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->dtype * 64 + s->axes);
+    for (int i = 0; i < s->axes; i++)
+        hash = (hash ^ (uint64_t)s->shape[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
+    hash += (uint64_t)s->root;
+    for (int probe = 0; probe < PROBES; probe++) {
+        signature *k = &f->known[(hash + (uint64_t)probe) % SIGNATURES];
+        if (k->is_known && k->kind == s->kind && k->op == s->op && k->dtype == s->dtype && k->axes == s->axes &&
+            k->root == s->root && !memcmp(k->shape, s->shape, sizeof *s->shape * (size_t)s->axes))
+            return k;
+        if (may_add && (!k->is_known || probe == PROBES - 1))
+            return k;
+    }
+    return NULL;
+}
+
+static int op_of(const face *f, PyObject *op)
+{
+    for (int i = 0; i < f->op_count; i++)
+        if (f->op[i] == op)
+            return f->op_code[i];
+    return -1;
+}
+
+/* Read an array of NumPy, of no subclass. */
+static int read_array(face *f, PyObject *array, int flags, Py_buffer *view, signature *s)
+{
+    PyObject *type = PyObject_Type(array);
+    Py_DecRef(type); /* the array keeps it */
+    if (type != f->array_type)
+        return -1;
+    if (memory_of(array, flags | C_CONTIGUOUS | FORMAT, view) < 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    s->dtype = dtype_of(view);
+    s->axes = view->ndim;
+    if (s->dtype < 0 || view->ndim > AXES || (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize))
+        return -1;
+    memcpy(s->shape, view->shape, sizeof *s->shape * (size_t)view->ndim);
+    return 0;
+}
+
+/* learn(kind, op, array, root, divisor, id) -> number of the signature, or None for one that cannot go the short way */
+static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.is_known = 1, .kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
+                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5])};
+    Py_buffer view;
+    if (PyErr_Occurred())
+        return NULL;
+    if (a[2] != NONE && (read_array(f, a[2], 0, &view, &s) < 0 || view.len > SHORT_BYTES))
+        return none();
+    signature *k = look_up(f, &s, 1);
+    *k = s;
+    return PyLong_FromLongLong(k - f->known);
+}
+
+static PyObject *new_array(face *f, PyObject *like, const ssize_t *first, int axes, size_t bytes)
+{
+    PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
+    if (first != NULL && shape != NULL) { /* of another length */
+        PyObject *other = PyTuple_New(axes);
+        for (int i = 0; i < axes && other != NULL; i++)
+            PyTuple_SetItem(other, i, PyLong_FromLongLong(first[i]));
+        Py_DecRef(shape);
+        shape = other;
+    }
+    if (shape != NULL && dtype != NULL) {
+        PyObject *arguments[2] = {shape, dtype};
+        made = PyObject_Vectorcall(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
+    }
+    if (shape != NULL)
+        Py_DecRef(shape);
+    if (dtype != NULL)
+        Py_DecRef(dtype);
+    return made;
+}
+
+/* Carry out a call whose pieces are there; `result` is given away. */
+static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyObject *result, PyObject *value)
+{
+    nc_state state = nc_begin(f->core, call, KEEPS_LOCK);
+    if (state == NC_NOT_YET || state == NC_MOVED) {
+        f->cells[HOLDS] |= BUSY;
+        state = go_on(f, state, WAITS);
+        f->cells[HOLDS] &= ~(int64_t)BUSY;
+    }
+    if (state == NC_DONE) {
+        f->cells[CALLS]++;
+        f->cells[LAST] = k - f->known;
+        return result;
+    }
+    PyObject *number = PyLong_FromLongLong(k - f->known), *code = PyLong_FromLongLong(state), *final = NULL;
+    if (number != NULL && code != NULL) {
+        PyObject *arguments[4] = {number, code, value, result};
+        final = PyObject_Vectorcall(f->go_on, arguments, 4, NULL);
+    }
+    Py_DecRef(result);
+    if (number != NULL)
+        Py_DecRef(number);
+    if (code != NULL)
+        Py_DecRef(code);
+    return final;
+}
+
+static nc_call call_of(const signature *k)
+{
+    return (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)k->op, .dtype = (nc_dtype)k->dtype,
+                     .pieces = 1, .replicas = 1, .divisor = k->divisor};
+}
+
+/* all_reduce(op, value, out or None) */
+static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])}, o = {0};
+    Py_buffer view, out;
+    if (f->cells[HOLDS] || s.op < 0 || read_array(f, a[1], 0, &view, &s) < 0)
+        return none();
+    const signature *k = look_up(f, &s, 0);
+    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len))
+        return none();
+    PyObject *result = a[2];
+    if (result == NONE) {
+        result = new_array(f, a[1], NULL, 0, (size_t)view.len);
+        if (result == NULL)
+            return NULL;
+    } else {
+        Py_IncRef(result);
+    }
+    if (read_array(f, result, WRITABLE, &out, &o) < 0 || o.dtype != s.dtype || o.axes != s.axes ||
+        memcmp(o.shape, s.shape, sizeof *s.shape * (size_t)s.axes) ||
+        (out.buf != view.buf && (char *)out.buf < (char *)view.buf + view.len &&
+         (char *)view.buf < (char *)out.buf + view.len)) {
+        Py_DecRef(result);
+        return none();
+    }
+    nc_call call = call_of(k);
+    call.unit = 64 / (size_t)view.itemsize;
+    nc_inputs(f->core)[0] = view.buf;
+    nc_pieces(f->core)[0] = (nc_piece){out.buf, (size_t)(view.len / view.itemsize)};
+    return carry_out(f, k, &call, result, a[1]);
+}
+
+/* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
+
+   The continuation is called with signature, state, value and the array for the result. */
+static PyObject *open_short(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    face *f = face_of(self);
+    ssize_t ops = n == 6 ? PyList_Size(a[4]) : -1;
+    if (ops < 0 || ops > OPS || f->array_type != NULL)
+        return PyErr_Format(PyExc_ValueError, "short is called once, with 6 arguments and at most %d names", (int)OPS);
+    for (int i = 0; i < 4; i++)
+        Py_IncRef(a[i]);
+    f->array_type = a[0], f->empty = a[1], f->take = a[2], f->go_on = a[3];
+    for (ssize_t i = 0; i < ops; i++) {
+        f->op[i] = PyList_GetItem(a[4], i);
+        Py_IncRef(f->op[i]);
+        f->op_code[i] = (int)whole(PyList_GetItem(a[5], i));
+    }
+    f->op_count = (int)ops;
+    return PyErr_Occurred() ? NULL : none();
+}
+
+static PyMethodDef of_core[] = {
+    {"short", open_short, METH_FASTCALL, NULL},
+    {"begin", begin, METH_FASTCALL, NULL},
+    {"meet", meet, METH_FASTCALL, NULL},
+    {"step", step, METH_FASTCALL, NULL},
+    {"targets", targets, METH_FASTCALL, NULL},
+    {"slice", slice, METH_FASTCALL, NULL},
+    {"crossed", crossed, METH_FASTCALL, NULL},
+    {"event", event, METH_FASTCALL, NULL},
+    {"tell", tell, METH_FASTCALL, NULL},
+    {"told", told, METH_FASTCALL, NULL},
+    {"lengths", lengths, METH_FASTCALL, NULL},
+    {"held", held, METH_FASTCALL, NULL},
+    {"room", room, METH_FASTCALL, NULL},
+    {"segment", segment, METH_FASTCALL, NULL},
+    {"learn", learn, METH_FASTCALL, NULL},
+    {"all_reduce", all_reduce, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Opening --------------------------------------------------------------------------------------------------------- */
+
+static void close_face(PyObject *capsule)
+{
+    face *f = PyCapsule_GetPointer(capsule, CAPSULE);
+    PyObject *objects[4] = {f->array_type, f->empty, f->take, f->go_on};
+    for (int i = 0; i < 4; i++)
+        if (objects[i] != NULL)
+            Py_DecRef(objects[i]);
+    for (int i = 0; i < f->op_count; i++)
+        Py_DecRef(f->op[i]);
+    nc_close(f->core);
+    free(f);
+}
+
+static int add(PyObject *dict, const char *name, PyObject *value)
+{
+    int failed = value == NULL || PyDict_SetItemString(dict, name, value) < 0;
+    if (value != NULL)
+        Py_DecRef(value);
+    return failed ? -1 : 0;
+}
+
+static int add_functions(PyObject *dict, PyMethodDef *functions, PyObject *self)
+{
+    for (PyMethodDef *m = functions; m->name != NULL; m++)
+        if (add(dict, m->name, PyCFunction_NewEx(m, self, NULL)) < 0)
+            return -1;
+    return 0;
+}
+
+/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions and "cells" */
+static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    int32_t pids[NC_MOST_RANKS];
+    int rank = (int)whole(a[1]), ranks = (int)whole(a[2]), reads = a[4] != NONE;
+    if (ranks > NC_MOST_RANKS)
+        return PyErr_Format(PyExc_ValueError, "%d ranks on a node; expected at most %d", ranks, (int)NC_MOST_RANKS);
+    for (int r = 0; r < ranks && reads; r++)
+        pids[r] = (int32_t)whole(PyList_GetItem(a[4], r));
+    face *f = calloc(1, sizeof *f);
+    nc *core = nc_open((void *)(intptr_t)whole(a[0]), rank, ranks, (int)whole(a[3]), reads ? pids : NULL,
+                       (int)whole(a[5]), (int)whole(a[6]));
+    PyObject *capsule = NULL, *dict = NULL;
+    if (f != NULL && core != NULL) {
+        f->core = core, f->rank = rank, f->ranks = ranks;
+        f->cells[HOLDS] = 0;
+        capsule = PyCapsule_New(f, CAPSULE, close_face);
+    }
+    if (capsule == NULL) {
+        free(f);
+        nc_close(core);
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_MemoryError, "no memory for the core of a node");
+    }
+    dict = PyDict_New();
+    PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
+    if (dict == NULL || add_functions(dict, of_core, capsule) < 0 || add(dict, "cells", cells) < 0 || PyErr_Occurred()) {
+        if (dict != NULL)
+            Py_DecRef(dict);
+        dict = NULL;
+    }
+    Py_DecRef(capsule); /* the functions keep it */
+    return dict;
+}
+
+/* itemsize, combines: facts of dtypes */
+static PyObject *combines(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    return PyLong_FromLongLong(nc_combines((nc_dtype)whole(a[0]), (nc_op)whole(a[1])));
+}
+
+EXPORT const char *nc_build(void) { return NC_BUILD; }
+
+EXPORT PyObject *nc_functions(void)
+{
+    static PyMethodDef functions[] = {
+        {"open", open_core, METH_FASTCALL, NULL},
+        {"combines", combines, METH_FASTCALL, NULL},
+        {NULL, NULL, 0, NULL},
+    };
+    name_shape = PyUnicode_InternFromString("shape");
+    name_dtype = PyUnicode_InternFromString("dtype");
+    PyObject *dict = PyDict_New();
+    if (name_shape == NULL || name_dtype == NULL || dict == NULL || add_functions(dict, functions, NULL) < 0)
+        return NULL;
+    return dict;
+}
