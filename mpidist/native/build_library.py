@@ -1,8 +1,8 @@
 """Compile the native core: the hooks that pip calls (PEP 517, 660), and ``python mpidist/native/build_library.py``.
 
 The hooks are those of setuptools, and bring the library where it belongs: into a wheel, whose tag then names the
-platform, or beside the sources. pip runs this file before mpidist and its requirements are there: it imports the standard
-library alone, and setuptools in the hooks.
+platform, or beside the sources. pip runs this file before mpidist and its requirements are there: it imports the
+standard library alone, and setuptools in the hooks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _CompilerError(Exception):
     """A compiler is missing or failed. The text says how."""
 
 
-def source_id(folder: Path = SOURCES) -> str:
+def source_id(folder: Path) -> str:
     """Return the id of the C sources in a folder; a library built from them has the same."""
     digest = hashlib.blake2b(digest_size=8)
     for path in _c_files(folder):
@@ -90,7 +90,7 @@ def compile_library(target: Path) -> None:
         BuildError: No compiler can; the text says what was tried, and what to type.
     """
     sources = [str(path) for path in _c_files(SOURCES) if path.suffix == ".c"]
-    define = f'-DNC_BUILD="{source_id()}"'
+    define = f'-DNC_BUILD="{source_id(SOURCES)}"'
     failures = []
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mpidist-") as folder:
         made = Path(folder) / LIBRARY
