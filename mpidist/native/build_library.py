@@ -227,12 +227,12 @@ def _setuptools() -> ModuleType:
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
     """Return the packages that building a wheel needs."""
-    return [*_setuptools().get_requires_for_build_wheel(config_settings), *requirements()]
+    return [*requirements(), *_setuptools().get_requires_for_build_wheel(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: ConfigSettings = None) -> list[str]:
     """Return the packages that an editable installation needs."""
-    return [*_setuptools().get_requires_for_build_editable(config_settings), *requirements()]
+    return [*requirements(), *_setuptools().get_requires_for_build_editable(config_settings)]
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
