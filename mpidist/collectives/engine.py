@@ -9,7 +9,7 @@ from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description, Signature
-from mpidist.collectives.channel.observers import OTHERS, PACK, REDUCE, UNPACK
+from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
@@ -221,13 +221,9 @@ class Engine:
                 algorithm = yield from self.choice.make(names)
             channel.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool)
-            job.tell_chunk, job.is_wanted = channel.tell_chunk, is_wanted
-            algorithm.prepare(job, may_share)
+            job.tell_chunk, job.is_wanted, job.may_share = channel.tell_chunk, is_wanted, may_share
             if number == 0 and call is None:
-                yield from channel.open(plan.description)
-            else:
-                channel.phase(OTHERS)
-                yield from channel.node.board.meet()
+                yield from channel.open(plan.description, algorithm.start(job))
             channel.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
             self._took(job.took or self.choice.first_working(names))

@@ -46,7 +46,7 @@ typedef struct {
     counter met;         /* the number of the meeting for which this page was written */
     uint64_t id;
     uint64_t info;       /* flags, replicas << 8, bytes << 24 */
-    uint64_t held;       /* shared results that the rank still holds */
+    int64_t note;
     char data[IN_PAGE];
     int64_t words[NC_WORDS];
 } page;
@@ -122,6 +122,7 @@ static int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >>
 size_t nc_length(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
 int64_t *nc_tell(nc *c) { return next_page(c)->words; }
 const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
+int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
@@ -293,7 +294,7 @@ static void announce(nc *c)
             flags = tell_places(c, p);
     }
     p->id = c->call.id;
-    p->held = c->call.held;
+    p->note = c->call.note;
     p->info = (uint64_t)flags | (uint64_t)c->call.replicas << 8 | (uint64_t)c->bytes << 24;
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
@@ -403,14 +404,6 @@ static nc_state decide(nc *c)
         }
     }
     return c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
-}
-
-uint64_t nc_held(const nc *c)
-{
-    uint64_t held = 0;
-    for (int r = 0; r < c->ranks; r++)
-        held |= page_of(c, r)->held;
-    return held;
 }
 
 void nc_targets(nc *c, char *const *outs, char *shared)
@@ -672,18 +665,19 @@ static nc_state take_shown(nc *c)
     return NC_DONE;
 }
 
-static int read_memory(const nc *c, int rank, char *to, const char *from, size_t bytes)
+int nc_read(int pid, void *to, const void *from, size_t bytes)
 {
-    while (bytes) {
-        struct iovec here = {to, bytes}, there = {(void *)(intptr_t)from, bytes};
-        ssize_t done = process_vm_readv(c->pids[rank], &here, 1, &there, 1, 0);
+    char *here = to;
+    for (const char *there = from; bytes;) {
+        struct iovec target = {here, bytes}, source = {(void *)(intptr_t)there, bytes};
+        ssize_t done = process_vm_readv(pid, &target, 1, &source, 1, 0);
         if (done <= 0) {
             errno = done < 0 ? errno : EFAULT;
-            return 0;
+            return -1;
         }
-        to += done, from += done, bytes -= (size_t)done;
+        here += done, there += done, bytes -= (size_t)done;
     }
-    return 1;
+    return 0;
 }
 
 static nc_state read_next(nc *c)
@@ -701,7 +695,7 @@ static nc_state read_next(nc *c)
             memcpy(to, shown_by(c, r) + c->reader_at, n);
         } else if (place <= MAPPED) {
             copy(to, at_place(c, r, place) + c->reader_at, n, streams(c));
-        } else if (!read_memory(c, r, to, (const char *)(intptr_t)place + c->reader_at, n)) {
+        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)place + c->reader_at, n) < 0) {
             return NC_LOST;
         }
     }

@@ -60,7 +60,7 @@ typedef struct {
     double divisor;   /* of every element of the result; 0 for none */
     size_t unit;      /* stripes of the ranks are multiples of so many elements */
     size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best */
-    uint64_t held;    /* told to the others: which shared results this rank still holds */
+    int64_t note;     /* a number for the others */
 } nc_call;
 
 /* The size of the slots of each rank. */
@@ -97,6 +97,9 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
 
 /* Divide elements in place. */
 void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
+
+/* Copy bytes out of another process (process_vm_readv); 0, or -1 with errno. */
+int nc_read(int pid, void *to, const void *from, size_t bytes);
 
 size_t nc_control_bytes(int ranks);
 size_t nc_segment_bytes(const nc_sizes *sizes);
@@ -137,6 +140,6 @@ int64_t *nc_tell(nc *core);
 const int64_t *nc_told(const nc *core, int rank);
 size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to ALL_GATHER */
 int nc_shares(const nc *core);                /* whether all ranks take a shared result */
-uint64_t nc_held(const nc *core);             /* what any rank of the node holds */
+int64_t nc_note(const nc *core, int rank);    /* that a rank gave */
 
 #endif

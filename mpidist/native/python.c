@@ -155,7 +155,7 @@ static int read_outs(face *f, PyObject *list)
 
 /* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, held, inputs, outs or None, nanoseconds) -> state */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
@@ -164,7 +164,7 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
                     .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
                     .replicas = (int)whole(a[6]), .unit = (size_t)whole(a[7]), .slice = (size_t)whole(a[8]),
-                    .held = (uint64_t)whole(a[9])};
+                    .note = whole(a[9])};
     int64_t nanoseconds = whole(a[12]);
     if (PyErr_Occurred())
         return NULL;
@@ -267,22 +267,22 @@ static PyObject *told(PyObject *self, PyObject *const *a, ssize_t n)
     return all;
 }
 
-static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
+/* notes() -> what each rank gave with its call */
+static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
     face *f = face_of(self);
     PyObject *all = PyList_New(f->ranks);
     for (int r = 0; r < f->ranks && all != NULL; r++)
-        PyList_SetItem(all, r, PyLong_FromLongLong((long long)nc_length(f->core, r)));
+        PyList_SetItem(all, r, PyLong_FromLongLong(nc_note(f->core, r)));
     return all;
 }
 
-/* held() -> bits of the shared results that any rank holds, or -1 where not all take a shared result */
-static PyObject *held(PyObject *self, PyObject *const *a, ssize_t n)
+/* shares() -> whether all ranks take a shared result */
+static PyObject *shares(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
-    nc *core = face_of(self)->core;
-    return PyLong_FromLongLong(nc_shares(core) ? (long long)nc_held(core) : -1);
+    return PyLong_FromLongLong(nc_shares(face_of(self)->core));
 }
 
 static int addresses(face *f, PyObject *list, char **to)
@@ -528,8 +528,8 @@ static PyMethodDef of_core[] = {
     {"event", event, METH_FASTCALL, NULL},
     {"tell", tell, METH_FASTCALL, NULL},
     {"told", told, METH_FASTCALL, NULL},
-    {"lengths", lengths, METH_FASTCALL, NULL},
-    {"held", held, METH_FASTCALL, NULL},
+    {"notes", notes, METH_FASTCALL, NULL},
+    {"shares", shares, METH_FASTCALL, NULL},
     {"room", room, METH_FASTCALL, NULL},
     {"segment", segment, METH_FASTCALL, NULL},
     {"learn", learn, METH_FASTCALL, NULL},
@@ -603,11 +603,25 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     return dict;
 }
 
-/* itemsize, combines: facts of dtypes */
-static PyObject *combines(PyObject *self, PyObject *const *a, ssize_t n)
+/* read_number(pid, address) -> the whole number of 8 bytes there in the memory of another process */
+static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)self, (void)n;
-    return PyLong_FromLongLong(nc_combines((nc_dtype)whole(a[0]), (nc_op)whole(a[1])));
+    int64_t number = 0;
+    int pid = (int)whole(a[0]);
+    const void *address = (const void *)(intptr_t)whole(a[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (nc_read(pid, &number, address, sizeof number) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return PyLong_FromLongLong(number);
+}
+
+static PyObject *control_bytes(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    int ranks = (int)whole(a[0]);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong((long long)nc_control_bytes(ranks));
 }
 
 EXPORT const char *nc_build(void) { return NC_BUILD; }
@@ -616,7 +630,8 @@ EXPORT PyObject *nc_functions(void)
 {
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
-        {"combines", combines, METH_FASTCALL, NULL},
+        {"control_bytes", control_bytes, METH_FASTCALL, NULL},
+        {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };
     name_shape = PyUnicode_InternFromString("shape");

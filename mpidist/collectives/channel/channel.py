@@ -16,7 +16,7 @@ from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import open_connections
 from mpidist.collectives.channel.description import Description, describe
 from mpidist.collectives.channel.executor import Executor
-from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake
+from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
@@ -80,7 +80,7 @@ class Channel:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.handshake = Handshake(self.comm, self.node.board)
+        self.handshake = Handshake(self.comm, self.node)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self.executor = Executor(owner, self.comm, self.handshake, self.observers, self.timeout, self._revoke)
@@ -137,21 +137,25 @@ class Channel:
 
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
-    def open(self, description: Description) -> Steps[None]:
+    def open(self, description: Description, start: Start | None = None) -> Steps[None]:
         """Meet the other ranks, all about to do the same (collective).
+
+        Args:
+            description: What this rank is about to do.
+            start: See ``Handshake.begin``.
 
         Raises:
             MismatchError: Another rank is about to do something else.
             PeerError: Another rank failed on its way here.
         """
-        if not self.begin(description):
+        if not self.begin(description, start):
             yield from self.finish(description)
 
-    def begin(self, description: Description) -> bool:
+    def begin(self, description: Description, start: Start | None = None) -> bool:
         """Begin the meeting of ``open``; return whether it is over. If not, ``finish`` has to follow."""
         if self.observers.phase:
             self.phase(OTHERS)
-        is_done = self.handshake.begin(description.id)
+        is_done = self.handshake.begin(description.id, start)
         if is_done and self.observers.met:
             self._tell_met()
         return is_done

@@ -17,8 +17,8 @@ from mpidist.core.options import CommunicationOptions
 _SMALL_RESULT_BYTES = 4 << 10
 # Below this a copy costs less than one more piece, and an array gains nothing by lying in shared memory.
 SMALL_ARRAY_BYTES = 32 << 10
-# In how many pieces a pack may travel: the page of a rank's board holds two addresses for each.
-MOST_PIECES = 900
+# In how many pieces a pack may travel (NC_PIECES).
+MOST_PIECES = 1024
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -97,6 +97,12 @@ def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | No
             return None
         share.append(does)
     return share
+
+
+def _in_order(array: Array) -> Array:
+    """Return an array whose elements lie side by side, each at an address that its dtype asks for."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy()
 
 
 def _copied(array: Array, pool: Pool) -> Array:
@@ -209,7 +215,7 @@ class Pack:
             for index, start, stop, shape in self._slots:
                 np.copyto(buffer[start:stop].reshape(shape), arrays[index])
             pieces.append(buffer)
-        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.apart])
+        pieces.extend([_in_order(arrays[index]).reshape(-1) for index in self.apart])
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
@@ -266,8 +272,9 @@ class PackedReduction:
         counts, count, nbytes, dtype: Of the pack.
         has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
+        may_share: Whether the result may be read-only arrays that the ranks of the node share.
+        has_begun: Whether it began while the ranks met.
         took: The chosen part of its algorithm, such as a way between nodes; None where there is nothing to choose.
-        own_results: Memory of this rank for the result, once an algorithm has made it before the ranks meet.
         tell_chunk: Called with the name, number, start and bytes of each chunk; or None.
     """
 
@@ -291,8 +298,9 @@ class PackedReduction:
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
         self.has_buffer = pack.has_buffer
         self.is_wanted = True
+        self.may_share = self.has_begun = False
         self.took: str | None = None
-        self.own_results: list[Array] | None = None
+        self._targets = targets
         self.tell_chunk: Callable[[str, int, int, int], None] | None = None
 
     def flat_input(self) -> Array:
@@ -308,8 +316,10 @@ class PackedReduction:
         return self.pool.take(self.count, self.dtype)
 
     def targets(self) -> list[Array]:
-        """Return memory for each piece of the result."""
-        return self.cut(self.pool.take(self.count, self.dtype)) if self.given is None else self.given
+        """Return memory for each piece of the result, the same each time."""
+        if self._targets is None:
+            self._targets = self.cut(self.pool.take(self.count, self.dtype))
+        return self._targets
 
     def cut(self, flat: Array) -> list[Array]:
         """Return the pieces of a flat result, as views."""
