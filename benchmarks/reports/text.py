@@ -97,22 +97,37 @@ def publish(results: Results, folder: Path, name: str, text: str | None = None) 
     return results.status
 
 
+_COLUMNS = {
+    "MPI in place": (MPI, IN_PLACE),
+    "gloo": (GLOO, None),
+    "one copy": (COPY, None),
+    "mpidist, new array": (OURS, "new"),
+    "`out=`": (OURS, "out="),
+    "in place": (OURS, IN_PLACE),
+    "own arrays": (OURS, "own"),
+}
+
+
 def markdown_table(results: Results) -> str:
-    """Return the all-reduces and batches as a markdown table: one line per size, median times."""
-    columns = ((MPI, None), (GLOO, None), (COPY, None), (OURS, "out="), (OURS, "own"))
-    names = ("MPI", "fastest MPI", "gloo", "one copy", "mpidist", "mpidist, own arrays")
-    lines = [
-        "| " + " | ".join(("work", *names, "x MPI", "own, x MPI")) + " |",
-        "|---|" + "---:|" * (len(names) + 2),
-    ]
+    """Return the all-reduces and batches as a markdown table: one line per size, median times, ratios to MPI."""
+    names = ("work", "MPI", "fastest MPI", *_COLUMNS)
+    lines = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
     work = sorted({(row.operation, row.size) for row in results.rows if row.operation in ("all_reduce", "batch")})
     for operation, size in work:
-        found = [find_row(results.rows, operation, by, variant, size) for by, variant in columns]
-        bare, *cells = ["-" if row is None else time_text(row.median) for row in found]
-        ratios = [ratio_text(results.rows, row) if row is not None else "-" for row in found[-2:]]
+        found = [find_row(results.rows, operation, by, variant, size) for by, variant in _COLUMNS.values()]
+        bare = find_row(results.rows, operation, MPI, size=size)
+        cells = [_cell(results.rows, bare), _fastest(results.rows, operation, size)]
+        cells += [_cell(results.rows, row) for row in found]
         name = f"gradients of {name_of(size)}" if operation == "batch" else f"{operation} {size_text(size)}"
-        lines.append("| " + " | ".join((name, bare, _fastest(results.rows, operation, size), *cells, *ratios)) + " |")
+        lines.append("| " + " | ".join((name, *cells)) + " |")
     return "\n".join(lines)
+
+
+def _cell(rows: Sequence[Row], row: Row | None) -> str:
+    if row is None:
+        return "-"
+    ratio = ratio_text(rows, row)
+    return f"{time_text(row.median)}, {ratio}" if ratio else time_text(row.median)
 
 
 def _fastest(rows: Sequence[Row], operation: str, size: int) -> str:
