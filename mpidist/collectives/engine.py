@@ -17,7 +17,7 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, qu
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.node.core import GoOn, ShortCall
+from mpidist.collectives.node.core import MET, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
@@ -25,6 +25,9 @@ from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
+
+# The algorithm of the core.
+_BY_CORE = "hierarchical"
 
 
 class Engine:
@@ -52,32 +55,52 @@ class Engine:
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
 
-    def open_short(self, go_on: GoOn) -> ShortCall:
-        """Return the function that all-reduces an array in one call, or returns None where it does not know its like.
+    def open_short(self, go_on: GoOn) -> Short:
+        """Return the functions of the short way; those of a channel of several nodes know nothing.
 
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
         """
-        core = self.channel.node.core
-        return _never if core is None or not self.channel.node.is_alone else core.open_short(self._pool.take, go_on)
+        core = self._core
+        return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
 
-    def learn(self, plan: ReductionPlan, array: Array) -> None:
-        """Have all-reduces like one that has been carried out go the short way, if they can."""
-        core = self.channel.node.core
-        if core is not None and self.channel.node.is_alone and self.last_algorithm == "hierarchical":
-            number = core.learn(plan.op, array, plan.divisor, plan.description.id)
-            if number is not None:
-                self.channel.executor.short.learn(number, plan.description)
+    @property
+    def _core(self) -> Core | None:
+        """The core that moves data of all ranks, once there is room for them."""
+        node = self.channel.node
+        return node.core if node.is_alone else None
 
-    def rest_of_short(self, description: Description, state: int, result: Array) -> Steps[Array]:
+    def learn(
+        self,
+        name: str,
+        array: Array,
+        description: Description,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> None:
+        """Have calls like one that has been carried out go the short way, if they can; see ``Core.learn``."""
+        core = self._core
+        if (
+            core is None
+            or self.channel.node.slots is None
+            or (name == "all_reduce" and self.last_algorithm != _BY_CORE)
+        ):
+            return
+        number = core.learn(name, array, description.id, op, divisor, root)
+        if number is not None:
+            self.channel.executor.short.learn(number, description)
+
+    def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
         """Return the result of a short call, which began and got as far as ``state``."""
-        core = self.channel.node.core
+        core = self._core
         assert core is not None
         core.state = state
         self.channel.handshake.has_begun()
         yield from self.channel.finish(description)
-        self._took("hierarchical")
-        return result
+        if description.operation == "all_reduce":
+            self._took(_BY_CORE)
+        return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
@@ -320,10 +343,6 @@ class Engine:
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
         return (yield from self.on_host.reduce_scatter(plan, array))
-
-
-def _never(op: object, value: object, out: object) -> None:
-    """Return None: there is no short way."""
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

@@ -403,7 +403,8 @@ static nc_state decide(nc *c)
             c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
         }
     }
-    return c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
+    int differ = c->call.flags & NC_EQUAL && c->whole != c->bytes * (size_t)c->ranks;
+    return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
 void nc_targets(nc *c, char *const *outs, char *shared)

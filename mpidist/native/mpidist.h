@@ -41,6 +41,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
+    NC_EQUAL = 32,     /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
     NC_BUFFER = 16     /* the first piece is a buffer of small arrays, which need not lie in shared memory */
 };
 
