@@ -25,6 +25,7 @@ from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
+from mpidist.core.enums import ReduceOp
 
 # The algorithm of the core.
 _BY_CORE = "hierarchical"
