@@ -120,13 +120,18 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> list[Array]:
-        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
-        if options is None and len(arrays) == 1 and note in ("", LEAF) and divisor == self.size:
+        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective).
+
+        ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
+        ranks, and of replicas in each.
+        """
+        if options is None and len(arrays) == 1 and not more and note in ("", LEAF) and divisor == self.size:
             result = self.short.all_reduce(op, arrays[0], None if out is None else out[0])
             if result is not None:
                 return [result]
-        return self._now(self._reduction(op, arrays, divisor, options, out, note))
+        return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
         self,
@@ -137,9 +142,10 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> Work:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
-        return self._later(self._reduction(op, arrays, divisor, options, out, note))
+        return self._later(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def _reduction(
         self,
@@ -149,14 +155,15 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
         note: str,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Operation[list[Array]]:
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
             self._check_out(plan, out)
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
-        steps = self._engine.all_reduce(plan, arrays, out, call)
+        steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if options is None and plan.may_be_short and divisor == self.size:
+        if options is None and plan.may_be_short and divisor == self.size and not more:
             operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
         return operation
 

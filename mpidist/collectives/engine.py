@@ -15,9 +15,10 @@ from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
 from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.node.core import MET, NO_SHORT, Core, GoOn, Short
+from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
@@ -203,12 +204,15 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None = None,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
 
-        Those on a GPU are there when ``call`` is done.
+        Those on a GPU are there when ``call`` is done. ``more`` are the arrays of this rank's further replicas.
         """
         channel = self.channel
+        if more and (plan.inline or self._is_alone(plan)):
+            arrays, more = _combined(plan.op, [arrays, *more]), ()
         if plan.inline:
             self.last_algorithm = "handshake"
             channel.current.algorithms = ["handshake"]
@@ -220,7 +224,7 @@ class Engine:
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
-            return (yield from self._reduce_packs(plan, arrays, out, call, may_share=out is None, is_wanted=True))
+            return (yield from self._reduce_packs(plan, arrays, out, call, more, may_share=out is None, is_wanted=True))
         finally:
             if call is not None:
                 call.leave()
@@ -245,6 +249,7 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None,
+        more: Sequence[Sequence[Array]] = (),
         *,
         may_share: bool,
         is_wanted: bool,
@@ -272,7 +277,9 @@ class Engine:
                 yield from channel.open(plan.description)
                 algorithm = yield from self.choice.make(names)
             channel.phase(PACK)
-            job = plan.reduction(pack, arrays, out, self._pool)
+            job = plan.reduction(pack, arrays, out, self._pool, more)
+            if not algorithm.takes_replicas or len(job.pieces) * (1 + len(more)) > MOST_INPUTS:
+                job.combine_replicas()
             job.tell_chunk, job.is_wanted, job.may_share = channel.tell_chunk, is_wanted, may_share
             if number == 0 and call is None:
                 yield from channel.open(plan.description, algorithm.start(job))
@@ -344,6 +351,14 @@ class Engine:
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
         return (yield from self.on_host.reduce_scatter(plan, array))
+
+
+def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:
+    """Return the arrays of all replicas combined, first to last."""
+    totals = list(replicas[0])
+    for arrays in replicas[1:]:
+        totals = [NUMPY_OPS[op](total, array) for total, array in zip(totals, arrays, strict=True)]
+    return totals
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

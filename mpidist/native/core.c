@@ -272,6 +272,8 @@ static int show(nc *c, page *p)
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
+    if (c->inputs > NC_WORDS)
+        return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = place_of(c, c->in[i], bytes);

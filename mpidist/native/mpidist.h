@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { NC_PIECES = 1024, NC_INPUTS = 2032, NC_WORDS = NC_INPUTS, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
+enum { NC_PIECES = 1024, NC_INPUTS = 8192, NC_WORDS = 2032, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
 
 typedef enum {
     NC_I8, NC_I16, NC_I32, NC_I64, NC_U8, NC_U16, NC_U32, NC_U64, NC_F16, NC_BF16, NC_F32, NC_F64, NC_LONG,

@@ -6,6 +6,7 @@ What its functions do stands in ``mpidist/native/mpidist.h``. This is the only f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,8 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
+# NC_INPUTS of mpidist.h.
+MOST_INPUTS = 8192
 
 
 class Short(NamedTuple):
@@ -187,7 +190,7 @@ class Core:
         identity: int,
         op: ReduceOp,
         dtype: DType,
-        inputs: list[Array],
+        inputs: list[list[Array]],
         outs: list[Array] | None,
         *,
         divisor: int | None = None,
@@ -203,7 +206,8 @@ class Core:
             identity: The same on all ranks.
             op: The operation.
             dtype: Of the arrays.
-            inputs: The arrays of this rank.
+            inputs: The arrays of each replica of this rank, at most ``MOST_INPUTS`` in all. They are combined in the order
+                of ranks, and of replicas in each.
             outs: Those for the result; None to learn after the meeting whether it may be shared, see ``targets``.
             divisor: By which the result is divided, if any.
             per_slice: Elements that travel together; 0 for what the core thinks best.
@@ -216,8 +220,8 @@ class Core:
         flags |= (_STOP | _WATCH) * is_watched
         unit = _ALIGNMENT // dtype.itemsize or 1
         self.state = self._begin(
-            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, 1, unit, per_slice, held,
-            inputs, outs, _BEGINS,
+            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
+            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, _BEGINS,
         )  # fmt: skip
 
     def reduce_scatter(
