@@ -1,1 +1,4 @@
-"""The native core: C sources, and how pip and make compile them; its Python face is ``collectives.node``."""
+"""The native core: C sources, and how pip and make compile them.
+
+Its Python face is ``collectives.node.core``.
+"""

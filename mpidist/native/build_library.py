@@ -55,7 +55,7 @@ class _CompilerError(Exception):
 
 
 def source_id(folder: Path) -> str:
-    """Return the id of the C sources in a folder; a library built from them has the same."""
+    """Return the id of the C sources in a folder, which a library of them has."""
     digest = hashlib.blake2b(digest_size=8)
     for path in _c_files(folder):
         for part in (path.name.encode(), path.read_bytes()):
@@ -151,7 +151,7 @@ def _advice(failures: list[str]) -> str:
 
 
 def build_in_place() -> None:
-    """Bring the library beside the sources up to date, or remove it where none is wanted."""
+    """Bring the library beside the sources up to date; remove it where none is wanted."""
     if is_wanted():
         compile_library(SOURCES / LIBRARY)
     else:
@@ -159,7 +159,10 @@ def build_in_place() -> None:
 
 
 def requirements() -> list[str]:
-    """Return the packages of PyPI that the build needs: ziglang where no compiler of the system works."""
+    """Return the packages of PyPI that the build needs.
+
+    That is ziglang where no compiler of the system works.
+    """
     if not is_wanted() or not _zig():
         return []
     with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
@@ -175,9 +178,10 @@ def requirements() -> list[str]:
 
 
 def add_library(wheel: Path) -> Path:
-    """Compile the library into a wheel of setuptools, and return the wheel with the platform in its tag.
+    """Compile the library into a wheel of setuptools; return it, renamed.
 
-    Its C sources become those that were compiled: setuptools also takes what an earlier build left in ``build/``.
+    Its tag then has the platform. Its C sources become those that were compiled: setuptools also takes what an earlier
+    build left in ``build/``.
     """
     *first, python, abi, system = wheel.stem.split("-")
     # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".

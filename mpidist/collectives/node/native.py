@@ -1,4 +1,4 @@
-"""The native core in this process: the C functions of its library, or why there are none."""
+"""The native core in this process: its C functions, or why there are none."""
 
 from __future__ import annotations
 
