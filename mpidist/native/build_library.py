@@ -174,8 +174,8 @@ def requirements() -> list[str]:
     return ["ziglang"]
 
 
-def add_library(wheel: Path) -> Path:
-    """Compile the library into a wheel of setuptools, and return the wheel with the platform in its tag.
+def add_library(wheel: Path, library: bytes) -> Path:
+    """Put the library into a wheel of setuptools, and return the wheel with the platform in its tag.
 
     Its C sources become those that were compiled: setuptools also takes what an earlier build left in ``build/``.
     """
@@ -183,18 +183,16 @@ def add_library(wheel: Path) -> Path:
     # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".
     system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
     tag = f"{python}-{abi}-{system}"
-    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
     with zipfile.ZipFile(wheel) as archive:
         contents = {info.filename: archive.read(info) for info in archive.infolist()}
     contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
     contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
-    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
-        compile_library(Path(folder) / LIBRARY)
-        contents[f"mpidist/native/{LIBRARY}"] = (Path(folder) / LIBRARY).read_bytes()
+    contents[f"mpidist/native/{LIBRARY}"] = library
     (about,) = (name for name in contents if name.endswith(".dist-info/WHEEL"))
     text = re.sub(r"^Tag: .*$", f"Tag: {tag}", contents[about].decode(), flags=re.MULTILINE)
     contents[about] = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
     wheel.unlink()
+    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
     _write_wheel(tagged, contents)
     return tagged
 
@@ -251,8 +249,12 @@ def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
     """Build a wheel, with the library where it is wanted, and return its name."""
-    name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
-    return add_library(Path(wheel_directory) / name).name if is_wanted() else name
+    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
+        library = Path(folder) / LIBRARY
+        if is_wanted():
+            compile_library(library)
+        name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
+        return add_library(Path(wheel_directory) / name, library.read_bytes()).name if library.exists() else name
 
 
 def build_editable(
