@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,6 +41,7 @@ from mpidist.collectives.watch.attach import watch_channel
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
+from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
@@ -91,11 +93,14 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
+        self.short_all_reduce = self._engine.open_short(self._go_on)
+        """All-reduces one array, given operation, array and ``out`` or None; returns None if it takes the long way."""
 
     @property
     def last_algorithm(self) -> str:
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
-        return self._engine.last_algorithm
+        was_short = self._channel.executor.short.last() is not None
+        return "hierarchical" if was_short else self._engine.last_algorithm
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
@@ -118,6 +123,10 @@ class ArrayCollectives:
         note: str = "",
     ) -> list[Array]:
         """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
+        if options is None and len(arrays) == 1 and note in ("", LEAF) and divisor == self.size:
+            result = self.short_all_reduce(op, arrays[0], None if out is None else out[0])
+            if result is not None:
+                return [result]
         return self._now(self._reduction(op, arrays, divisor, options, out, note))
 
     def reduce_arrays_async(
@@ -147,7 +156,22 @@ class ArrayCollectives:
             self._check_out(plan, out)
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
         steps = self._engine.all_reduce(plan, arrays, out, call)
-        return self._operation(steps, plan.description, options, call)
+        operation = self._operation(steps, plan.description, options, call)
+        if options is None and plan.may_be_short and divisor == self.size:
+            operation.then(partial(self._learn, plan, arrays[0]))
+        return operation
+
+    def _learn(self, plan: ReductionPlan, array: Array, results: list[Array]) -> list[Array]:
+        self._engine.learn(plan, array)
+        return results
+
+    def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
+        """Carry on with a short call whose ranks have not come soon, or differ."""
+        del value  # which is kept while this runs
+        description = self._channel.executor.short.description(number)
+        steps = self._engine.rest_of_short(description, state, result)
+        reduced: Array = self._channel.run(Operation(steps, description))
+        return reduced
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         try:
@@ -296,7 +320,7 @@ class ArrayCollectives:
             what: How, as in "assign of variable 'w'".
             checksum: Of what is changed, as it is.
         """
-        known = None if self._channel.tally is None else self._channel.tally.now(label)
+        known = None if self._channel.executor.tally is None else self._channel.executor.tally.now(label)
         before = checksum() if known is None else known
         try:
             yield
@@ -309,9 +333,9 @@ class ArrayCollectives:
         self._tally().add(label, checksum, f"{what} at {user_call_site()}")
 
     def _tally(self) -> Tally:
-        if self._channel.tally is None:
-            self._channel.tally = Tally()
-        return self._channel.tally
+        if self._channel.executor.tally is None:
+            self._channel.executor.tally = Tally()
+        return self._channel.executor.tally
 
     @property
     def shares_memory(self) -> bool:

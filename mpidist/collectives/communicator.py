@@ -143,6 +143,10 @@ class Communicator(ArrayCollectives):
         {'w': array([1., 1.]), 'b': (np.float64(3.0),)}
         >>> comm.close()
         """
+        if options is None:
+            result: T | None = self.short_all_reduce(op, value, out)
+            if result is not None:
+                return result
         return self._now(self._all_reducing(op, value, options, out))
 
     def all_reduce_async(

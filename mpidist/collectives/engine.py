@@ -17,6 +17,7 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, qu
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.core import GoOn, ShortCall
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
@@ -50,6 +51,33 @@ class Engine:
         self._pool = Pool()
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
+
+    def open_short(self, go_on: GoOn) -> ShortCall:
+        """Return the function that all-reduces an array in one call, or returns None where it does not know its like.
+
+        Args:
+            go_on: Carries on with a call whose ranks have not come soon, or differ.
+        """
+        core = self.channel.node.core
+        return _never if core is None or not self.channel.node.is_alone else core.open_short(self._pool.take, go_on)
+
+    def learn(self, plan: ReductionPlan, array: Array) -> None:
+        """Have all-reduces like one that has been carried out go the short way, if they can."""
+        core = self.channel.node.core
+        if core is not None and self.channel.node.is_alone and self.last_algorithm == "hierarchical":
+            number = core.learn(plan.op, array, plan.divisor, plan.description.id)
+            if number is not None:
+                self.channel.executor.short.learn(number, plan.description)
+
+    def rest_of_short(self, description: Description, state: int, result: Array) -> Steps[Array]:
+        """Return the result of a short call, which began and got as far as ``state``."""
+        core = self.channel.node.core
+        assert core is not None
+        core.state = state
+        self.channel.handshake.has_begun()
+        yield from self.channel.finish(description)
+        self._took("hierarchical")
+        return result
 
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
@@ -292,6 +320,10 @@ class Engine:
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
         return (yield from self.on_host.reduce_scatter(plan, array))
+
+
+def _never(op: object, value: object, out: object) -> None:
+    """Return None: there is no short way."""
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

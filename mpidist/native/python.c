@@ -73,7 +73,8 @@ enum { HOLDS, CALLS, LAST, CELLS };
 enum { BUSY = 1 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32 };
+enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
+       KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
 
 typedef struct {
     int is_known, kind, op, dtype, axes, root;
@@ -458,7 +459,7 @@ static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyO
 
 static nc_call call_of(const signature *k)
 {
-    return (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)k->op, .dtype = (nc_dtype)k->dtype,
+    return (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
                      .pieces = 1, .replicas = 1, .divisor = k->divisor};
 }
 

@@ -174,6 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     trials: list[Trial] = []
     with worktree(commit) as tree:
         _check_what_is_imported(tree)
+        _build_native_core(tree)
         for number, fault in enumerate(chosen, 1):
             trials.append(try_fault(fault, tree))
             print(f"[{number}/{len(chosen)}] {trials[-1].line}", flush=True)
@@ -194,6 +195,12 @@ def _check_what_is_imported(tree: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd="/", env=environment, capture_output=True, text=True)
     if Path(done.stdout.strip()) != tree / "mpidist" / "__init__.py":
         raise RuntimeError(f"Python imports {done.stdout.strip() or done.stderr}; expected the library in {tree}")
+
+
+def _build_native_core(tree: Path) -> None:
+    program = tree / "mpidist" / "native" / "build_library.py"
+    if program.exists():  # later than some commits that --at may name
+        subprocess.run([sys.executable, str(program)], check=True)
 
 
 def _write(file: Path, text: str) -> None:

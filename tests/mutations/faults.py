@@ -59,6 +59,23 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
+_NATIVE = (
+    Fault(
+        "the id of the native core leaves headers out",
+        "mpidist/native/build_library.py",
+        'return sorted([*folder.glob("*.c"), *folder.glob("*.h")])',
+        'return sorted(folder.glob("*.c"))',
+        ("tests/native/test_build_library.py",),
+    ),
+    Fault(
+        "a library that cannot be loaded is taken",
+        "mpidist/native/build_library.py",
+        'if name != "$CC":',
+        'if name == "$CC":',
+        ("tests/native/test_build_library.py",),
+    ),
+)
+
 _CORE = (
     Fault(
         "the leaves of a dict come in the order in which it was built",
@@ -128,6 +145,13 @@ _CLUSTER_RESOLVER = (
 )
 
 _COLLECTIVES = (
+    Fault(
+        "a native core of other sources is used",
+        "mpidist/collectives/node/native.py",
+        "if built != expected:",
+        "if not built:",
+        ("tests/collectives/test_native.py",),
+    ),
     Fault(
         "the last element of every slice is not copied into the result",
         "mpidist/collectives/node/pipeline.py",
@@ -482,6 +506,7 @@ _FACADES_FAULTS = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    *_NATIVE,
     *_CORE,
     *_ARRAYS,
     *_TOPOLOGY,

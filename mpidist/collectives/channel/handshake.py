@@ -215,6 +215,10 @@ class Handshake:
             return True
         return False
 
+    def has_begun(self) -> None:
+        """Take note that a short call has begun a meeting, which ``finish`` is to finish."""
+        self._is_over = False
+
     def finish(self, text: str, call_site: str | None) -> Steps[None]:
         """Meet the other ranks, after ``begin``.
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # As in mpidist.h: what a call does, ...
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
+# Beside the kernel of an operation, for the short way: it tells a mean from a sum.
+_IS_MEAN = 16
 _BYTE = 4
 _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for power in range(4)}
 _DTYPES |= {("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
@@ -39,6 +41,12 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
+
+
+# Takes the operation, the array and the one for the result, if any.
+ShortCall = Callable[[object, object, object], Any]
+# Takes number of the signature, state, array and result.
+GoOn = Callable[[int, int, Array, Array], Array]
 
 
 class Sizes(NamedTuple):
@@ -104,6 +112,8 @@ class Core:
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
+        self.cells = self._calls["cells"].cast("q")
+        """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
@@ -243,6 +253,28 @@ class Core:
         """Return name, number of the chunk, and nanoseconds of the step that was watched."""
         what, chunk, nanoseconds = self._calls["event"]()
         return _EVENTS[what], chunk, nanoseconds
+
+    # The short way ----------------------------------------------------------------------------------------------
+
+    def open_short(self, take: Callable[..., Array], go_on: GoOn) -> ShortCall:
+        """Return the function that all-reduces an array in one call, or returns None for one that it does not know.
+
+        Args:
+            take: Returns memory for a result, given shape and dtype.
+            go_on: Carries on with a call whose ranks have not come soon, or differ: number of its signature, state,
+                value and result.
+        """
+        names: list[object] = [name for op in _OPS for name in (op, op.name)]
+        codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
+        self._calls["short"](np.ndarray, np.empty, take, go_on, names, codes)
+        short: ShortCall = self._calls["all_reduce"]
+        return short
+
+    def learn(self, op: ReduceOp, array: Array, divisor: int | None, identity: int) -> int | None:
+        """Have all-reduces like one go the short way; return the number of the signature, or None if they cannot."""
+        code = _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
+        number: int | None = self._calls["learn"](_ALL_REDUCE, code, array, 0, divisor or 0, identity)
+        return number
 
     # Memory -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
+# SHORT_BYTES of native/python.c.
+_MOST_SHORT = 256 << 10
 
 
 def _options_text(options: CommunicationOptions) -> str:
@@ -48,6 +50,7 @@ class ReductionPlan:
     Attributes:
         description: The text and id that all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
+        may_be_short: Whether it is about a single small array, as it is.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
     Raises:
@@ -96,6 +99,11 @@ class ReductionPlan:
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack)
+        self.may_be_short = (
+            not (note or on_device)
+            and [(dtype, dtype) for _, dtype in signature] == formed[:1]
+            and nbytes <= _MOST_SHORT
+        )
         self.in_memory = [index for pack in self.packs for index in pack.indices]
         # All but those that the first pack copies into its buffer.
         self.read_late = [
