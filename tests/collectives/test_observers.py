@@ -91,7 +91,8 @@ def test_the_error_of_a_call() -> None:
     comm.add_observer(events)
     with pytest.raises(Exception, match="different calls"):
         comm.all_reduce("SUM", np.ones(3 + comm.rank))
-    assert events.seen[-1] == ("ended", "handshake", "MismatchError")
+    # Between nodes it would have travelled in the handshake.
+    assert events.seen[-1] == ("ended", *(() if comm._channel.node.is_alone else ("handshake",)), "MismatchError")
     comm.close()
 
 
