@@ -96,8 +96,8 @@ def check_native_core(job: JobFacts) -> list[Finding]:
     )
     if NATIVE.name in first.settings:
         return [Finding(WARNING, "native core", text, f"unset {NATIVE.name}")]
-    reinstall = f"python -m pip install --force-reinstall --no-deps /path/to/mpidist   # on {first.host}; docs/install.md"
-    return [Finding(WARNING, "native core", text, reinstall)]
+    command = f"python -m pip install --force-reinstall --no-deps mpidist   # on {first.host}; docs/install.md"
+    return [Finding(WARNING, "native core", text, command)]
 
 
 def check_settings(job: JobFacts) -> list[Finding]:
