@@ -19,7 +19,7 @@
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
-#   make env     set up .venv only, with mpidist in place
+#   make env     set up .venv only, with mpidist and the tools of make lint
 #   make native  compile the native core again; the other targets do so where its sources have changed
 #   make clean   remove .venv and everything that was built
 #
@@ -218,7 +218,7 @@ gpu-env:
 	@echo "installing what is missing into $(VENV)" >&2
 	@$(MAKE) --no-print-directory $(VENV)/.gpu
 
-env: $(VENV)/.train $(NATIVE)
+env: $(VENV)/.test $(NATIVE)
 
 # pip builds the core when it installs; this is for sources that have changed since. Without a compiler on this system one
 # is taken from PyPI.

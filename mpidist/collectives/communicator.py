@@ -101,7 +101,7 @@ class Communicator(ArrayCollectives):
         >>> comm = Communicator()
         >>> comm.add_observer(Texts())
         >>> _ = comm.all_reduce("SUM", np.ones(3))
-        all_reduce SUM of float64(3,) by handshake
+        all_reduce SUM of float64(3,) by alone
         >>> comm.close()
         close by
         """

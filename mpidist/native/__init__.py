@@ -1,1 +1,1 @@
-"""The native core: C sources, and how pip and make compile them; its Python face is ``collectives.node``."""
+"""The native core in C, and how it is built; ``collectives.node`` is its Python face."""

@@ -46,16 +46,12 @@ _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p)
 _SHOWN_LINES = 15
 
 
-class BuildError(SystemExit):
-    """No library was built; pip shows this text in place of a traceback."""
-
-
 class _CompilerError(Exception):
     """A compiler is missing or failed. The text says how."""
 
 
 def source_id(folder: Path) -> str:
-    """Return the id of the C sources in a folder; a library built from them has the same."""
+    """Return the id of a folder's C sources, which a library built from them has."""
     digest = hashlib.blake2b(digest_size=8)
     for path in _c_files(folder):
         for part in (path.name.encode(), path.read_bytes()):
@@ -71,11 +67,11 @@ def is_wanted() -> bool:
     """Return whether there is to be a library: on 64-bit Linux, unless MPIDIST_BUILD_NATIVE is 0.
 
     Raises:
-        BuildError: MPIDIST_BUILD_NATIVE is neither 0 nor 1.
+        SystemExit: MPIDIST_BUILD_NATIVE is neither 0 nor 1. It ends a hook, of which pip then shows the text alone.
     """
     value = os.environ.get(_VARIABLE) or "1"
     if value not in ("0", "1"):
-        raise BuildError(f"{_VARIABLE}={value!r}: expected 0 or 1")
+        raise SystemExit(f"{_VARIABLE}={value!r}: expected 0 or 1")
     has_platform = sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython"
     return value == "1" and has_platform
 
@@ -87,7 +83,7 @@ def compile_library(target: Path) -> None:
         target: The file to make. An older one is replaced as a whole, since programs may have it loaded.
 
     Raises:
-        BuildError: No compiler can; the text says what was tried, and what to type.
+        SystemExit: No compiler can; the text says what was tried, and what to type.
     """
     sources = [str(path) for path in _c_files(SOURCES) if path.suffix == ".c"]
     define = f'-DNC_BUILD="{source_id(SOURCES)}"'
@@ -105,7 +101,7 @@ def compile_library(target: Path) -> None:
             made.replace(target)
             print("\n".join([*failures, f"{target} was made by {name} ({shlex.join(command)})"]), file=sys.stderr)
             return
-    raise BuildError(_advice(failures))
+    raise SystemExit(_advice(failures))
 
 
 def _compilers_of_the_system() -> list[Compiler]:
@@ -125,15 +121,18 @@ def _zig() -> list[Compiler]:
 
 
 def _run(command: list[str]) -> None:
+    """Run a command, and show what it says: a compiler may have warnings."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
     except OSError as error:
         raise _CompilerError(error.strerror) from None
+    said = done.stdout.decode(errors="replace")
     if done.returncode != 0:
-        lines = done.stdout.decode(errors="replace").splitlines()[:_SHOWN_LINES]
+        lines = said.splitlines()[:_SHOWN_LINES]
         raise _CompilerError("\n    ".join([f"exit status {done.returncode}", *lines]))
+    sys.stderr.write(said)
 
 
 def _advice(failures: list[str]) -> str:
@@ -151,7 +150,7 @@ def _advice(failures: list[str]) -> str:
 
 
 def build_in_place() -> None:
-    """Bring the library beside the sources up to date, or remove it where none is wanted."""
+    """Build the library beside its sources, or remove it where none is wanted."""
     if is_wanted():
         compile_library(SOURCES / LIBRARY)
     else:
@@ -159,7 +158,7 @@ def build_in_place() -> None:
 
 
 def requirements() -> list[str]:
-    """Return the packages of PyPI that the build needs: ziglang where no compiler of the system works."""
+    """Return what the build needs from PyPI: ziglang where no other compiler works."""
     if not is_wanted() or not _zig():
         return []
     with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
@@ -174,27 +173,28 @@ def requirements() -> list[str]:
     return ["ziglang"]
 
 
-def add_library(wheel: Path) -> Path:
-    """Compile the library into a wheel of setuptools, and return the wheel with the platform in its tag.
+def add_library(wheel: Path, library: bytes) -> Path:
+    """Put the library into a wheel of setuptools and the platform into its tag.
 
     Its C sources become those that were compiled: setuptools also takes what an earlier build left in ``build/``.
+
+    Returns:
+        The wheel's new path.
     """
     *first, python, abi, system = wheel.stem.split("-")
     # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".
     system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
     tag = f"{python}-{abi}-{system}"
-    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
     with zipfile.ZipFile(wheel) as archive:
         contents = {info.filename: archive.read(info) for info in archive.infolist()}
     contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
     contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
-    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
-        compile_library(Path(folder) / LIBRARY)
-        contents[f"mpidist/native/{LIBRARY}"] = (Path(folder) / LIBRARY).read_bytes()
+    contents[f"mpidist/native/{LIBRARY}"] = library
     (about,) = (name for name in contents if name.endswith(".dist-info/WHEEL"))
     text = re.sub(r"^Tag: .*$", f"Tag: {tag}", contents[about].decode(), flags=re.MULTILINE)
     contents[about] = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
     wheel.unlink()
+    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
     _write_wheel(tagged, contents)
     return tagged
 
@@ -251,8 +251,12 @@ def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
     """Build a wheel, with the library where it is wanted, and return its name."""
-    name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
-    return add_library(Path(wheel_directory) / name).name if is_wanted() else name
+    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
+        library = Path(folder) / LIBRARY
+        if is_wanted():
+            compile_library(library)
+        name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
+        return add_library(Path(wheel_directory) / name, library.read_bytes()).name if library.exists() else name
 
 
 def build_editable(

@@ -14,7 +14,7 @@ import mpidist
 from mpidist import Communicator
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.node import slots
+from mpidist.collectives.node import node as node_module
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
@@ -130,7 +130,8 @@ def test_collectives_that_share_the_slots_do_not_overwrite_one_another(monkeypat
     monkeypatch.setenv("MPIDIST_READ_NEIGHBOURS", reads)
     random = np.random.default_rng(5)
     # More than a slot, just what fits into one, and little; in any order, and without a meeting in between.
-    sizes = [1, 1000, 50_000, slots.SLOT_BYTES // 8, slots.SLOT_BYTES // 8 + 1, 200_000]
+    fits = node_module._SMALL_BYTES // 8
+    sizes = [1, 12, 13, 1000, 4096, 4097, fits, fits + 1, 50_000, 200_000, 600_000]
     with Communicator() as comm:
         for step in range(60):
             first, second = random.choice(sizes, 2)

@@ -10,15 +10,15 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.collectives.node.board import sum_of_rows
 from mpidist.experimental import CommunicationOptions
+from tests.support.ranks.cores import needs_core, sums
 from tests.support.ranks.layouts import per_replica
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 SIZE = MPI.COMM_WORLD.Get_size()
-# By the handshake alone, one more than fits into it, by slots, by chunks.
-COUNTS = (1, 2, 7, 15, 16, 256, 257, 5_000, 700_001)
+# With the meeting, on its page or in a slot, and in chunks; between nodes with the handshake and after it.
+COUNTS = (1, 2, 7, 15, 16, 24, 25, 256, 257, 5_000, 700_001)
 FORMED = {"float16": "float32", "float32": "float32", "float64": "float64"}
 DETERMINISTIC = CommunicationOptions(deterministic=True)
 
@@ -63,10 +63,11 @@ def test_replicas_of_one_process_are_summed_like_ranks() -> None:
     np.testing.assert_array_equal(total, in_order(given, "float32"), strict=True)
 
 
+@needs_core
 @pytest.mark.one_rank
 @pytest.mark.parametrize("ranks", [2, 3, 8, 9, 64, 200])
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 256])
-def test_rows_are_added_first_to_last(ranks: int, count: int) -> None:
-    rows = np.random.default_rng(ranks).standard_normal((ranks, count + 5))[:, :count].astype("float32")
-    for matrix in (rows, np.ascontiguousarray(rows)):
-        np.testing.assert_array_equal(sum_of_rows(matrix), reduce(np.add, list(matrix)))
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 256, 5_000])
+def test_arrays_of_many_ranks_are_added_first_to_last(ranks: int, count: int) -> None:
+    given = list(np.random.default_rng(ranks).standard_normal((ranks, count)).astype("float32"))
+    for found in sums(given):
+        np.testing.assert_array_equal(found, reduce(np.add, given), strict=True)

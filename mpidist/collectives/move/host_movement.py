@@ -41,7 +41,10 @@ class HostMovement:
         self._pool = pool
 
     def _open(self, description: Description, begin: Callable[[Core, int], None] | None) -> Steps[Core | None]:
-        """Meet the other ranks; return the core where ``begin`` has begun, or None where MPI has to move the arrays."""
+        """Meet the other ranks; return the core where it moves the arrays.
+
+        ``begin`` has then begun. None where MPI has to move them.
+        """
         node = self._channel.node
         core = node.core if node.is_alone else None
         if begin is not None and core is not None and node.slots is not None:
@@ -131,7 +134,10 @@ def _gather(array: Array, core: Core, identity: int) -> None:
 
 
 def _begun(core: Core, array: Array | None) -> Steps[None]:
-    """Begin to gather an array, unless that was begun with the meeting; yield until all have come."""
+    """Yield until all have come to gather an array.
+
+    None for the one that was begun with the meeting.
+    """
     if array is not None:
         _gather(array, core, 0)
         yield from core.go_on()

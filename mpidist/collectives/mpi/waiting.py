@@ -46,7 +46,7 @@ def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
 
 
 def pause(comm: MPI.Intracomm, looks: int) -> None:
-    """Let others have the core after so many looks at memory in vain, and MPI make progress."""
+    """Let others have the core after looks at memory in vain, and MPI make progress."""
     relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
     # A rank that only looks at memory would not notice messages, nor the end of the job.
     if looks % _LOOKS_BETWEEN_MPI == 0:

@@ -159,7 +159,10 @@ class Core:
             self.look(looks)
 
     def look(self, looks: int | None = 0) -> None:
-        """Go on with the call, after so many looks in vain; None if there is something else to do than to wait."""
+        """Go on with the call, after so many looks in vain.
+
+        None if there is something else to do than to wait.
+        """
         self.state = self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON)
 
     def pause(self, looks: int) -> int:
@@ -170,7 +173,10 @@ class Core:
         return looks + 1
 
     def meeting(self) -> Steps[None]:
-        """Yield until all ranks of the node have come; each then sees all earlier writes of the others."""
+        """Yield until all ranks of the node have come.
+
+        Each then sees all earlier writes of the others.
+        """
         self.meet(0)
         yield from self.go_on()
 
@@ -234,7 +240,10 @@ class Core:
         )  # fmt: skip
 
     def gather(self, identity: int, given: Array, note: int) -> None:
-        """Begin to gather the bytes that each rank gives; the state becomes MET when all ``notes`` are there."""
+        """Begin to gather the bytes that each rank gives.
+
+        The state becomes MET when all ``notes`` are there.
+        """
         self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, _BEGINS)
 
     def notes(self) -> list[int]:
@@ -247,7 +256,10 @@ class Core:
         return bool(self._calls["shares"]())
 
     def targets(self, outs: list[Array] | None, shared: Array | None = None) -> None:
-        """Say where the result goes: arrays of this rank, or one that all share; the call goes on."""
+        """Say where the result goes, and go on with the call.
+
+        Into arrays of this rank, or one that all share.
+        """
         self._calls["targets"](outs, 0 if shared is None else address_of(shared))
         self.look()
 
@@ -256,7 +268,10 @@ class Core:
         return Slice(*self._calls["slice"]())
 
     def crossed(self, chunk: int) -> None:
-        """Take note that the slice of a chunk has come from the other nodes, in the order of chunks."""
+        """Take note that the slice of a chunk has come from the other nodes.
+
+        In the order of chunks.
+        """
         self._calls["crossed"](chunk)
 
     def event(self) -> tuple[str, int, int]:
@@ -309,7 +324,10 @@ class Core:
         self._calls["room"]([address_of(segment) for segment in segments], *sizes)
 
     def know(self, segments: list[Array]) -> None:
-        """Read arrays in place that lie in memory which all ranks map: one segment of each, or one for all."""
+        """Read arrays in place that lie in memory which all ranks map.
+
+        One segment of each rank, or one for all.
+        """
         bases = [address_of(segments[rank % len(segments)]) for rank in range(self.size)]
         self._calls["segment"](bases, segments[0].size)
 

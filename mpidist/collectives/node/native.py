@@ -1,4 +1,4 @@
-"""The native core in this process: the C functions of its library, or why there are none."""
+"""The C functions of the native core, or why this process has none."""
 
 from __future__ import annotations
 

@@ -124,7 +124,10 @@ class Node:
         return bool(made)
 
     def _sizes(self, shrink: int) -> Sizes:
-        """Return the sizes of a rank's slots, slices cut to a part of the usual, but not below the smallest."""
+        """Return the sizes of a rank's slots.
+
+        Slices are cut to a part of the usual, but not below the smallest.
+        """
         usual = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
         piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
         chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)

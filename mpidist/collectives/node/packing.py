@@ -101,7 +101,7 @@ def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | No
 
 
 def _in_order(array: Array) -> Array:
-    """Return an array whose elements lie side by side, each at an address that its dtype asks for."""
+    """Return an array whose elements lie side by side, aligned as its dtype asks."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else array.copy()
 

@@ -42,7 +42,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class _Heap:
-    """Segments for arrays, one per rank, from which the same parts are taken on every rank."""
+    """Segments for arrays, one per rank, of which every rank takes the same parts."""
 
     segments: list[Array]
     used: int = 0

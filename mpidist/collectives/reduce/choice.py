@@ -39,7 +39,10 @@ class Algorithm(Protocol):
     takes_replicas: bool
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
-        """Return what begins a reduction while all ranks meet, given the id of the meeting; None if nothing does."""
+        """Return the function that begins a reduction while all ranks meet.
+
+        Given the id of the meeting; None if nothing does.
+        """
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """Reduce a job over all ranks, which have met.

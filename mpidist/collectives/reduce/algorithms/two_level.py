@@ -149,13 +149,19 @@ class TwoLevel:
         )
 
     def _slice_bytes(self, job: PackedReduction) -> int:
-        """Return the bytes of a slice between nodes: of a small message, too, several shall be on their way."""
+        """Return the bytes of a slice between nodes.
+
+        Of a small message, too, several shall be on their way.
+        """
         node = self._node
         share = -(-job.nbytes // (node.rails * LANES_BETWEEN_NODES * _ALIGNMENT)) * _ALIGNMENT
         return min(node.slice_bytes, max(share, _SMALLEST_SLICE_ON_WIRE))
 
     def _settle_result(self, job: PackedReduction, core: Core) -> Steps[Array | None]:
-        """Return the result that the ranks of the node share, if all take one, once they have met."""
+        """Return the result that the ranks of the node share, once they have met.
+
+        None where not all take one.
+        """
         results = self._node.results
         yield from core.go_on()
         while core.state == MET and job.may_share:
@@ -182,7 +188,7 @@ class TwoLevel:
     def _finish(
         self, job: PackedReduction, core: Core, in_flight: _InFlight | None, shared: Array | None
     ) -> Steps[None]:
-        """Go on until this rank has its result, with slices on their way between the nodes."""
+        """Go on until this rank has its result, slices crossing between the nodes."""
         looks = 0
         while core.state != DONE:
             if core.state == SLICE:
