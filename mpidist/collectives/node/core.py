@@ -212,8 +212,8 @@ class Core:
             identity: The same on all ranks.
             op: The operation.
             dtype: Of the arrays.
-            inputs: The arrays of each replica of this rank, at most ``MOST_INPUTS`` in all, which are combined in the order
-                of ranks and replicas.
+            inputs: The arrays of each replica of this rank, at most ``MOST_INPUTS`` in all; ranks and replicas are
+                combined in their order.
             outs: Those for the result; None to learn after the meeting whether it may be shared, see ``targets``.
             divisor: By which the result is divided, if any.
             per_slice: Elements that travel together; 0 for what the core thinks best.
