@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -93,8 +92,8 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
-        self.short_all_reduce = self._engine.open_short(self._go_on)
-        """All-reduces one array, given operation, array and ``out`` or None; returns None if it takes the long way."""
+        self.short = self._engine.open_short(self._go_on)
+        """The collectives of one small array whose like there has been before."""
 
     @property
     def last_algorithm(self) -> str:
@@ -121,13 +120,18 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> list[Array]:
-        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
-        if options is None and len(arrays) == 1 and note in ("", LEAF) and divisor == self.size:
-            result = self.short_all_reduce(op, arrays[0], None if out is None else out[0])
+        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective).
+
+        ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
+        ranks, and of replicas in each.
+        """
+        if options is None and len(arrays) == 1 and not more and note in ("", LEAF) and divisor == self.size:
+            result = self.short.all_reduce(op, arrays[0], None if out is None else out[0])
             if result is not None:
                 return [result]
-        return self._now(self._reduction(op, arrays, divisor, options, out, note))
+        return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
         self,
@@ -138,9 +142,10 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> Work:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
-        return self._later(self._reduction(op, arrays, divisor, options, out, note))
+        return self._later(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def _reduction(
         self,
@@ -150,26 +155,39 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
         note: str,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Operation[list[Array]]:
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
             self._check_out(plan, out)
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
-        steps = self._engine.all_reduce(plan, arrays, out, call)
+        steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if options is None and plan.may_be_short and divisor == self.size:
-            operation.then(partial(self._learn, plan, arrays[0]))
+        if options is None and plan.may_be_short and divisor == self.size and not more:
+            operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
         return operation
 
-    def _learn(self, plan: ReductionPlan, array: Array, results: list[Array]) -> list[Array]:
-        self._engine.learn(plan, array)
-        return results
+    def _learns(
+        self,
+        name: str,
+        array: Array,
+        description: Description,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> Callable[[T], T]:
+        """Return what is called with a result, and has the next call of its kind go the short way."""
+
+        def learn(result: T) -> T:
+            self._engine.learn(name, array, description, op, divisor, root)
+            return result
+
+        return learn
 
     def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
         """Carry on with a short call whose ranks have not come soon, or differ."""
-        del value  # which is kept while this runs
         description = self._channel.executor.short.description(number)
-        steps = self._engine.rest_of_short(description, state, result)
+        steps = self._engine.rest_of_short(description, state, value, result)
         reduced: Array = self._channel.run(Operation(steps, description))
         return reduced
 
@@ -236,7 +254,10 @@ class ArrayCollectives:
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.on_host.all_gather(plan, copies), plan.description, options).then(bring_back)
+            operation = self._operation(engine.on_host.all_gather(plan, copies), plan.description, options)
+            if options is None and axis == 0 and len(arrays) == 1:
+                operation.then(self._learns("all_gather", arrays[0], plan.description))
+            return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
         return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
 
@@ -254,7 +275,10 @@ class ArrayCollectives:
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.on_host.broadcast(plan, copies), plan.description, options).then(bring_back)
+            operation = self._operation(engine.on_host.broadcast(plan, copies), plan.description, options)
+            if options is None and len(arrays) == 1:
+                operation.then(self._learns("broadcast", arrays[0], plan.description, root=root))
+            return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
         return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
 

@@ -15,9 +15,10 @@ from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
 from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.node.core import GoOn, ShortCall
+from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
@@ -25,6 +26,10 @@ from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
+from mpidist.core.enums import ReduceOp
+
+# The algorithm of the core.
+_BY_CORE = "hierarchical"
 
 
 class Engine:
@@ -52,32 +57,52 @@ class Engine:
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
 
-    def open_short(self, go_on: GoOn) -> ShortCall:
-        """Return the function that all-reduces an array in one call, or returns None where it does not know its like.
+    def open_short(self, go_on: GoOn) -> Short:
+        """Return the functions of the short way; those of a channel of several nodes know nothing.
 
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
         """
-        core = self.channel.node.core
-        return _never if core is None or not self.channel.node.is_alone else core.open_short(self._pool.take, go_on)
+        core = self._core
+        return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
 
-    def learn(self, plan: ReductionPlan, array: Array) -> None:
-        """Have all-reduces like one that has been carried out go the short way, if they can."""
-        core = self.channel.node.core
-        if core is not None and self.channel.node.is_alone and self.last_algorithm == "hierarchical":
-            number = core.learn(plan.op, array, plan.divisor, plan.description.id)
-            if number is not None:
-                self.channel.executor.short.learn(number, plan.description)
+    @property
+    def _core(self) -> Core | None:
+        """The core that moves data of all ranks, once there is room for them."""
+        node = self.channel.node
+        return node.core if node.is_alone else None
 
-    def rest_of_short(self, description: Description, state: int, result: Array) -> Steps[Array]:
+    def learn(
+        self,
+        name: str,
+        array: Array,
+        description: Description,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> None:
+        """Have calls like one that has been carried out go the short way, if they can; see ``Core.learn``."""
+        core = self._core
+        if (
+            core is None
+            or self.channel.node.slots is None
+            or (name == "all_reduce" and self.last_algorithm != _BY_CORE)
+        ):
+            return
+        number = core.learn(name, array, description.id, op, divisor, root)
+        if number is not None:
+            self.channel.executor.short.learn(number, description)
+
+    def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
         """Return the result of a short call, which began and got as far as ``state``."""
-        core = self.channel.node.core
+        core = self._core
         assert core is not None
         core.state = state
         self.channel.handshake.has_begun()
         yield from self.channel.finish(description)
-        self._took("hierarchical")
-        return result
+        if description.operation == "all_reduce":
+            self._took(_BY_CORE)
+        return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
@@ -179,12 +204,15 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None = None,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
 
-        Those on a GPU are there when ``call`` is done.
+        Those on a GPU are there when ``call`` is done. ``more`` are the arrays of this rank's further replicas.
         """
         channel = self.channel
+        if more and (plan.inline or self._is_alone(plan)):
+            arrays, more = _combined(plan.op, [arrays, *more]), ()
         if plan.inline:
             self.last_algorithm = "handshake"
             channel.current.algorithms = ["handshake"]
@@ -196,7 +224,7 @@ class Engine:
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
-            return (yield from self._reduce_packs(plan, arrays, out, call, may_share=out is None, is_wanted=True))
+            return (yield from self._reduce_packs(plan, arrays, out, call, more, may_share=out is None, is_wanted=True))
         finally:
             if call is not None:
                 call.leave()
@@ -221,6 +249,7 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None,
+        more: Sequence[Sequence[Array]] = (),
         *,
         may_share: bool,
         is_wanted: bool,
@@ -248,7 +277,9 @@ class Engine:
                 yield from channel.open(plan.description)
                 algorithm = yield from self.choice.make(names)
             channel.phase(PACK)
-            job = plan.reduction(pack, arrays, out, self._pool)
+            job = plan.reduction(pack, arrays, out, self._pool, more)
+            if not algorithm.takes_replicas or len(job.pieces) * (1 + len(more)) > MOST_INPUTS:
+                job.combine_replicas()
             job.tell_chunk, job.is_wanted, job.may_share = channel.tell_chunk, is_wanted, may_share
             if number == 0 and call is None:
                 yield from channel.open(plan.description, algorithm.start(job))
@@ -322,8 +353,12 @@ class Engine:
         return (yield from self.on_host.reduce_scatter(plan, array))
 
 
-def _never(op: object, value: object, out: object) -> None:
-    """Return None: there is no short way."""
+def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:
+    """Return the arrays of all replicas combined, first to last."""
+    totals = list(replicas[0])
+    for arrays in replicas[1:]:
+        totals = [NUMPY_OPS[op](total, array) for total, array in zip(totals, arrays, strict=True)]
+    return totals
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

@@ -272,6 +272,8 @@ static int show(nc *c, page *p)
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
+    if (c->inputs > NC_WORDS)
+        return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = place_of(c, c->in[i], bytes);
@@ -403,7 +405,8 @@ static nc_state decide(nc *c)
             c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
         }
     }
-    return c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
+    int differ = c->call.flags & NC_EQUAL && c->whole != c->bytes * (size_t)c->ranks;
+    return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
 void nc_targets(nc *c, char *const *outs, char *shared)

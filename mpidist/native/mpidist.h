@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { NC_PIECES = 1024, NC_INPUTS = 2032, NC_WORDS = NC_INPUTS, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
+enum { NC_PIECES = 1024, NC_INPUTS = 8192, NC_WORDS = 2032, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
 
 typedef enum {
     NC_I8, NC_I16, NC_I32, NC_I64, NC_U8, NC_U16, NC_U32, NC_U64, NC_F16, NC_BF16, NC_F32, NC_F64, NC_LONG,
@@ -41,6 +41,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
+    NC_EQUAL = 32,     /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
     NC_BUFFER = 16     /* the first piece is a buffer of small arrays, which need not lie in shared memory */
 };
 

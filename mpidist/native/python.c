@@ -71,6 +71,8 @@ void PyEval_RestoreThread(void *);
    signature of the last. */
 enum { HOLDS, CALLS, LAST, CELLS };
 enum { BUSY = 1 };
+/* A kind of signature beside those of mpidist.h: a gathering to which one rank gives. */
+enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
 enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
@@ -457,10 +459,46 @@ static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyO
     return final;
 }
 
-static nc_call call_of(const signature *k)
+/* Begin with one array, contiguous and known: its memory, its signature, and the call. */
+static const signature *known_array(face *f, PyObject *value, signature *s, Py_buffer *view, nc_call *call)
 {
-    return (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
-                     .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    if (f->cells[HOLDS] || s->op < 0 || read_array(f, value, 0, view, s) < 0)
+        return NULL;
+    const signature *k = look_up(f, s, 0);
+    if (k == NULL)
+        return NULL;
+    size_t size = (size_t)view->itemsize;
+    *call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
+                      .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    nc_inputs(f->core)[0] = view->buf;
+    nc_pieces(f->core)[0] = (nc_piece){NULL, (size_t)view->len / size};
+    return k;
+}
+
+/* Put an array for the result into the call; it is given away, also where it does not fit. */
+static int takes_result(face *f, PyObject *result)
+{
+    Py_buffer out;
+    if (result == NULL)
+        return 0;
+    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &out) < 0) {
+        Py_DecRef(result);
+        return 0;
+    }
+    nc_pieces(f->core)[0].out = out.buf;
+    return 1;
+}
+
+/* Whether an array that a program gave for the result is like the input, and is it or lies apart from it. */
+static int fits(face *f, PyObject *out, const Py_buffer *view, const signature *s)
+{
+    Py_buffer o;
+    signature given = {0};
+    if (read_array(f, out, WRITABLE, &o, &given) < 0 || given.dtype != s->dtype || given.axes != s->axes ||
+        memcmp(given.shape, s->shape, sizeof *s->shape * (size_t)s->axes))
+        return 0;
+    const char *here = view->buf, *there = o.buf;
+    return here == there || there >= here + view->len || here >= there + view->len;
 }
 
 /* all_reduce(op, value, out or None) */
@@ -468,33 +506,85 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])}, o = {0};
-    Py_buffer view, out;
-    if (f->cells[HOLDS] || s.op < 0 || read_array(f, a[1], 0, &view, &s) < 0)
-        return none();
-    const signature *k = look_up(f, &s, 0);
-    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len))
+    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[1], &s, &view, &call);
+    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len) || (a[2] != NONE && !fits(f, a[2], &view, &s)))
         return none();
     PyObject *result = a[2];
-    if (result == NONE) {
+    if (result == NONE)
         result = new_array(f, a[1], NULL, 0, (size_t)view.len);
-        if (result == NULL)
-            return NULL;
-    } else {
+    else
         Py_IncRef(result);
-    }
-    if (read_array(f, result, WRITABLE, &out, &o) < 0 || o.dtype != s.dtype || o.axes != s.axes ||
-        memcmp(o.shape, s.shape, sizeof *s.shape * (size_t)s.axes) ||
-        (out.buf != view.buf && (char *)out.buf < (char *)view.buf + view.len &&
-         (char *)view.buf < (char *)out.buf + view.len)) {
-        Py_DecRef(result);
+    if (!takes_result(f, result))
+        return NULL;
+    call.unit = 64 / (size_t)view.itemsize ? 64 / (size_t)view.itemsize : 1;
+    return carry_out(f, k, &call, result, a[1]);
+}
+
+/* reduce_scatter(op, value) */
+static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[1], &s, &view, &call);
+    if (k == NULL || s.axes == 0 || s.shape[0] == 0)
+        return none();
+    ssize_t rows = s.shape[0], row_bytes = view.len / rows;
+    s.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
+    PyObject *result = new_array(f, a[1], s.shape, s.axes, (size_t)(s.shape[0] * row_bytes));
+    if (!takes_result(f, result))
+        return NULL;
+    call.unit = (size_t)(row_bytes / view.itemsize);
+    return carry_out(f, k, &call, result, a[1]);
+}
+
+/* all_gather(value), along the first axis */
+static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = NC_ALL_GATHER};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[0], &s, &view, &call);
+    if (k == NULL || s.axes == 0)
+        return none();
+    call.note = s.shape[0];
+    s.shape[0] *= f->ranks;
+    PyObject *result = new_array(f, a[0], s.shape, s.axes, (size_t)(view.len * f->ranks));
+    if (!takes_result(f, result))
+        return NULL;
+    call.dtype = NC_U8, call.flags = NC_EQUAL;
+    nc_pieces(f->core)[0].count = (size_t)view.len;
+    return carry_out(f, k, &call, result, a[0]);
+}
+
+/* broadcast(value, root) */
+static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = BROADCAST, .root = (int)whole(a[1])};
+    Py_buffer view;
+    nc_call call;
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* the long way says what is wrong with it */
         return none();
     }
-    nc_call call = call_of(k);
-    call.unit = 64 / (size_t)view.itemsize;
-    nc_inputs(f->core)[0] = view.buf;
-    nc_pieces(f->core)[0] = (nc_piece){out.buf, (size_t)(view.len / view.itemsize)};
-    return carry_out(f, k, &call, result, a[1]);
+    const signature *k = known_array(f, a[0], &s, &view, &call);
+    if (k == NULL)
+        return none();
+    PyObject *result = new_array(f, a[0], NULL, 0, (size_t)view.len);
+    if (!takes_result(f, result))
+        return NULL;
+    call.kind = NC_ALL_GATHER, call.dtype = NC_U8;
+    nc_pieces(f->core)[0].count = s.root == f->rank ? (size_t)view.len : 0;
+    return carry_out(f, k, &call, result, a[0]);
 }
 
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
@@ -535,6 +625,9 @@ static PyMethodDef of_core[] = {
     {"segment", segment, METH_FASTCALL, NULL},
     {"learn", learn, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
+    {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
+    {"all_gather", all_gather, METH_FASTCALL, NULL},
+    {"broadcast", broadcast, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

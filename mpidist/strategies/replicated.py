@@ -174,7 +174,7 @@ class LoneReplicaContext(ReplicaContext):
     ) -> Value:
         """See ``ReplicaContext``."""
         if options is None and self._options is None and current_frame() is self.frame:
-            result: Value | None = self._comm.short_all_reduce(reduce_op, value, out)
+            result: Value | None = self._comm.short.all_reduce(reduce_op, value, out)
             if result is not None:
                 return result
         return super().all_reduce(reduce_op, value, options, out=out)

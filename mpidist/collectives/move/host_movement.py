@@ -81,6 +81,13 @@ class HostMovement:
             results.append(plan.result(index, flat, sum(lengths)))
         return results
 
+    def gathered(self, core: Core, value: Array) -> Steps[Array]:
+        """Return the arrays of all ranks, one after the other, once all have come that began to gather them."""
+        result = self._pool.take((sum(core.notes()), *value.shape[1:]), value.dtype)
+        core.targets([as_bytes(result)])
+        yield from core.go_on()
+        return result
+
     def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
         """Return the arrays of the root; those of others tell shapes and dtypes."""
         is_root = self._channel.rank == plan.root

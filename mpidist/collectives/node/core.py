@@ -6,6 +6,7 @@ What its functions do stands in ``mpidist/native/mpidist.h``. This is the only f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # As in mpidist.h: what a call does, ...
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3
+_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
 _IS_MEAN = 16
@@ -41,10 +43,32 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
+# NC_INPUTS of mpidist.h.
+MOST_INPUTS = 8192
 
 
-# Takes the operation, the array and the one for the result, if any.
-ShortCall = Callable[[object, object, object], Any]
+class Short(NamedTuple):
+    """The functions of the short way: each returns None for arguments that it does not know.
+
+    Attributes:
+        all_reduce: Takes operation, array, and an array for the result or None.
+        reduce_scatter: Takes operation and array.
+        all_gather: Takes the array, which it concatenates along the first axis.
+        broadcast: Takes array and root.
+    """
+
+    all_reduce: Callable[[object, object, object], Any]
+    reduce_scatter: Callable[[object, object], Any]
+    all_gather: Callable[[object], Any]
+    broadcast: Callable[[object, object], Any]
+
+
+def _nothing(*_: object) -> None:
+    """Return None: nothing is known."""
+
+
+NO_SHORT = Short(_nothing, _nothing, _nothing, _nothing)
+
 # Takes number of the signature, state, array and result.
 GoOn = Callable[[int, int, Array, Array], Array]
 
@@ -172,7 +196,7 @@ class Core:
         identity: int,
         op: ReduceOp,
         dtype: DType,
-        inputs: list[Array],
+        inputs: list[list[Array]],
         outs: list[Array] | None,
         *,
         divisor: int | None = None,
@@ -188,7 +212,8 @@ class Core:
             identity: The same on all ranks.
             op: The operation.
             dtype: Of the arrays.
-            inputs: The arrays of this rank.
+            inputs: The arrays of each replica of this rank, at most ``MOST_INPUTS`` in all; ranks and replicas are
+                combined in their order.
             outs: Those for the result; None to learn after the meeting whether it may be shared, see ``targets``.
             divisor: By which the result is divided, if any.
             per_slice: Elements that travel together; 0 for what the core thinks best.
@@ -201,8 +226,8 @@ class Core:
         flags |= (_STOP | _WATCH) * is_watched
         unit = _ALIGNMENT // dtype.itemsize or 1
         self.state = self._begin(
-            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, 1, unit, per_slice, held,
-            inputs, outs, _BEGINS,
+            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
+            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, _BEGINS,
         )  # fmt: skip
 
     def reduce_scatter(
@@ -256,8 +281,8 @@ class Core:
 
     # The short way ----------------------------------------------------------------------------------------------
 
-    def open_short(self, take: Callable[..., Array], go_on: GoOn) -> ShortCall:
-        """Return the function that all-reduces an array in one call, or returns None for one that it does not know.
+    def open_short(self, take: Callable[..., Array], go_on: GoOn) -> Short:
+        """Return the functions of the short way.
 
         Args:
             take: Returns memory for a result, given shape and dtype.
@@ -267,13 +292,29 @@ class Core:
         names: list[object] = [name for op in _OPS for name in (op, op.name)]
         codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
         self._calls["short"](np.ndarray, np.empty, take, go_on, names, codes)
-        short: ShortCall = self._calls["all_reduce"]
-        return short
+        return Short(*[self._calls[name] for name in Short._fields])
 
-    def learn(self, op: ReduceOp, array: Array, divisor: int | None, identity: int) -> int | None:
-        """Have all-reduces like one go the short way; return the number of the signature, or None if they cannot."""
-        code = _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
-        number: int | None = self._calls["learn"](_ALL_REDUCE, code, array, 0, divisor or 0, identity)
+    def learn(
+        self,
+        name: str,
+        array: Array,
+        identity: int,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> int | None:
+        """Have calls like one go the short way; return the number of the signature, or None if they cannot.
+
+        Args:
+            name: Of the function of ``Short``.
+            array: The one that it was given.
+            identity: The same on all ranks.
+            op: The operation, for one that reduces.
+            divisor: Of a mean.
+            root: The rank that gives, for a broadcast.
+        """
+        code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
+        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity)
         return number
 
     # Memory -----------------------------------------------------------------------------------------------------

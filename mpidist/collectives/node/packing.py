@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
@@ -261,6 +262,7 @@ class PackedReduction:
     Args:
         pack: The arrays of one dtype.
         pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
+        more: The same of this rank's further replicas.
         targets: Where the result goes, flat arrays of the same lengths; None for new memory.
         op: The operation.
         divisor: By which a mean divides the sum; None for other operations.
@@ -282,6 +284,7 @@ class PackedReduction:
         self,
         pack: Pack,
         pieces: list[Array],
+        more: list[list[Array]],
         targets: list[Array] | None,
         op: ReduceOp,
         divisor: int | None,
@@ -289,6 +292,7 @@ class PackedReduction:
         pool: Pool,
     ) -> None:
         self.pieces = pieces
+        self.more = more
         self.given = targets
         self.op = op
         self.divisor = divisor
@@ -302,6 +306,16 @@ class PackedReduction:
         self.took: str | None = None
         self._targets = targets
         self.tell_chunk: Callable[[str, int, int, int], None] | None = None
+
+    def combine_replicas(self) -> None:
+        """Combine the inputs of this rank's replicas, in their order."""
+        if self.more:
+            totals = [self.pool.take(piece.size, self.dtype) for piece in self.pieces]
+            for inputs in self.more:
+                for total, so_far, piece in zip(totals, self.pieces, inputs, strict=True):
+                    NUMPY_OPS[self.op](so_far, piece, out=total)
+                self.pieces = totals
+            self.more = []
 
     def flat_input(self) -> Array:
         """Return the input in one piece."""

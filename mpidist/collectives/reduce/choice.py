@@ -30,7 +30,13 @@ _log = logging.getLogger("mpidist")
 
 
 class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory."""
+    """The interface of an algorithm for arrays in host memory.
+
+    Attributes:
+        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
+    """
+
+    takes_replicas: bool
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
         """Return the function that begins a reduction while all ranks meet.

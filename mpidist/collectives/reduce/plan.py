@@ -129,11 +129,17 @@ class ReductionPlan:
                     self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype))
 
     def reduction(
-        self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool
+        self,
+        pack: Pack,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        pool: Pool,
+        more: Sequence[Sequence[Array]] = (),
     ) -> PackedReduction:
-        """Return the work of an algorithm for ``pack``."""
+        """Return the work of an algorithm for ``pack``; ``more`` are the arrays of this rank's further replicas."""
         targets = None if out is None else pack.targets(out, pool)
-        return PackedReduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
+        inputs, *others = [pack.inputs(given, pool) for given in (arrays, *more)]
+        return PackedReduction(pack, inputs, others, targets, self.op, self.divisor, self.options, pool)
 
     def blank_results(self, out: Sequence[Array] | None, on_device: Mapping[int, Array] | None = None) -> list[Array]:
         """Return a list of results in which those without elements are there already.

@@ -16,6 +16,8 @@ class Mpi:
         site: Where it works; its communicator is not freed.
     """
 
+    takes_replicas = False
+
     def __init__(self, site: Site) -> None:
         self._comm = site.comm
 

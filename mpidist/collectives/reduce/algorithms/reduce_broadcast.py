@@ -22,6 +22,8 @@ class ReduceBroadcast:
         site: Where it works; its communicator is not freed.
     """
 
+    takes_replicas = False
+
     def __init__(self, site: Site) -> None:
         self._comm = site.comm
 

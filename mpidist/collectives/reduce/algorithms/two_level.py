@@ -91,6 +91,7 @@ class TwoLevel:
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
         self._wires = Wires(site.comm, site.node, site.between_nodes)
+        self.takes_replicas = site.node.is_alone and site.node.core is not None
         # Numbers the slices of a rank that is alone on its node, as cores number theirs.
         self._chunks = 0
 
@@ -137,7 +138,7 @@ class TwoLevel:
             identity,
             job.op,
             job.dtype,
-            job.pieces,
+            [job.pieces, *job.more],
             None if may_share else outs,
             divisor=job.divisor,
             per_slice=0 if self._node.is_alone else self._slice_bytes(job) // job.dtype.itemsize,
