@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
+from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.experimental import CommunicationOptions
 from tests.support.ranks.cores import needs_core, sums
 from tests.support.ranks.layouts import per_replica
@@ -61,6 +62,21 @@ def test_replicas_of_one_process_are_summed_like_ranks() -> None:
     with mpidist.MirroredStrategy([f"cpu:{i}" for i in range(SIZE)], communicator=MPI.COMM_SELF) as strategy:
         total = strategy.reduce("SUM", per_replica(strategy, lambda i: given[i]), axis=None)
     np.testing.assert_array_equal(total, in_order(given, "float32"), strict=True)
+
+
+@needs_core
+@pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="between nodes sums are equal to rounding")
+@pytest.mark.parametrize("dtype", FORMED)
+@pytest.mark.parametrize("count", [1, 30, 5_000, 300_001])
+def test_replicas_of_several_ranks_are_summed_in_their_order(count: int, dtype: str) -> None:
+    """Each rank has two: its own sum would be another order."""
+    random = np.random.default_rng(count)
+    given = [random.standard_normal(count).astype(dtype) * 10.0**k for k in range(2 * SIZE)]
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        for op, divisor in (("SUM", 1), ("MEAN", 2 * SIZE)):
+            found = strategy.reduce(op, per_replica(strategy, lambda i: given[i]), axis=None)
+            expected = in_order(given, FORMED[dtype]) / np.array(divisor, FORMED[dtype])
+            np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
 
 
 @needs_core

@@ -103,7 +103,8 @@ class ReductionPlan:
         self._make_packs(signature, formed, options.bytes_per_pack, joins_small)
         self.may_be_short = (
             not (note or on_device)
-            and [(dtype, dtype) for _, dtype in signature] == formed[:1]
+            and len(signature) == 1
+            and formed == [(signature[0][1], signature[0][1])]
             and nbytes <= _MOST_SHORT
         )
         self.in_memory = [index for pack in self.packs for index in pack.indices]
