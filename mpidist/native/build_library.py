@@ -122,7 +122,7 @@ def _zig() -> list[Compiler]:
 
 
 def _machine_of(file: Path) -> tuple[bytes, bytes]:
-    """Return what an ELF header says of the machine: bits and byte order, and the kind of CPU."""
+    """Return bits and byte order of an ELF file, and its kind of CPU."""
     with file.open("rb") as opened:
         header = opened.read(20)
     return header[4:6], header[18:]
