@@ -770,10 +770,12 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
             idle = 0;
         else if (state != NC_NOT_YET)
             return state;
-        else if (idle < c->spins)
-            RELAX(), idle++;
-        else
+        else if (idle == c->spins)
             sched_yield();
+        else {
+            RELAX();
+            idle++;
+        }
         /* Without spins each look may take as long as others work. */
         if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == c->spins) {
             int64_t t = now();

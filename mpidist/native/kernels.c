@@ -14,6 +14,7 @@
 #endif
 
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* there are no vectors of long doubles */
 #define NC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define NC_INDEPENDENT _Pragma("GCC ivdep")
