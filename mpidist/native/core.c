@@ -75,7 +75,7 @@ enum { SLICE_BYTES = 128 << 10 };
 enum { STREAMED_BYTES = 8 << 20 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
 
-typedef enum { IDLE, MEETING, TARGETS, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
+typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
 
 struct nc {
     row *rows;
@@ -92,7 +92,7 @@ struct nc {
     /* The call. */
     nc_call call;
     phase phase;
-    int came, shares, all_shown, any_private, any_places, most_replicas, inputs;
+    int came, shares, all_shown, any_private, most_replicas, inputs;
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
@@ -376,7 +376,8 @@ static size_t longest_stripe(const nc *c)
     return longest;
 }
 
-static void start_chunks(nc *c)
+/* Returns 0 where a slice has no room for an element. */
+static int start_chunks(nc *c)
 {
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
     size_t slice = c->call.slice ? c->call.slice : SLICE_BYTES / c->itemsize;
@@ -385,6 +386,8 @@ static void start_chunks(nc *c)
     if (slice > c->sizes.slice / c->itemsize)
         slice = c->sizes.slice / c->itemsize;
     c->slice = slice < fits ? slice : fits;
+    if (c->slice == 0)
+        return 0;
     /* Slices of one slot lie side by side, each aligned. */
     size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
     if (c->slice > aligned)
@@ -392,13 +395,22 @@ static void start_chunks(nc *c)
     c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
     c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
     c->phase = CHUNKS;
+    return 1;
+}
+
+/* All ranks have met, and find the same. */
+static nc_state refuse(nc *c, int error)
+{
+    c->phase = IDLE;
+    errno = error;
+    return NC_LOST;
 }
 
 /* Which way the data take, from what all ranks told. */
 static nc_state decide(nc *c)
 {
-    int all_share = 1, readable = 1;
-    c->any_private = c->any_places = 0, c->all_shown = 1, c->most_replicas = 1;
+    int all_share = 1, readable = 1, replicas_of_all = 0;
+    c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
     for (int r = 0; r < c->ranks; r++) {
         page *p = page_of(c, r);
         int flags = flags_of(c, r), replicas = replicas_of(c, r);
@@ -409,7 +421,7 @@ static nc_state decide(nc *c)
         c->all_shown = c->all_shown && flags & SHOWN;
         all_share = all_share && flags & SHARES;
         readable = readable && flags & (SHOWN | TOLD_PLACES);
-        c->any_places = c->any_places || flags & TOLD_PLACES;
+        replicas_of_all += replicas;
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
     }
@@ -418,17 +430,20 @@ static nc_state decide(nc *c)
         c->phase = IDLE;
         return NC_DONE;
     }
+    if (replicas_of_all > NC_INPUTS)
+        return refuse(c, E2BIG);
     cut_stripes(c);
-    c->phase = c->all_shown ? SHOWN_ONCE : CHUNKS;
-    if (!c->all_shown) {
+    if (c->all_shown) {
+        c->phase = SHOWN_ONCE;
+    } else if (c->call.kind == NC_ALL_GATHER && readable) {
+        c->phase = DIRECT;
+        c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
+    } else {
         for (int r = 0; r < c->ranks && c->call.kind != NC_ALL_GATHER; r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
                 c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] == PRIVATE;
-        start_chunks(c);
-        if (c->call.kind == NC_ALL_GATHER && readable) {
-            c->phase = DIRECT;
-            c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
-        }
+        if (!start_chunks(c))
+            return refuse(c, ENOBUFS);
     }
     int differ = c->call.flags & NC_EQUAL && c->whole != c->bytes * (size_t)c->ranks;
     return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
@@ -672,7 +687,7 @@ static void reduce_shown(nc *c)
         for (int r = 0; r < c->ranks; r++)
             for (int q = 0; q < replicas_of(c, r); q++)
                 in[inputs++] = shown_by(c, r) + (size_t)q * c->bytes + e * c->itemsize;
-        char *to = c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out
+        char *to = c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
                                                      : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
         nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, c->call.divisor);
         e += m;
@@ -770,18 +785,21 @@ static nc_state move(nc *c)
 nc_state nc_step(nc *c, int64_t nanoseconds)
 {
     int64_t end = 0;
-    for (int looks = 1, idle = 0;; looks++) {
+    int idle = 0;
+    for (unsigned looks = 1;; looks++) {
         nc_state state = move(c);
         if (state == NC_MOVED)
             idle = 0;
         else if (state != NC_NOT_YET)
             return state;
-        else if (idle++ < c->spins)
-            RELAX();
-        else
+        else if (idle == c->spins)
             sched_yield();
+        else {
+            RELAX();
+            idle++;
+        }
         /* Without spins each look may take as long as others work. */
-        if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle > c->spins) {
+        if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == c->spins) {
             int64_t t = now();
             if (end == 0)
                 end = t + nanoseconds;
@@ -811,7 +829,7 @@ nc_state nc_begin(nc *c, const nc_call *call, int64_t nanoseconds)
 void nc_get_slice(const nc *c, nc_slice *slice)
 {
     uint64_t k = c->reduced - 1;
-    slice->chunk = (size_t)k;
+    slice->chunk = (size_t)(k - c->begin);
     slice->start = 0;
     slice->count = c->rank < c->rails ? slice_of(c, c->rank, k, &slice->start) : 0;
     slice->lane = lane_at(c, k);
@@ -819,11 +837,12 @@ void nc_get_slice(const nc *c, nc_slice *slice)
 
 void nc_crossed(nc *c, size_t chunk)
 {
-    size_t start = 0, n = c->rank < c->rails ? slice_of(c, c->rank, chunk, &start) : 0;
+    uint64_t k = c->begin + chunk;
+    size_t start = 0, n = c->rank < c->rails ? slice_of(c, c->rank, k, &start) : 0;
     if (c->call.divisor != 0 && n) {
-        char *at = c->shared != NULL ? c->shared + start * c->itemsize : lane(c, c->rank, chunk);
+        char *at = c->shared != NULL ? c->shared + start * c->itemsize : lane(c, c->rank, k);
         nc_divide(at, n, c->call.dtype, c->call.divisor);
     }
-    c->crossed = chunk + 1;
+    c->crossed = k + 1;
     count(c, REDUCED, c->crossed);
 }

@@ -7,12 +7,14 @@
 
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(NC_NO_AVX2) /* which tests of the base define */
+#include <cpuid.h>
 #include <immintrin.h>
 #define NC_X86 1
 #endif
 
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* there are no vectors of long doubles */
 #define NC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define NC_INDEPENDENT _Pragma("GCC ivdep")
@@ -47,14 +49,22 @@ typedef struct {
 #include "kernels_table.h"
 #endif
 
+#ifdef NC_X86
+static int supports_avx2(void)
+{
+    unsigned a, b, c, d; /* compilers differ in whether __builtin_cpu_supports knows "f16c" */
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 static const nc_table *table(void)
 {
 #ifdef NC_X86
     static int has_avx2 = -1; /* the same whoever asks first */
     int known = __atomic_load_n(&has_avx2, __ATOMIC_RELAXED);
     if (known < 0) {
-        __builtin_cpu_init();
-        known = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+        known = supports_avx2();
         __atomic_store_n(&has_avx2, known, __ATOMIC_RELAXED);
     }
     if (known)

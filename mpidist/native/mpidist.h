@@ -32,14 +32,16 @@ typedef enum {
     NC_SLICE,    /* a slice of this rank waits for other nodes: nc_get_slice, nc_crossed */
     NC_CHUNK,    /* watched: something was done with a chunk: nc_get_event */
     NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
-    NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more */
+    NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more. On all ranks:
+                    slots without room for an element of each stripe and replica (ENOBUFS), or more than NC_INPUTS
+                    replicas on the node (E2BIG) */
 } nc_state;
 
 /* Of a call. */
 enum {
     NC_STOP = 1,       /* return NC_MET after the meeting: the memory of results is not known before */
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
-    NC_UNWANTED = 4,   /* this rank takes part, but does not want the result */
+    NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
     NC_EQUAL = 16      /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
 };
@@ -59,7 +61,8 @@ typedef struct {
     int pieces, replicas;
     double divisor;   /* of every element of the result; 0 for none */
     size_t unit;      /* stripes of the ranks are multiples of so many elements */
-    size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best */
+    size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best, which is
+                         another one on nodes with other numbers of replicas */
     int64_t note;     /* a number for the others */
 } nc_call;
 
@@ -107,7 +110,8 @@ size_t nc_segment_bytes(const nc_sizes *sizes);
 /* Return a new core, or NULL without memory. `control` are nc_control_bytes that all ranks map, zero at first.
    `spins`: looks in vain before the processor is given away; 0 where there are more ranks than cores. `pids`: the
    process of each rank whose memory may be read (process_vm_readv), or NULL. `on_wire`: whether there are other
-   nodes, so that slices return as NC_SLICE; `rails`: how many ranks of the node have a stripe. */
+   nodes, so that slices of ALL_REDUCE return as NC_SLICE, and there is no REDUCE_SCATTER; `rails`: how many ranks of
+   the node have a stripe, all where there are no other nodes. */
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails);
 void nc_close(nc *core);
 

@@ -92,8 +92,6 @@ class TwoLevel:
         self._comm, self._node = site.comm, site.node
         self._wires = Wires(site.comm, site.node, site.between_nodes)
         self.takes_replicas = site.node.is_alone and site.node.core is not None
-        # Numbers the slices of a rank that is alone on its node, as cores number theirs.
-        self._chunks = 0
 
     @classmethod
     def made(cls, site: Site) -> Steps[TwoLevel]:
@@ -236,8 +234,9 @@ class TwoLevel:
         while start < job.count or len(in_flight):
             while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
                 stop = min(start + per_slice, job.count)
-                in_flight.add(self._chunks, self._crossing_alone(job, in_flight, self._chunks, start, stop))
-                start, self._chunks = stop, self._chunks + 1
+                chunk = start // per_slice
+                in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop))
+                start = stop
             looks = 0 if in_flight.move() else looks + 1
             pause(self._comm, looks)
             yield
