@@ -26,6 +26,7 @@ class ShortCalls:
     """
 
     def __init__(self, core: Core | None, may_be_open: Callable[[], bool]) -> None:
+        self._core = core  # which keeps the cells
         self._cells = memoryview(array("q", [0, 0, 0])) if core is None else core.cells
         self._may_be_open = may_be_open
         self._known: dict[int, Description] = {}

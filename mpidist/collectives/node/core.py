@@ -334,8 +334,8 @@ class Core:
 
     def close(self) -> None:
         """Free the memory (collective)."""
-        self._calls.clear()
-        del self._begin, self._step
+        # But for the cells, which stay as long as this object does.
+        self._calls = {"step": self._step}
         self._window.Unlock_all()
         self._window.Free()
 
