@@ -369,7 +369,7 @@ class ArrayCollectives:
     def common_memory(self, nbytes: int, text: str) -> Array | None:
         """Return one new block of bytes for all ranks, or None (collective).
 
-        It is None on all ranks where there is no room.         It stays while any rank holds an array over it.
+        It is None on all ranks where there is no room. It stays while any rank holds an array over it.
 
         Args:
             nbytes: Its size.
