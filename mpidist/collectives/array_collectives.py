@@ -431,7 +431,10 @@ class ArrayCollectives:
                 if are_copies and merged.algorithm in gpu_names():
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
-                plan = ReductionPlan(operation, op, signature, merged, divisor, most_inline, on_device, note, root)
+                joins = not self._engine.takes_pieces
+                plan = ReductionPlan(
+                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, joins
+                )
                 self._keep(key, plan)
         return plan
 

@@ -20,7 +20,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import copies_of_overlapping
+from mpidist.collectives.node.packing import Pack, copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
@@ -71,6 +71,11 @@ class Engine:
         """The core that moves data of all ranks, once there is room for them."""
         node = self.channel.node
         return node.core if node.is_alone else None
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether small arrays travel from where they are."""
+        return self._core is not None
 
     def learn(
         self,
@@ -220,7 +225,7 @@ class Engine:
             if not channel.begin(plan.description):
                 yield from channel.finish(plan.description)
             return plan.from_inline(channel.handshake.totals(plan.count, plan.formed[0][0]), out)
-        if out is not None and plan.read_late and not self._is_alone(plan):
+        if out is not None and plan.read_late and not self._is_alone(plan) and not self._core_finds_overlaps(plan):
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
@@ -232,6 +237,17 @@ class Engine:
     def _is_alone(self, plan: ReductionPlan) -> bool:
         """Whether there is nothing to reduce with, and no algorithm was named."""
         return self.channel.size == 1 and plan.options.algorithm is None
+
+    def _core_finds_overlaps(self, plan: ReductionPlan) -> bool:
+        """Whether all arrays go in one call of the core, which sees whether results overlap inputs."""
+        if self._core is None or len(plan.packs) > 1 or plan.device_packs:
+            return False
+        return self.choice.first_working(self._names_for(plan, plan.packs[0])) == _BY_CORE
+
+    def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
+        if pack.algorithms is None:
+            pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
+        return pack.algorithms
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
         """Return ``arrays``, with copies of those that results may overwrite too early."""
@@ -268,9 +284,7 @@ class Engine:
             self._took("alone")
             return results
         for number, pack in enumerate(plan.packs):
-            names = pack.algorithms
-            if names is None:
-                names = pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
+            names = self._names_for(plan, pack)
             algorithm = self.choice.made(names)
             if algorithm is None:
                 # Once all ranks have come.

@@ -44,6 +44,7 @@ _ZIG_GLIBC = "gnu.2.17"
 # Needs what the sources need: the headers of C11, those of the C library, and a linker.
 _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
 _SHOWN_LINES = 15
+_SECONDS = 600.0
 
 
 class _CompilerError(Exception):
@@ -92,9 +93,9 @@ def compile_library(target: Path) -> None:
         made = Path(folder) / LIBRARY
         for name, command in [*_compilers_of_the_system(), *_zig()]:
             try:
-                _run([*command, *_FLAGS, define, "-o", str(made), *sources, *_LIBRARIES])
-                if name != "$CC":  # which may compile for other machines
-                    _run([sys.executable, "-c", "import ctypes, sys; ctypes.PyDLL(sys.argv[1])", str(made)])
+                _run([*command, *_FLAGS, define, "-o", str(made), *sources, *_LIBRARIES], Path(folder))
+                if name != "$CC" and _machine_of(made) != _machine_of(Path("/proc/self/exe")):
+                    raise _CompilerError("compiles for another machine")
             except _CompilerError as error:
                 failures.append(f"  {name} ({shlex.join(command)}): {error}")
                 continue
@@ -120,14 +121,30 @@ def _zig() -> list[Compiler]:
     return [("ziglang", [sys.executable, "-m", "ziglang", "cc", "-target", f"{target}-{libc}", "-s"])]
 
 
-def _run(command: list[str]) -> None:
-    """Run a command, and show what it says: a compiler may have warnings."""
+def _machine_of(file: Path) -> tuple[bytes, bytes]:
+    """Return bits and byte order of an ELF file, and its kind of CPU."""
+    with file.open("rb") as opened:
+        header = opened.read(20)
+    return header[4:6], header[18:]
+
+
+def _run(command: list[str], scratch: Path) -> None:
+    """Run a compiler, and show what it says: it may have warnings."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+            command,
+            # The home folder, where zig has its cache by default, may be full or not be there.
+            env={"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_SECONDS,
+            check=False,
         )
     except OSError as error:
         raise _CompilerError(error.strerror) from None
+    except subprocess.TimeoutExpired:
+        raise _CompilerError(f"not done after {_SECONDS:.0f} s") from None
     said = done.stdout.decode(errors="replace")
     if done.returncode != 0:
         lines = said.splitlines()[:_SHOWN_LINES]
@@ -166,7 +183,7 @@ def requirements() -> list[str]:
         source.write_text(_PROBE)
         for _, command in _compilers_of_the_system():
             try:
-                _run([*command, *_FLAGS, "-o", str(source.with_suffix(".so")), str(source), *_LIBRARIES])
+                _run([*command, *_FLAGS, "-o", str(source.with_suffix(".so")), str(source), *_LIBRARIES], source.parent)
             except _CompilerError:
                 continue
             return []

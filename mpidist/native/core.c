@@ -239,6 +239,31 @@ static void copy(char *to, const char *from, size_t bytes, int streamed)
     memcpy(to, from, bytes);
 }
 
+static int by_address(const void *a, const void *b)
+{
+    const char *x = ((const nc_range *)a)->begin, *y = ((const nc_range *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
+{
+    qsort(outs, (size_t)m, sizeof *outs, by_address);
+    for (int i = 0; i < n; i++) {
+        int low = 0, high = m; /* the first result that ends behind where the input begins */
+        while (low < high) {
+            int middle = (low + high) / 2;
+            if (outs[middle].end <= inputs[i].begin)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        for (; low < m && outs[low].begin < inputs[i].end; low++)
+            if (outs[low].piece != inputs[i].piece || outs[low].begin != inputs[i].begin)
+                return 1;
+    }
+    return 0;
+}
+
 /* Before the meeting ------------------------------------------------------------------------------------------- */
 
 /* Show what is small: on the page, or in the small slot of the next meeting. */
@@ -268,7 +293,7 @@ static int show(nc *c, page *p)
 }
 
 /* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays lie in memory that
-   all ranks map, but for a buffer of small ones. */
+   all ranks map, but for small ones. */
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
@@ -281,7 +306,7 @@ static int tell_places(nc *c, page *p)
             place = (int64_t)(intptr_t)c->in[i];
         p->words[i] = place;
         any = any || place != PRIVATE;
-        share = share && (place <= MAPPED || (c->call.flags & NC_BUFFER && i < c->call.replicas));
+        share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
     return any ? TOLD_PLACES | (share ? SHARES : 0) : 0;
 }

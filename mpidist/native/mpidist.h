@@ -41,8 +41,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_EQUAL = 32,     /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
-    NC_BUFFER = 16     /* the first piece is a buffer of small arrays, which need not lie in shared memory */
+    NC_EQUAL = 16      /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */
@@ -119,8 +118,20 @@ void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
    there are read in place. Returns its number, the same on all ranks that make the same calls, or -1. */
 int nc_segment(nc *core, char *const *bases, size_t bytes);
 
+/* Arrays smaller than this need not lie in shared memory for a result to be shared. */
+enum { NC_SMALL_ARRAY = 32 << 10 };
+
 /* Whether bytes lie in such memory. */
 int nc_is_shared(const nc *core, const void *address, size_t bytes);
+
+/* Memory from begin to end, of a piece. */
+typedef struct {
+    const char *begin, *end;
+    int piece;
+} nc_range;
+
+/* Whether any input overlaps a result, unless it is that of the same piece and begins where that does. Sorts results. */
+int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m);
 
 nc_piece *nc_pieces(nc *core);
 const char **nc_inputs(nc *core);

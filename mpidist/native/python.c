@@ -32,7 +32,7 @@ typedef struct {
     int flags;
     const char *doc;
 } PyMethodDef;
-enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, BUF_WRITE = 0x200 };
+enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, STRIDED = 0x18, BUF_WRITE = 0x200 };
 
 extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct;
 PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
@@ -93,6 +93,7 @@ typedef struct {
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];
+    nc_range given[NC_INPUTS], results[NC_PIECES]; /* of one call */
 } face;
 
 static PyObject *name_shape, *name_dtype;
@@ -156,9 +157,26 @@ static int read_outs(face *f, PyObject *list)
     return n < 0 ? -1 : 0;
 }
 
+static int results_overlap(face *f, const nc_call *call)
+{
+    size_t itemsize = nc_itemsize(call->dtype);
+    int n = call->pieces * call->replicas, m = 0;
+    for (int i = 0; i < n; i++) {
+        const char *begin = nc_inputs(f->core)[i];
+        f->given[i] = (nc_range){begin, begin + nc_pieces(f->core)[i / call->replicas].count * itemsize, i / call->replicas};
+    }
+    for (int i = 0; i < call->pieces; i++) {
+        nc_piece p = nc_pieces(f->core)[i];
+        if (p.out != NULL && p.count)
+            f->results[m++] = (nc_range){p.out, p.out + p.count * itemsize, i};
+    }
+    return nc_overlap(f->given, n, f->results, m);
+}
+
 /* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state, or
+   -1 where nothing has begun as results overlap inputs that are still to be read */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
@@ -174,6 +192,8 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
     if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
         return NULL;
+    if (call.kind == NC_ALL_REDUCE && a[11] != NONE && results_overlap(f, &call))
+        return PyLong_FromLongLong(-1);
     void *thread = PyEval_SaveThread();
     nc_state state = nc_begin(f->core, &call, nanoseconds);
     PyEval_RestoreThread(thread);
@@ -711,6 +731,45 @@ static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(number);
 }
 
+/* The memory between the first and the last element of any array that offers its buffer. */
+static int range_of(PyObject *array, nc_range *range)
+{
+    Py_buffer view;
+    if (memory_of(array, STRIDED, &view) < 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    const char *begin = view.buf, *end = begin + (view.len ? view.itemsize : 0);
+    for (int i = 0; i < view.ndim && view.len; i++) {
+        ssize_t reach = (view.shape[i] - 1) * view.strides[i];
+        if (reach < 0)
+            begin += reach;
+        else
+            end += reach;
+    }
+    *range = (nc_range){begin, end, -1};
+    return 0;
+}
+
+/* overlap(list of arrays, list of arrays) -> 0 if none of the first shares memory with any of the second; 1 if one may */
+static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
+{
+    (void)self, (void)count;
+    enum { MOST = 256 };
+    nc_range inputs[MOST], outs[MOST];
+    ssize_t n = PyList_Size(a[0]), m = PyList_Size(a[1]);
+    if (n < 0 || m < 0)
+        return NULL;
+    int unknown = n > MOST || m > MOST;
+    for (ssize_t i = 0; i < n && !unknown; i++)
+        unknown = range_of(PyList_GetItem(a[0], i), &inputs[i]) < 0;
+    for (ssize_t i = 0; i < m && !unknown; i++) {
+        unknown = range_of(PyList_GetItem(a[1], i), &outs[i]) < 0;
+        outs[i].piece = 0;
+    }
+    return PyLong_FromLongLong(unknown || nc_overlap(inputs, (int)n, outs, (int)m));
+}
+
 static PyObject *control_bytes(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)self, (void)n;
@@ -725,6 +784,7 @@ EXPORT PyObject *nc_functions(void)
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
         {"control_bytes", control_bytes, METH_FASTCALL, NULL},
+        {"overlap", overlap, METH_FASTCALL, NULL},
         {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };

@@ -32,9 +32,10 @@ _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for po
 _DTYPES |= {("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
 _DTYPES |= {("f", np.dtype(np.longdouble).itemsize): 12, ("c", np.dtype(np.clongdouble).itemsize): 15}
 # ... its flags, ...
-_STOP, _SHARE, _UNWANTED, _WATCH, _BUFFER = 1, 2, 4, 8, 16
+_STOP, _SHARE, _UNWANTED, _WATCH = 1, 2, 4, 8
 # ... and its states.
 DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, LOST = range(8)
+OVERLAP = -1
 _WAITING = (NOT_YET, MOVED)
 _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 
@@ -201,12 +202,13 @@ class Core:
         *,
         divisor: int | None = None,
         per_slice: int = 0,
-        has_buffer: bool = False,
         held: int = 0,
         is_wanted: bool = True,
         is_watched: bool = False,
     ) -> None:
         """Begin an all-reduce of contiguous arrays.
+
+        The state is OVERLAP, and nothing has begun, where results would overwrite inputs that are still to be read.
 
         Args:
             identity: The same on all ranks.
@@ -217,12 +219,11 @@ class Core:
             outs: Those for the result; None to learn after the meeting whether it may be shared, see ``targets``.
             divisor: By which the result is divided, if any.
             per_slice: Elements that travel together; 0 for what the core thinks best.
-            has_buffer: Whether the first array is a buffer of small ones.
             held: Bits of the shared results that this rank still holds.
             is_wanted: Whether this rank wants the result.
             is_watched: Whether the state becomes MET after the meeting, and CHUNK after each step of a chunk.
         """
-        flags = _SHARE * (outs is None) | _BUFFER * has_buffer | _UNWANTED * (not is_wanted)
+        flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
         flags |= (_STOP | _WATCH) * is_watched
         unit = _ALIGNMENT // dtype.itemsize or 1
         self.state = self._begin(

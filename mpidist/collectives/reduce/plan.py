@@ -46,6 +46,7 @@ class ReductionPlan:
         on_device: See :func:`which_on_device`.
         note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         root: The rank that gets the result; None for all.
+        joins_small: Whether small arrays are copied into one buffer.
 
     Attributes:
         description: The text and id that all ranks have to agree on.
@@ -68,6 +69,7 @@ class ReductionPlan:
         on_device: tuple[bool, ...] = (),
         note: str = "",
         root: int | None = None,
+        joins_small: bool = True,
     ) -> None:
         self.op = op
         self.on_device = on_device
@@ -98,7 +100,7 @@ class ReductionPlan:
         )
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
-        self._make_packs(signature, formed, options.bytes_per_pack)
+        self._make_packs(signature, formed, options.bytes_per_pack, joins_small)
         self.may_be_short = (
             not (note or on_device)
             and len(signature) == 1
@@ -111,7 +113,9 @@ class ReductionPlan:
             index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
         ]
 
-    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> None:
+    def _make_packs(
+        self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int, joins_small: bool
+    ) -> None:
         alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}
         on_device = self.on_device or (False,) * len(signature)
         # Last arrays first: in a list of gradients they are ready first.
@@ -127,7 +131,7 @@ class ReductionPlan:
                     pack = DevicePack(members, self.shapes, dtype, source_dtype, result_dtype, self.op)
                     self.device_packs.append(pack)
                 else:
-                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype))
+                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype, joins_small))
 
     def reduction(
         self,

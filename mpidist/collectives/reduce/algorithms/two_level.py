@@ -21,7 +21,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, pause
 from mpidist.collectives.node.chunks import pieces
-from mpidist.collectives.node.core import CHUNK, DONE, MET, SLICE, Core
+from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
 from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
@@ -142,11 +142,13 @@ class TwoLevel:
             None if may_share else outs,
             divisor=job.divisor,
             per_slice=0 if self._node.is_alone else self._slice_bytes(job) // job.dtype.itemsize,
-            has_buffer=job.has_buffer,
             held=self._node.results.held() if may_share else 0,
             is_wanted=job.is_wanted,
             is_watched=job.tell_chunk is not None,
         )
+        if core.state == OVERLAP:
+            job.copy_inputs()
+            self._begin(job, core, identity)
 
     def _slice_bytes(self, job: PackedReduction) -> int:
         """Return the bytes of a slice between nodes.
