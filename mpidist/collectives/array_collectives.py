@@ -176,7 +176,7 @@ class ArrayCollectives:
         divisor: int | None = None,
         root: int = 0,
     ) -> Callable[[T], T]:
-        """Return what is called with a result, and has the next call of its kind go the short way."""
+        """Return a function of a result that opens the short way to calls like it."""
 
         def learn(result: T) -> T:
             self._engine.learn(name, array, description, op, divisor, root)

@@ -49,7 +49,10 @@ class ShortCalls:
         return self._cells[_CALLS]
 
     def last(self) -> Description | None:
-        """Return the description of the last call if it was a short one: none has been ``seen`` since."""
+        """Return the description of the last call if it was a short one.
+
+        That is, if none has been ``seen`` since.
+        """
         return None if self._seen == self.count else self._known[self._cells[_LAST]]
 
     def seen(self) -> None:

@@ -141,7 +141,10 @@ class ReductionPlan:
         pool: Pool,
         more: Sequence[Sequence[Array]] = (),
     ) -> PackedReduction:
-        """Return the work of an algorithm for ``pack``; ``more`` are the arrays of this rank's further replicas."""
+        """Return the work of an algorithm for ``pack``.
+
+        ``more`` are the arrays of this rank's further replicas.
+        """
         targets = None if out is None else pack.targets(out, pool)
         inputs, *others = [pack.inputs(given, pool) for given in (arrays, *more)]
         return PackedReduction(pack, inputs, others, targets, self.op, self.divisor, self.options, pool)
