@@ -176,7 +176,7 @@ class ArrayCollectives:
         divisor: int | None = None,
         root: int = 0,
     ) -> Callable[[T], T]:
-        """Return what is called with a result, and has the next call of its kind go the short way."""
+        """Return a function of a result that opens the short way to calls like it."""
 
         def learn(result: T) -> T:
             self._engine.learn(name, array, description, op, divisor, root)
@@ -369,7 +369,7 @@ class ArrayCollectives:
     def common_memory(self, nbytes: int, text: str) -> Array | None:
         """Return one new block of bytes for all ranks, or None (collective).
 
-        It is None on all ranks where there is no room.         It stays while any rank holds an array over it.
+        It is None on all ranks where there is no room. It stays while any rank holds an array over it.
 
         Args:
             nbytes: Its size.

@@ -58,7 +58,9 @@ class Engine:
         self.last_algorithm = "none"
 
     def open_short(self, go_on: GoOn) -> Short:
-        """Return the functions of the short way; those of a channel of several nodes know nothing.
+        """Return the functions of the short way.
+
+        Those of a channel of several nodes know nothing.
 
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
@@ -86,7 +88,7 @@ class Engine:
         divisor: int | None = None,
         root: int = 0,
     ) -> None:
-        """Have calls like one that has been carried out go the short way, if they can; see ``Core.learn``."""
+        """Open the short way to calls like one that was carried out; see ``Core.learn``."""
         core = self._core
         if (
             core is None
@@ -239,7 +241,10 @@ class Engine:
         return self.channel.size == 1 and plan.options.algorithm is None
 
     def _core_finds_overlaps(self, plan: ReductionPlan) -> bool:
-        """Whether all arrays go in one call of the core, which sees whether results overlap inputs."""
+        """Whether all arrays go in one call of the core.
+
+        The core sees whether results overlap inputs.
+        """
         if self._core is None or len(plan.packs) > 1 or plan.device_packs:
             return False
         return self.choice.first_working(self._names_for(plan, plan.packs[0])) == _BY_CORE

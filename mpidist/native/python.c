@@ -75,7 +75,7 @@ enum { BUSY = 1 };
 enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
+enum { POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
        KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
 
 typedef struct {
@@ -424,7 +424,7 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
     Py_buffer view;
     if (PyErr_Occurred())
         return NULL;
-    if (a[2] != NONE && (read_array(f, a[2], 0, &view, &s) < 0 || view.len > SHORT_BYTES))
+    if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
         return none();
     signature *k = look_up(f, &s, 1);
     *k = s;

@@ -21,7 +21,7 @@ class ChannelLock:
         self._is_over = False
 
     def __enter__(self) -> None:
-        if not self._program.acquire(blocking=False):
+        if self._short.is_under_way or not self._program.acquire(blocking=False):
             if self._is_over:
                 raise RuntimeError(
                     "this process has taken leave of the other ranks; expected collectives before its program ends, "

@@ -14,7 +14,7 @@ from mpidist.collectives.node.core import Core
 
 # Cells of the core: whether the way is closed, short calls so far, signature of the last.
 _CLOSED, _CALLS, _LAST = range(3)
-_BY_PYTHON = 2
+_BY_CORE, _BY_PYTHON = 1, 2
 
 
 class ShortCalls:
@@ -45,12 +45,20 @@ class ShortCalls:
             self._cells[_CLOSED] |= _BY_PYTHON
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether another thread is in a short call."""
+        return bool(self._cells[_CLOSED] & _BY_CORE)
+
+    @property
     def count(self) -> int:
         """How many there were."""
         return self._cells[_CALLS]
 
     def last(self) -> Description | None:
-        """Return the description of the last call if it was a short one: none has been ``seen`` since."""
+        """Return the description of the last call if it was a short one.
+
+        That is, if none has been ``seen`` since.
+        """
         return None if self._seen == self.count else self._known[self._cells[_LAST]]
 
     def seen(self) -> None:

@@ -82,7 +82,10 @@ class HostMovement:
         return results
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
-        """Return the arrays of all ranks, one after the other, once all have come that began to gather them."""
+        """Return the arrays of all ranks, one after the other.
+
+        All have begun to gather them.
+        """
         result = self._pool.take((sum(core.notes()), *value.shape[1:]), value.dtype)
         core.targets([as_bytes(result)])
         yield from core.go_on()

@@ -49,7 +49,9 @@ MOST_INPUTS = 8192
 
 
 class Short(NamedTuple):
-    """The functions of the short way: each returns None for arguments that it does not know.
+    """The functions of the short way.
+
+    Each returns None for arguments that it does not know.
 
     Attributes:
         all_reduce: Takes operation, array, and an array for the result or None.
@@ -304,7 +306,9 @@ class Core:
         divisor: int | None = None,
         root: int = 0,
     ) -> int | None:
-        """Have calls like one go the short way; return the number of the signature, or None if they cannot.
+        """Open the short way to calls like one; return the number of its signature.
+
+        None where they cannot go it.
 
         Args:
             name: Of the function of ``Short``.

@@ -75,7 +75,7 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
 
 @cache
 def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
-    """Return the function that says whether some arrays may share memory with others, if there is the library."""
+    """Return the core's function that finds overlapping arrays; None without the library."""
     functions = native.functions()
     return None if functions is None else functions["overlap"]
 

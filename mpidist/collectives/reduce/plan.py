@@ -20,8 +20,6 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
-# SHORT_BYTES of native/python.c.
-_MOST_SHORT = 256 << 10
 
 
 def _options_text(options: CommunicationOptions) -> str:
@@ -51,7 +49,7 @@ class ReductionPlan:
     Attributes:
         description: The text and id that all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
-        may_be_short: Whether it is about a single small array, as it is.
+        may_be_short: Whether it is about a single array, as it is.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
     Raises:
@@ -101,12 +99,8 @@ class ReductionPlan:
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack, joins_small)
-        self.may_be_short = (
-            not (note or on_device)
-            and len(signature) == 1
-            and formed == [(signature[0][1], signature[0][1])]
-            and nbytes <= _MOST_SHORT
-        )
+        as_they_are = [(dtype, dtype) for _, dtype in signature] == formed
+        self.may_be_short = len(signature) == 1 and as_they_are and not (note or on_device)
         self.in_memory = [index for pack in self.packs for index in pack.indices]
         # All but those that the first pack copies into its buffer.
         self.read_late = [
@@ -141,7 +135,10 @@ class ReductionPlan:
         pool: Pool,
         more: Sequence[Sequence[Array]] = (),
     ) -> PackedReduction:
-        """Return the work of an algorithm for ``pack``; ``more`` are the arrays of this rank's further replicas."""
+        """Return the work of an algorithm for ``pack``.
+
+        ``more`` are the arrays of this rank's further replicas.
+        """
         targets = None if out is None else pack.targets(out, pool)
         inputs, *others = [pack.inputs(given, pool) for given in (arrays, *more)]
         return PackedReduction(pack, inputs, others, targets, self.op, self.divisor, self.options, pool)
