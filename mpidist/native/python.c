@@ -75,7 +75,7 @@ enum { BUSY = 1 };
 enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
+enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
        KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
 
 typedef struct {
