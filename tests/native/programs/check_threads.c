@@ -1,6 +1,6 @@
 /* The core with ranks as threads of this process, which make random calls and compare with the reference.
 
-   threads WORLDS SEED BYTES reads|no: so many worlds of 2 to 8 ranks from this seed on, with at most so many bytes in a
+   check_threads WORLDS SEED BYTES reads|no: so many worlds of 2 to 8 ranks from this seed on, with at most so many bytes in a
    call; "reads" lets ranks read one another's private memory. Ranks have nothing but the core between their calls, so
    that a thread sanitizer sees what the core alone orders. */
 
@@ -412,7 +412,7 @@ static void run_world(uint64_t seed, size_t most_bytes, int reads_memory)
 int main(int argc, char **argv)
 {
     if (argc != 5)
-        fail("usage: threads WORLDS SEED BYTES reads|no");
+        fail("usage: check_threads WORLDS SEED BYTES reads|no");
     int worlds = atoi(argv[1]), reads_memory = !strcmp(argv[4], "reads");
     uint64_t seed = strtoull(argv[2], NULL, 10);
     for (int i = 0; i < worlds; i++)
