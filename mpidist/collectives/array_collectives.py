@@ -163,7 +163,7 @@ class ArrayCollectives:
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if options is None and plan.may_be_short and divisor == self.size and not more:
+        if self._engine.has_core and options is None and plan.may_be_short and divisor == self.size and not more:
             operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
         return operation
 

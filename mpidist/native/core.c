@@ -250,6 +250,9 @@ static int by_address(const void *a, const void *b)
 int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
 {
     qsort(outs, (size_t)m, sizeof *outs, by_address);
+    for (int i = 1; i < m; i++) /* inside the one before: together they reach no further */
+        if (outs[i].end < outs[i - 1].end)
+            outs[i].end = outs[i - 1].end;
     for (int i = 0; i < n; i++) {
         int low = 0, high = m; /* the first result that ends behind where the input begins */
         while (low < high) {
