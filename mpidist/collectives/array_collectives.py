@@ -431,9 +431,9 @@ class ArrayCollectives:
                 if are_copies and merged.algorithm in gpu_names():
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
-                joins = not self._engine.takes_pieces
+                by_core = self._engine.has_core
                 plan = ReductionPlan(
-                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, joins
+                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, by_core
                 )
                 self._keep(key, plan)
         return plan

@@ -68,11 +68,13 @@ enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
 /* Private data this small is shown rather than read out of the memory of another rank. */
-enum { SMALLEST_READ = 32 << 10, READ_AT_ONCE = 2 << 20 };
-/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. */
-enum { SLICE_BYTES = 128 << 10 };
+enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
+/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns on a
+   processor had better have fewer turns. */
+enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
+enum { REDUCED_AT_ONCE = 32 << 10 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
 
 typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
@@ -380,7 +382,8 @@ static size_t longest_stripe(const nc *c)
 static int start_chunks(nc *c)
 {
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
-    size_t slice = c->call.slice ? c->call.slice : SLICE_BYTES / c->itemsize;
+    size_t usual = (size_t)(c->spins ? SLICE_BYTES : SLICE_BYTES_IN_TURNS);
+    size_t slice = c->call.slice ? c->call.slice : usual / c->itemsize;
     if (c->call.kind == NC_ALL_GATHER)
         fits = c->sizes.slice;
     if (slice > c->sizes.slice / c->itemsize)
@@ -522,11 +525,12 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
     return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
 }
 
-/* Reduce this rank's slice, block by block, so that a lane is written out of the cache. */
+/* Reduce this rank's slice, block by block, so that a second copy is written out of the cache. */
 static void reduce_slice(nc *c, uint64_t chunk)
 {
     const char *in[NC_INPUTS];
-    size_t start, n = slice_of(c, c->rank, chunk, &start), block = (32 << 10) / c->itemsize;
+    _Alignas(64) char streamed[REDUCED_AT_ONCE];
+    size_t start, n = slice_of(c, c->rank, chunk, &start), block = REDUCED_AT_ONCE / c->itemsize;
     char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
     double divisor = c->on_wire ? 0 : c->call.divisor;
     for (size_t e = start; e < start + n;) {
@@ -540,11 +544,19 @@ static void reduce_slice(nc *c, uint64_t chunk)
             for (int q = 0; q < replicas_of(c, r); q++)
                 in[inputs++] = input_at(c, r, q, piece, e, start, slot);
         }
-        char *to = target(c, piece, e, start, chunk);
-        nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, divisor);
-        char *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
-        if (shown != to)
-            memcpy(shown, to, m * c->itemsize);
+        char *to = target(c, piece, e, start, chunk), *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
+        int in_place = to == input_at(c, c->rank, 0, piece, e, start, NULL);
+        if (streams(c) && to != shown && !in_place) {
+            nc_combine(shown, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            copy(to, shown, m * c->itemsize, 1);
+        } else if (c->whole >= 4 * (size_t)STREAMED_BYTES && own_lane == NULL && !in_place) {
+            nc_combine(streamed, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            copy(to, streamed, m * c->itemsize, 1);
+        } else {
+            nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            if (shown != to)
+                memcpy(shown, to, m * c->itemsize);
+        }
         e += m;
     }
 }

@@ -75,7 +75,7 @@ enum { BUSY = 1 };
 enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
+enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
        KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
 
 typedef struct {
@@ -731,6 +731,12 @@ static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(number);
 }
 
+static PyObject *build(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)a, (void)n;
+    return PyUnicode_InternFromString(NC_BUILD);
+}
+
 /* The memory between the first and the last element of any array that offers its buffer. */
 static int range_of(PyObject *array, nc_range *range)
 {
@@ -784,6 +790,7 @@ EXPORT PyObject *nc_functions(void)
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
         {"control_bytes", control_bytes, METH_FASTCALL, NULL},
+        {"build", build, METH_FASTCALL, NULL},
         {"overlap", overlap, METH_FASTCALL, NULL},
         {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},

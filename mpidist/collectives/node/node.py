@@ -58,7 +58,7 @@ class Node:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        functions = native.functions()
+        functions = _agreed_functions(comm)
         self.topology = _shared_topology(comm, functions)
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
@@ -160,20 +160,50 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
     return works and mine[0] == _MAGIC + rank
 
 
+def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
+    """Return the functions of the native core, or None on all ranks where a rank has none.
+
+    Raises:
+        RuntimeError: A rank cannot use its library, or ranks have libraries of different sources; on all ranks.
+    """
+    functions, error = None, ""
+    try:
+        functions = native.functions()
+        mine = native.why_not() or ""
+    except (RuntimeError, ValueError) as problem:
+        mine = error = str(problem)
+    build = "" if functions is None else functions["build"]()
+    told = comm.allgather((error, mine, build))
+    for rank, (failed, _, _) in enumerate(told):
+        if failed:
+            raise RuntimeError(f"rank {rank}: {failed}")
+    builds = sorted({build for _, _, build in told if build})
+    if len(builds) > 1:
+        ranks = [next(rank for rank, (_, _, other) in enumerate(told) if other == build) for build in builds]
+        raise RuntimeError(
+            f"ranks run different builds of mpidist's native core: rank {ranks[0]} {builds[0]}, rank {ranks[1]} "
+            f"{builds[1]}; expected the same mpidist on every host: install it anew there"
+        )
+    missing = [reason for _, reason, _ in told if reason]
+    if missing:
+        _say_once(comm, missing[0])
+    return None if missing else functions
+
+
 def _shared_topology(comm: MPI.Intracomm, functions: native.Functions | None) -> Topology:
     """Return the topology of ``comm``.
 
-    It has nodes of one rank each where a rank has no native core, or a node no room for it.
+    It has nodes of one rank each without a native core, and where a node has no room for it.
     """
+    if functions is None:
+        return Topology(comm, ranks_per_node=1)
     topology = Topology(comm)
-    needed = 0 if functions is None else functions["control_bytes"](topology.local_size)
+    needed = functions["control_bytes"](topology.local_size)
     with revoking(topology.node):
         fits = has_room(topology.node, needed)
-    reasons = [native.why_not() or "", "" if fits else f"there is no room for {needed} bytes in /dev/shm on every node"]
-    found = [reason for reason in comm.allgather("; ".join(filter(None, reasons))) if reason]
-    if not found or topology.size == topology.num_nodes:
+    if comm.allreduce(int(fits), op=import_mpi().MIN):
         return topology
-    _say_once(comm, found[0])
+    _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
     topology.close()
     return Topology(comm, ranks_per_node=1)
 
@@ -182,6 +212,6 @@ _said: set[str] = set()
 
 
 def _say_once(comm: MPI.Intracomm, reason: str) -> None:
-    if comm.Get_rank() == 0 and reason not in _said:
+    if comm.Get_rank() == 0 and comm.Get_size() > 1 and reason not in _said:
         _said.add(reason)
         _log.warning("mpidist: the ranks of a node reduce by messages: %s; see docs/install.md", reason)

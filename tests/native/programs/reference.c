@@ -245,17 +245,24 @@ static double number(dice *d, int nasty)
 void fill(dice *d, char *to, size_t count, nc_dtype dtype, int nasty)
 {
     size_t size = nc_itemsize(dtype), parts = is_complex(dtype) ? 2 : 1;
+    if (is_whole(dtype) && dtype != NC_BOOL) {
+        for (size_t bytes = count * size; bytes;) {
+            uint64_t bits = draw(d);
+            size_t n = bytes < sizeof bits ? bytes : sizeof bits;
+            memcpy(to, &bits, n);
+            to += n, bytes -= n;
+        }
+        return;
+    }
     for (size_t e = 0; e < count; e++, to += size)
         for (size_t part = 0; part < parts; part++) {
             uint64_t bits = draw(d);
-            double value = is_whole(dtype) ? 0 : number(d, nasty);
+            double value = dtype == NC_BOOL ? 0 : number(d, nasty);
             float single = (float)value;
             long double wide = (long double)value * (1 + 0x1p-55L * (long double)(bits % 99));
             uint16_t half = dtype <= NC_BF16 ? half_of_value(single, dtype) : 0;
             if (dtype == NC_BOOL)
                 *to = bits & 1;
-            else if (is_whole(dtype))
-                memcpy(to, &bits, size);
             else if (is_half(dtype))
                 memcpy(to, &half, 2);
             else if (size / parts == sizeof single)

@@ -9,22 +9,23 @@
 static size_t one_of(dice *d, size_t n, const size_t *values) { return values[below(d, n)]; }
 #define ONE_OF(d, ...) one_of(d, sizeof((size_t[]){__VA_ARGS__}) / sizeof(size_t), (size_t[]){__VA_ARGS__})
 
+/* Large enough for results past the cache, and for memory that is read in parts. */
+static int is_large(const world_plan *w) { return w->most_bytes >= 4 << 20; }
+
 world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory)
 {
     dice d = dice_of(seed, 1);
-    world_plan w = {.seed = seed, .nodes = chance(&d, 30) ? 2 : 1, .reads_memory = reads_memory};
-    int is_large = most_bytes >= 4 << 20;
+    world_plan w = {.seed = seed, .nodes = chance(&d, 30) ? 2 : 1, .reads_memory = reads_memory, .most_bytes = most_bytes};
     for (int n = 0; n < w.nodes; n++)
-        w.ranks[n] = w.nodes == 1 ? 2 + (int)below(&d, is_large ? 2 : 7) : 1 + (int)below(&d, 4);
+        w.ranks[n] = w.nodes == 1 ? 2 + (int)below(&d, is_large(&w) ? 2 : 7) : 1 + (int)below(&d, 4);
     int fewest = w.nodes == 2 && w.ranks[1] < w.ranks[0] ? w.ranks[1] : w.ranks[0];
     w.rails = w.nodes == 1 ? w.ranks[0] : 1 + (int)below(&d, (size_t)fewest);
     w.spins = chance(&d, 50) ? 0 : (int)ONE_OF(&d, 1, 10, 300);
-    w.most_bytes = most_bytes;
-    w.calls = is_large ? 12 : 40 + (int)below(&d, 60);
+    w.calls = is_large(&w) ? 8 : 40 + (int)below(&d, 60);
     /* A slot holds at least an element of 32 bytes for each stripe and replica. */
     w.sizes = (nc_sizes){ONE_OF(&d, 0, 100, 1000, 4096, 40000), ONE_OF(&d, 800, 4096, 16384, 60000),
                          ONE_OF(&d, 64, 500, 4096, 16384), 1 + (int)below(&d, 4)};
-    if (is_large)
+    if (is_large(&w))
         w.sizes = (nc_sizes){256 << 10, 1 << 20, 128 << 10, 4};
     return w;
 }
@@ -35,7 +36,7 @@ static size_t draw_bytes(const world_plan *w, dice *d, size_t size, int ranks, i
     size_t r = (size_t)ranks, q = (size_t)replicas, chunk = w->sizes.chunk, slice = w->sizes.slice;
     size_t bytes = ONE_OF(d, 0, size, 96, 96 / q, w->sizes.small, w->sizes.small / q, (256 << 10) / r, slice, slice * r,
                           chunk / q, 2 * chunk, 5 * chunk, 32 << 10, below(d, 2000), below(d, w->most_bytes));
-    if (w->most_bytes >= 4 << 20)
+    if (is_large(w))
         bytes = ONE_OF(d, 128 << 10, 1 << 20, 2 << 20, 8 << 20, w->most_bytes);
     bytes += size * below(d, 3);
     bytes = bytes > size ? bytes - size : bytes;
@@ -68,7 +69,7 @@ static void plan_reduction(const world_plan *w, int node, call_plan *p, dice *d)
 {
     do {
         p->call.dtype = (nc_dtype)below(d, NC_DTYPES), p->call.op = (nc_op)below(d, NC_OPS);
-    } while (!nc_combines(p->call.dtype, p->call.op));
+    } while (!nc_combines(p->call.dtype, p->call.op) || (is_large(w) && nc_itemsize(p->call.dtype) < 8));
     size_t size = nc_itemsize(p->call.dtype);
     int most = chance(d, 60) ? 1 : 1 + (int)below(d, MOST_REPLICAS), differ = chance(d, 50);
     dice own = dice_of(draw(d), (uint64_t)node);
@@ -97,7 +98,7 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     p->nasty = chance(&d, 30);
     int is_alone = w->ranks[0] == 1 || (w->nodes > 1 && w->ranks[1] == 1);
     p->stranger = chance(&d, 4) && !is_alone ? (int)below(&d, MOST_RANKS) % w->ranks[node] : -1;
-    p->call.flags = (chance(&d, 40) ? NC_SHARE : 0) | (chance(&d, 20) ? NC_BUFFER : 0);
+    p->call.flags = chance(&d, 40) ? NC_SHARE : 0;
     if (p->call.kind == NC_ALL_GATHER)
         plan_gather(w, node, p, &d);
     else if (p->call.kind != NC_MEET)
@@ -215,10 +216,10 @@ int64_t word_told(const world_plan *w, int number, int rank, int i)
     return (int64_t)draw(&d);
 }
 
-uint64_t held_by(const world_plan *w, int number, int rank)
+int64_t note_of(const world_plan *w, int number, int rank)
 {
     dice d = dice_of(w->seed ^ 0x4321, (uint64_t)(number * MOST_RANKS + rank));
-    return draw(&d) & draw(&d) & draw(&d);
+    return (int64_t)draw(&d);
 }
 
 void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)

@@ -1,6 +1,6 @@
 /* The kernels of every table against the naive reference.
 
-   kernels_test ROUNDS: halves exhaustively, 8-bit operands exhaustively, all else at random. Includes the source, so that
+   check_kernels ROUNDS: halves exhaustively, 8-bit operands exhaustively, all else at random. Includes the source, so that
    each table is reached, whatever this processor would choose. */
 
 #include "kernels.c"
