@@ -99,7 +99,7 @@ def test_a_pack_casts_and_takes_any_memory_order() -> None:
         np.testing.assert_array_equal(result, array)
 
 
-def test_more_arrays_than_the_board_holds_places_for_travel_together() -> None:
+def test_more_arrays_than_one_call_takes_travel_together() -> None:
     shapes = [(8192,)] * (MOST_PIECES + 1)
     assert Pack(range(len(shapes)), shapes, F8, F8, F8).counts == (8192 * len(shapes),)
 
@@ -142,15 +142,25 @@ def of_two_blocks(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return list(np.ones((count, 3))), list(np.ones((count, 3)))
 
 
+def in_place(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    values = list(np.ones((count, 3)))
+    return values, values
+
+
 @needs_core
 @pytest.mark.parametrize("make", [separate, of_two_blocks])
-def test_no_address_is_asked_for_where_the_core_finds_no_overlap(
-    make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_overlaps_the_core_says_so(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_bounds", lambda _: pytest.fail("an address was asked for"))
     values, out = make(5)
     taken = copies_of_overlapping(values, out, Pool())
-    assert [one is other for one, other in zip(taken, values, strict=True)] == [True] * 5
+    assert all(one is other for one, other in zip(taken, values, strict=True))
+
+
+@pytest.mark.parametrize("make", [separate, of_two_blocks, in_place])
+def test_arrays_in_place_are_copied_and_others_are_not(make: Callable[[int], Any]) -> None:
+    values, out = make(5)
+    taken = copies_of_overlapping(values, out, Pool())
+    assert [one is other for one, other in zip(taken, values, strict=True)] == [make is not in_place] * 5
 
 
 def test_addresses_are_asked_for_once_an_array(monkeypatch: pytest.MonkeyPatch) -> None:

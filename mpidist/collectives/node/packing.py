@@ -316,7 +316,10 @@ class PackedReduction:
         return np.concatenate(self.pieces, out=self.pool.take(self.count, self._flat_dtype))
 
     def flat_result(self) -> Array:
-        """Return memory for the reduction of ``flat_input``, if possible a single target."""
+        """Return memory for the reduction of ``flat_input``.
+
+        It is a single target itself where that has its dtype.
+        """
         if self.given is not None and len(self.given) == 1 and self.dtype == self._flat_dtype:
             return self.given[0]
         return self.pool.take(self.count, self._flat_dtype)

@@ -81,7 +81,12 @@ class ReductionPlan:
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         if by_core:
-            self.formed = formed = [(to, to) if to.name in HALF else (wire, to) for wire, to in formed]
+            # Of arrays on a GPU it gets nothing.
+            devices = on_device or (False,) * len(signature)
+            self.formed = formed = [
+                (to, to) if to.name in HALF and not is_on_device else (wire, to)
+                for (wire, to), is_on_device in zip(formed, devices, strict=True)
+            ]
         self.result_dtypes = [result for _, result in formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
