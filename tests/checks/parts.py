@@ -113,7 +113,7 @@ def ordinary() -> list[Part]:
         session("2 ranks", 2),
         session("2 nodes x 2 ranks", 4, "nodes", MPIDIST_RANKS_PER_NODE="2"),
         session("3 ranks", 3, "counts"),
-        # Arrays on GPUs then go as between nodes, which the part above has.
+        # Arrays on GPUs then go as between nodes, which another part has.
         session("2 ranks, no native core", 2, "nodes", "tests/collectives", "fake_gpus", MPIDIST_NATIVE="0"),
         # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
         session("4 ranks", 4, "powers"),
