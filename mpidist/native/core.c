@@ -630,8 +630,6 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
 static nc_state end_chunks(nc *c)
 {
     c->chunks = c->end;
-    count(c, FILLED, c->end);
-    count(c, READ, c->end);
     c->phase = IDLE;
     return NC_DONE;
 }

@@ -27,6 +27,7 @@ typedef struct {
 typedef struct {
     char *control, *slots[MOST_RANKS], *own[MOST_RANKS], *common, *expected[2];
     size_t own_bytes;
+    int may_share[2][MOST_RANKS];         /* of the calls in turn */
 } node_memory;
 
 typedef struct {
@@ -91,6 +92,30 @@ static char *place(member *m, call *c, size_t bytes, int in_own, char **private)
     return *private + shift;
 }
 
+/* Inputs in memory that all ranks map, but for a buffer of small arrays, which comes first. */
+static int may_share(const member *m, const call *c)
+{
+    int replicas = c->plan.replicas[m->rank], inputs = c->plan.call.pieces * replicas;
+    int first = c->own.flags & NC_BUFFER ? replicas : 0;
+    for (int n = first; n < inputs; n++)
+        if (c->private[n] != NULL)
+            return 0;
+    return first < inputs && c->own.flags & NC_SHARE;
+}
+
+/* What lies where all can read it has a shared result, unless it was small enough to be shown. */
+static void check_sharing(const member *m, const call *c)
+{
+    const node_memory *node = &m->world->node[m->node];
+    const nc_sizes *sizes = &m->world->plan.sizes;
+    int all = 1;
+    for (int r = 0; r < m->world->plan.ranks[m->node]; r++)
+        all = all && node->may_share[c->plan.number % 2][r];
+    size_t bytes = count_of(&c->plan) * nc_itemsize(c->plan.call.dtype);
+    if (nc_shares(m->core) ? !all : all && bytes > 96 && bytes > sizes->small + 64)
+        report_and_fail(m, c, all ? "no shared result" : "a shared result", bytes);
+}
+
 static void place_inputs(member *m, call *c)
 {
     int replicas = c->plan.replicas[m->rank];
@@ -103,6 +128,7 @@ static void place_inputs(member *m, call *c)
             fill_input(&m->world->plan, &c->plan, m->node, m->rank, i, q, c->in[n]);
             nc_inputs(m->core)[n] = c->in[n];
         }
+    m->world->node[m->node].may_share[c->plan.number % 2][m->rank] = may_share(m, c);
 }
 
 /* One flat memory behind all pieces of the result; or the first replica's inputs. */
@@ -183,6 +209,8 @@ static void met(member *m, call *c)
 {
     node_memory *node = &m->world->node[m->node];
     int wants_one = c->own.flags & NC_SHARE && nc_shares(m->core);
+    if (c->own.flags & NC_SHARE)
+        check_sharing(m, c);
     m->shared = wants_one ? node->common : NULL;
     if (!wants_one && !(c->own.flags & NC_UNWANTED))
         place_outs(m, c);
