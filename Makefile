@@ -7,7 +7,7 @@
 #   make test-share  of the long ones those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule
-#   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
+#   make bench   set up .venv and measure on 2 and on 4 ranks, about 3 minutes; results in benchmarks/results/
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
 #   make bench-cluster   measure between four such hosts at 1 Gbit/s, about 4 minutes; benchmarks/results/cluster.*
@@ -19,7 +19,8 @@
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
-#   make env     set up .venv only
+#   make env     set up .venv only, with mpidist and the tools of make lint
+#   make native  compile the native core again; the other targets do so where its sources have changed
 #   make clean   remove .venv and everything that was built
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
@@ -60,6 +61,7 @@ PYTEST := $(BIN)/python -m pytest
 BENCH := $(BIN)/python -m benchmarks
 MEASURE := $(BENCH) run --out $(BENCH_OUT)
 CHECKS := $(BIN)/python -m tests.checks
+NATIVE := mpidist/native/libmpidist.so
 
 # Root in a container, more ranks than cores, and ranks that may run on any core: Open MPI 5 reads the PRTE_
 # names, Open MPI 4 the OMPI_MCA_ ones, MPICH none and needs none.
@@ -77,17 +79,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-types env clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-types env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-train: $(VENV)/.train
+train: $(VENV)/.train $(NATIVE)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python examples/train.py --out $(OUT) $(TRAIN_ARGS) < /dev/null
 
-test quick test-all test-share: $(VENV)/.test
+test quick test-all test-share: $(VENV)/.test $(NATIVE)
 	$(CHECKS) $@ $(CHECK_ARGS) < /dev/null
 
-mutants: $(VENV)/.test
+mutants: $(VENV)/.test $(NATIVE)
 	$(BIN)/python -m tests.mutations $(TEST_ARGS) < /dev/null
 
 lint: $(VENV)/.test
@@ -96,37 +98,37 @@ lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
 # The long form; the short one is among the long tests of make test-all.
-test-chaos: $(VENV)/.test
+test-chaos: $(VENV)/.test $(NATIVE)
 	$(BIN)/python -m tests.chaos --out $(CHAOS_OUT) $(TEST_ARGS) < /dev/null
 
-# Everything on 2 ranks; the way without reading the neighbours' memory; and in short on 4 ranks.
-bench: $(VENV)/.bench
+# Everything on 2 ranks, and in short on 4 and, where each has a core, on 8.
+bench: $(VENV)/.bench $(NATIVE)
 	$(LIMIT) $(MPIRUN) -n 2 $(MEASURE) $(BENCH_ARGS) < /dev/null
-	$(LIMIT) $(MPIRUN) -n 2 $(MEASURE) --operations all_reduce --sizes 1M,16M,64M --algorithm window \
-	  --name 2-ranks-window $(BENCH_ARGS) < /dev/null
-	$(LIMIT) $(MPIRUN) -n 4 $(MEASURE) --operations memory,all_reduce,batch,latency --models resnet50 --steps 2000 \
-	  --sizes 4,64K,256K,1M,16M,64M $(BENCH_ARGS) < /dev/null
-	$(BENCH) plot $(BENCH_OUT)/2-ranks.json $(BENCH_OUT)/4-ranks.json
+	$(BENCH) plot $(BENCH_OUT)/2-ranks.json
+	for ranks in 4 $$([ $$(nproc) -lt 8 ] || echo 8); do \
+	  $(LIMIT) $(MPIRUN) -n $$ranks $(MEASURE) --operations memory,all_reduce,batch,latency --models resnet50 \
+	    --steps 2000 --sizes 4,1K,4K,64K,256K,1M,4M,16M,64M $(BENCH_ARGS) < /dev/null && \
+	  $(BENCH) plot $(BENCH_OUT)/$$ranks-ranks.json || exit 1; done
 
 # The file of 5 GB is written into BENCH_FOLDER, the system's temporary folder by default, and removed.
-bench-input: $(VENV)/.bench
+bench-input: $(VENV)/.bench $(NATIVE)
 	$(LIMIT) $(BENCH) input --out $(BENCH_OUT) $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER)) $(BENCH_ARGS) < /dev/null
 	$(LIMIT) $(BENCH) input --out $(BENCH_OUT) $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER)) --large 5 < /dev/null
 
 # What a hard end of the tests leaves behind goes down with the last line.
-test-cluster: $(VENV)/.test
+test-cluster: $(VENV)/.test $(NATIVE)
 	status=0; timeout --kill-after=15 $(CLUSTER_SECONDS) $(PYTEST) -q -m cluster tests/cluster $(TEST_ARGS) < /dev/null || status=$$?; \
 	$(BIN)/python -m tests.cluster.lab --name tests down; exit $$status
 
 # The hosts claim more cores than there are, which their ranks cannot see: they must yield while they wait.
-bench-cluster: $(VENV)/.bench
+bench-cluster: $(VENV)/.bench $(NATIVE)
 	OMPI_MCA_mpi_yield_when_idle=1 $(LIMIT) $(BIN)/python -m tests.cluster.lab --name bench run --rate 1gbit -- \
 	  salloc --quiet --nodes=4 --ntasks-per-node=2 \
 	  $(BIN)/python -m benchmarks cluster-jobs --rate 1gbit --out $(BENCH_OUT) $(BENCH_ARGS) < /dev/null
 
 # In environments of their own: the tests of what happens without CuPy are in the other one, and only one cupy package may
 # be in an environment.
-test-binding: $(CUPY_VENV)12/.done $(CUPY_VENV)13/.done
+test-binding: $(CUPY_VENV)12/.done $(CUPY_VENV)13/.done $(NATIVE)
 	for cuda in 12 13; do \
 	  $(LIMIT) $(CUPY_VENV)$$cuda/bin/python -m pytest -q tests/collectives/test_nccl_binding.py \
 	    tests/arrays/test_fake_cupy_is_like_cupy.py tests/arrays/test_kernels_by_nvrtc.py < /dev/null || exit; \
@@ -148,7 +150,7 @@ TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/strategies/test
   tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py \
   tests/checkpoint/test_arrays_of_others.py tests/values/test_models_as_variables.py
 
-test-torch: $(TORCH_VENV)/.done
+test-torch: $(TORCH_VENV)/.done $(NATIVE)
 	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) < /dev/null
 	MPIRUN=$(TORCH_VENV)/bin/mpirun $(LIMIT) $(TORCH_VENV)/bin/mpirun -n 2 $(TORCH_VENV)/bin/python \
 	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(TORCH_TESTS) < /dev/null
@@ -174,7 +176,7 @@ $(TYPES_VENV)/.done: pyproject.toml setup.cfg
 MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
   -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2
 
-test-mpich: $(MPICH_VENV)/.done
+test-mpich: $(MPICH_VENV)/.done $(NATIVE)
 	$(MPICH_PYTEST) tests/collectives < /dev/null
 	$(MPICH_PYTEST) tests/acceptance tests/strategies tests/topology < /dev/null
 
@@ -201,6 +203,7 @@ define with_gpu
   echo "make $@: nothing was run: this needs a GPU, and this machine shows no NVIDIA driver" >&2; exit 1; }
 @$(FIND_PYTHON) "$1" $(GPU_PYTHONS) > /dev/null || $(if $(NAMED),exit 1,$(MAKE) --no-print-directory gpu-env)
 @python=$$($(FIND_PYTHON) "$1" $(GPU_PYTHONS)) && echo "make $@: with $$python" && \
+  { $$python mpidist/native/build_library.py || echo "make $@: goes on without the native core" >&2; } && \
   $(WITH_TREE) $$python -m $2 < /dev/null
 endef
 
@@ -215,7 +218,21 @@ gpu-env:
 	@echo "installing what is missing into $(VENV)" >&2
 	@$(MAKE) --no-print-directory $(VENV)/.gpu
 
-env: $(VENV)/bin/python
+env: $(VENV)/.test $(NATIVE)
+
+# pip builds the core when it installs; this is for sources that have changed since. Without a compiler on this system one
+# is taken from PyPI.
+define build_native
+@needed=$$($(BIN)/python mpidist/native/build_library.py requirements) && \
+  { [ -z "$$needed" ] || $(BIN)/python -m pip install --quiet $$needed; }
+$(BIN)/python mpidist/native/build_library.py
+endef
+
+$(NATIVE): $(wildcard mpidist/native/*.[ch]) mpidist/native/build_library.py | $(VENV)/bin/python
+	$(build_native)
+
+native: $(VENV)/bin/python
+	$(build_native)
 
 # Nothing is made, installed or removed in a folder such as /usr.
 IN_TREE = $(filter $(CURDIR)/%,$(abspath $1))
@@ -258,5 +275,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(TYPES_VENV)) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,8 @@ from pathlib import Path
 # One thread per rank, as the ranks are the parallelism; the linear algebra libraries look once, when NumPy comes.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+# Open MPI's acoll keeps away from communicators of fewer than 16 ranks otherwise, even where it is asked for.
+os.environ.setdefault("OMPI_MCA_coll_acoll_comm_size_thresh", "2")
 
 from benchmarks.reports import compare, plot, text  # noqa: E402
 from benchmarks.reports.files import load  # noqa: E402

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -26,22 +28,38 @@ SETUPTOOLS_WITH_LICENSE_EXPRESSIONS = 77
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """The wheel of this tree, built from a copy, so that nothing is left in the tree."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree, so that nothing is left in the tree."""
     if int(version("setuptools").split(".")[0]) < SETUPTOOLS_WITH_LICENSE_EXPRESSIONS:
         pytest.skip(f"setuptools {version('setuptools')} cannot build it; type: pip install 'mpidist[test]'")
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "mpidist", source / "mpidist", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "mpidist", source / "mpidist", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     # Other folders of a checkout, what `make train` writes too, must stay out of the wheel.
     for name in ("tests", "examples", "benchmarks", "docs", "slurm", "out"):
         (source / name).mkdir()
         (source / name / "some.py").write_text("")
+    return source
+
+
+def build(source: Path, folder: str, **variables: str) -> Path:
+    """Build a wheel of a copy."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
-    done = subprocess.run([*command, "--wheel-dir", "wheel"], cwd=source, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "MPIDIST_BUILD_NATIVE"} | variables
+    done = subprocess.run(
+        [*command, "--wheel-dir", folder], cwd=source, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = (source / "wheel").iterdir()
+    (path,) = (source / folder).iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel without the native core: a machine may have no compiler."""
+    path = build(source, "wheel", MPIDIST_BUILD_NATIVE="0")
+    assert path.name == f"mpidist-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(path) as opened:
         yield opened
 
@@ -54,8 +72,47 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names} == {"mpidist", f"mpidist-{__version__}.dist-info"}
-    in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "mpidist").rglob("*.py")}
-    assert {name for name in names if name.startswith("mpidist/")} == in_tree | {"mpidist/py.typed"}
+    assert {name for name in names if name.startswith("mpidist/")} == in_tree()
+
+
+def in_tree() -> set[str]:
+    """Return what a wheel without the native core holds of the package."""
+    found = [path for ending in ("py", "c", "h") for path in (ROOT / "mpidist").rglob(f"*.{ending}")]
+    return {str(path.relative_to(ROOT)) for path in found} | {"mpidist/py.typed"}
+
+
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or not any(map(shutil.which, ("gcc", "clang", "cc"))),
+    reason="needs Linux and a C compiler; type: apt-get install gcc",
+)
+
+
+@needs_compiler
+def test_a_wheel_with_the_native_core_is_for_every_python_of_the_platform(source: Path, tmp_path: Path) -> None:
+    path = build(source, "with_core")
+    assert path.name == f"mpidist-{__version__}-py3-none-linux_{platform.machine()}.whl"
+    assert list((source / "mpidist").rglob("*.so")) == []
+    with zipfile.ZipFile(path) as opened:
+        opened.extractall(tmp_path)
+        names = {name for name in opened.namelist() if name.startswith("mpidist/")}
+    assert names == in_tree() | {"mpidist/native/libmpidist.so"}
+    program = "from mpidist.collectives.node import native; assert native.functions(), native.why_not()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MPIDIST_NATIVE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+def test_an_editable_installation_has_the_library_beside_the_sources(source: Path) -> None:
+    command = [sys.executable, "-c", "import build_library; print(build_library.build_editable('.'))"]
+    native = source / "mpidist" / "native"
+    for value in ("1", "0"):
+        environment = {**os.environ, "PYTHONPATH": str(native), "MPIDIST_BUILD_NATIVE": value}
+        done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (native / "libmpidist.so").exists() is (value == "1")
 
 
 def test_every_folder_of_the_package_is_a_package() -> None:

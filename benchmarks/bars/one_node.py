@@ -6,74 +6,80 @@ from collections.abc import Sequence
 
 from benchmarks.bars.comparing import figures_at_most, microseconds_more, share_of_time, times_as_fast
 from benchmarks.measuring.models import MODELS, size_of
-from benchmarks.measuring.rows import COPY, GLOO, MPI, OURS, Figure, Row, Verdict, find_row
+from benchmarks.measuring.rows import COPY, GLOO, IN_CONTEXT, IN_PLACE, MPI, OURS, Figure, Row, Verdict, find_row
 from benchmarks.measuring.sizes import KIB, MIB, size_text
+
+# Sizes, buffers of mpidist and of MPI, and at least how many times as fast.
+_ALL_REDUCE = (
+    (4, KIB, "new", "private", 1.0),
+    (4 * KIB, 256 * KIB, "new", "private", 1.5),
+    (MIB, 4 * MIB, "out=", "private", 1.2),
+    (MIB, 4 * MIB, "own", "private", 2.0),
+    (16 * MIB, 16 * MIB, "out=", "private", 1.6),
+    (64 * MIB, 64 * MIB, "out=", "private", 2.6),
+    (64 * MIB, 64 * MIB, "own", "private", 5.0),
+    (4, 16 * MIB, IN_PLACE, IN_PLACE, 1.0),
+    (64 * MIB, 64 * MIB, IN_PLACE, IN_PLACE, 2.0),
+)
+# Buffers, and at most how many times of a copy 64 MiB take.
+_OF_ONE_COPY = (("out=", 1.5), ("own", 0.75))
+_MOVEMENT_SHARE, _SMALL_MOVEMENT, _SMALL = 1.05, 1.5, 64
+_CONTEXT_US = 1.0
 
 
 def verdicts(rows: Sequence[Row], figures: Sequence[Figure], ranks: int, reads_neighbours: bool) -> list[Verdict]:
-    """Return the verdict of every bar for which there are results.
+    """Return the verdict of every bar for which there are results; those of collectives were set for 2 and 4 ranks.
 
     Args:
         rows, figures: The results of one run on one node.
         ranks: How many took part.
-        reads_neighbours: Whether the ranks could read each other's memory and were free to choose how to reduce.
+        reads_neighbours: Whether the ranks could read each other's memory, which the bars of movement ask for.
     """
-    alone = [*_latency(rows), *figures_at_most(figures, _FIGURE_BARS)]
-    if ranks == 1:
-        return alone
-    return [
-        *_private_all_reduce(rows, ranks, reads_neighbours),
-        *_never_slower(rows),
-        *_own_all_reduce(rows),
-        *_resnet50(rows),
-        *alone,
-    ]
-
-
-def _private_all_reduce(rows: Sequence[Row], ranks: int, reads_neighbours: bool) -> list[Verdict]:
-    """Return the verdicts of the large sizes; the bars were set for 2 and 4 ranks."""
-    if ranks not in (2, 4):
-        return []
-    if reads_neighbours:
-        bars, where = {16 * MIB: 1.5 if ranks == 2 else 1.3, 64 * MIB: 3.0}, "neighbours' memory readable"
-    else:
-        bars, where = {16 * MIB: 1.3, 64 * MIB: 2.3}, "neighbours' memory not used"
-    found = []
-    for size, bar in bars.items():
-        bare = find_row(rows, "all_reduce", MPI, size=size)
-        ours = find_row(rows, "all_reduce", OURS, "out=", size)
-        found += times_as_fast(f"all_reduce, private, {size // MIB} MiB, {where}: as fast as MPI", bare, ours, bar)
+    found = [*_run(rows), *figures_at_most(figures, _FIGURE_BARS)]
     if ranks == 2 and reads_neighbours:
-        copy = find_row(rows, "all_reduce", COPY, size=64 * MIB)
-        ours = find_row(rows, "all_reduce", OURS, "out=", 64 * MIB)
-        found += share_of_time("all_reduce, private, 64 MiB: time of one copy", ours, copy, 1.5)
+        found = [*_movement(rows), *found]
+    if ranks in (2, 4):
+        found = [*_all_reduce(rows), *_in_context(rows), *_resnet50(rows), *found]
     return found
 
 
-def _never_slower(rows: Sequence[Row]) -> list[Verdict]:
+def _sizes(rows: Sequence[Row], operation: str) -> list[int]:
+    return sorted({row.size for row in rows if row.operation == operation})
+
+
+def _all_reduce(rows: Sequence[Row]) -> list[Verdict]:
     found = []
-    for size in _sizes(rows):
-        what = f"all_reduce, private, {size_text(size)}"
-        bare, ours = find_row(rows, "all_reduce", MPI, size=size), find_row(rows, "all_reduce", OURS, "out=", size)
-        if size >= 256 * KIB:
-            found += times_as_fast(f"{what}: as fast as MPI", bare, ours, 1.0)
-        else:
-            found += microseconds_more(f"{what}: over the bare call", ours, bare, 10.0)
+    for least, most, variant, theirs, bar in _ALL_REDUCE:
+        for size in _sizes(rows, "all_reduce"):
+            if least <= size <= most:
+                bare = find_row(rows, "all_reduce", MPI, theirs, size)
+                ours = find_row(rows, "all_reduce", OURS, variant, size)
+                found += times_as_fast(f"all_reduce, {variant}, {size_text(size)}: as fast as MPI", bare, ours, bar)
+    copy = find_row(rows, "all_reduce", COPY, size=64 * MIB)
+    for variant, bar in _OF_ONE_COPY:
+        ours = find_row(rows, "all_reduce", OURS, variant, 64 * MIB)
+        found += share_of_time(f"all_reduce, {variant}, 64 MiB: time of one copy", ours, copy, bar)
     return found
 
 
-def _sizes(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.size for row in rows if row.operation == "all_reduce"})
-
-
-def _own_all_reduce(rows: Sequence[Row]) -> list[Verdict]:
+def _in_context(rows: Sequence[Row]) -> list[Verdict]:
     found = []
-    for size in _sizes(rows):
-        if size >= MIB:
-            ours = find_row(rows, "all_reduce", OURS, "own", size)
-            bare, copy = find_row(rows, "all_reduce", MPI, size=size), find_row(rows, "all_reduce", COPY, size=size)
-            found += times_as_fast(f"all_reduce, own arrays, {size_text(size)}: as fast as MPI", bare, ours, 5.0)
-            found += share_of_time(f"all_reduce, own arrays, {size_text(size)}: time of one copy", ours, copy, 1.0)
+    for size in _sizes(rows, IN_CONTEXT):
+        bare, ours = (find_row(rows, IN_CONTEXT, by, size=size) for by in (MPI, OURS))
+        found += microseconds_more(f"ctx.all_reduce, {size_text(size)}: over MPI", ours, bare, _CONTEXT_US)
+    return found
+
+
+def _movement(rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for operation in ("all_gather", "reduce_scatter", "broadcast"):
+        for size in _sizes(rows, operation):
+            bare, ours = (find_row(rows, operation, by, size=size) for by in (MPI, OURS))
+            what = f"{operation}, {size_text(size)}"
+            if size == _SMALL:
+                found += times_as_fast(f"{what}: as fast as MPI", bare, ours, _SMALL_MOVEMENT)
+            elif _SMALL < size <= 64 * MIB:
+                found += share_of_time(f"{what}: time of MPI", ours, bare, _MOVEMENT_SHARE)
     return found
 
 
@@ -82,7 +88,7 @@ def _resnet50(rows: Sequence[Row]) -> list[Verdict]:
     bare = find_row(rows, "batch", MPI, "one call per array", size)
     gloo = find_row(rows, "batch", GLOO, size=size)
     found = []
-    for variant, name, bars in (("own", "own arrays", (5.0, 10.0)), ("out=", "private", (1.5, 3.0))):
+    for variant, name, bars in (("own", "own arrays", (3.3, 10.0)), ("out=", "private", (1.7, 3.0))):
         ours = find_row(rows, "batch", OURS, variant, size)
         what = f"gradients of ResNet-50, {name}: as fast as"
         found += times_as_fast(f"{what} one MPI call per array", bare, ours, bars[0])
@@ -90,13 +96,9 @@ def _resnet50(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def _latency(rows: Sequence[Row]) -> list[Verdict]:
-    found = []
+def _run(rows: Sequence[Row]) -> list[Verdict]:
     empty = find_row(rows, "run", OURS)
-    if empty is not None:
-        found.append(Verdict("strategy.run of an empty function", empty.median, 5.0, False, "us", "-"))
-    bare, ours = find_row(rows, "scalar_all_reduce", MPI), find_row(rows, "scalar_all_reduce", OURS)
-    return found + microseconds_more("ctx.all_reduce of one number: over the bare call", ours, bare, 10.0)
+    return [] if empty is None else [Verdict("strategy.run of an empty function", empty.median, 5.0, False, "us", "-")]
 
 
 # operation, name of the figure, what is told, the bar (at most).

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from benchmarks.cases.collectives import all_reduces_of_ours
 from benchmarks.measuring.gloo import GlooBuckets
-from benchmarks.measuring.inputs import Array, Target, count_wrong_in, input_of, sum_of_inputs
+from benchmarks.measuring.inputs import Array, input_of, sum_of_inputs
 from benchmarks.measuring.models import MODELS, Shape, size_of
+from benchmarks.measuring.points import Point
 from benchmarks.measuring.rows import COPY, GLOO, MPI
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case
@@ -25,50 +27,40 @@ def _split(flat: Array, shapes: list[Shape]) -> list[Array]:
     return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
 
 
-def _bare_cases(session: Session, values: list[Array], outs: Target) -> list[Case]:
+def _bare_cases(session: Session, point: Point) -> list[Case]:
     """Return what one would write with mpi4py alone, and the floor."""
-    packed, packed_sums = (np.empty(sum(v.size for v in values), np.float32) for _ in range(2))
-    packed_values = _split(packed, [v.shape for v in values])
-    packed_results = _split(packed_sums, [v.shape for v in values])
+    packed, packed_sums = (np.empty(sum(v.size for v in point.value), np.float32) for _ in range(2))
+    packed_values, packed_results = (_split(flat, [v.shape for v in point.value]) for flat in (packed, packed_sums))
 
-    def one_call_per_array() -> None:
-        for value, out in zip(values, outs.arrays, strict=True):
+    def one_call_per_array(values: list[Array]) -> None:
+        for value, out in zip(values, point.out, strict=True):
             session.bare.Allreduce(value, out)
 
-    def packed_into_one_call() -> None:
-        for value, view in zip(values, packed_values, strict=True):
-            np.copyto(view, value)
+    def packed_into_one_call(values: list[Array]) -> None:
+        copy(values, packed_values)
         session.bare.Allreduce(packed, packed_sums)
-        for view, out in zip(packed_results, outs.arrays, strict=True):
-            np.copyto(out, view)
+        copy(packed_results, point.out)
 
-    def copy() -> None:
-        for value, out in zip(values, outs.arrays, strict=True):
+    def copy(values: list[Array], outs: list[Array]) -> None:
+        for value, out in zip(values, outs, strict=True):
             np.copyto(out, value)
 
     return [
-        Case(MPI, "one call per array", one_call_per_array, outs.check, prepare=outs.prepare),
-        Case(MPI, "packed", packed_into_one_call, outs.check, prepare=outs.prepare),
-        Case(COPY, "private", copy),
+        point.case(MPI, "one call per array", partial(partial, one_call_per_array), point.check_out),
+        point.case(MPI, "packed", partial(partial, packed_into_one_call), point.check_out),
+        point.case(COPY, "private", lambda values: partial(copy, values, point.out)),
     ]
 
 
 def cases_of(session: Session, shapes: list[Shape]) -> list[Case]:
     """Return the cases of the gradients of a model."""
     count = sum(math.prod(shape) for shape in shapes)
-    # Each array has memory of its own, as gradients have.
-    values = [part.copy() for part in _split(input_of(session.rank, count), shapes)]
-    expected = _split(sum_of_inputs(session.ranks, count), shapes)
-    own = [session.comm.empty(value.shape) for value in values]
-    for array, value in zip(own, values, strict=True):
-        array[...] = value
-    out = Target(*expected)
-    cases = _bare_cases(session, values, Target(*expected))
-    cases += all_reduces_of_ours(session, values, own, out.arrays, out, lambda found: count_wrong_in(found, expected))
+    # Point gives each array memory of its own, as gradients have.
+    point = Point(_split(input_of(session.rank, count), shapes), _split(sum_of_inputs(session.ranks, count), shapes))
+    cases = _bare_cases(session, point) + all_reduces_of_ours(session, point)
     if session.gloo.available:
-        outs = Target(*expected)
-        buckets = GlooBuckets(values, outs.arrays)
-        cases.append(Case(GLOO, "25 MiB buckets", buckets.reduce, outs.check, prepare=outs.prepare))
+        name = "25 MiB buckets"
+        cases.append(point.case(GLOO, name, lambda values: GlooBuckets(values, point.out).reduce, point.check_out))
     return cases
 
 

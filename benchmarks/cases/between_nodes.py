@@ -8,12 +8,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from benchmarks.cases import overlap
-from benchmarks.measuring.inputs import Array, count_wrong, input_of, spoil, sum_of_inputs
-from benchmarks.measuring.rows import MPI, OURS, Figure
+from benchmarks.cases.collectives import bare_all_reduce
+from benchmarks.measuring.inputs import Array, input_of, sum_of_inputs
+from benchmarks.measuring.points import Point
+from benchmarks.measuring.rows import OURS, Figure
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.sizes import MIB, size_text
 from benchmarks.measuring.timing import Case, Measured, seconds_per_call
@@ -24,8 +27,8 @@ from mpidist.topology import Topology
 OVERLAP_SIZE = 64 * MIB
 _PRODUCTS = 50
 LEAST_REPETITIONS, MOST_REPETITIONS = 5, 51
-# Arrays of the full size that a rank holds: value, result, expected, room of the library.
-_ARRAYS = 6
+# Arrays of the full size that a rank holds: value, input, result, expected, room of the library.
+_ARRAYS = 7
 # Spacing of neighbouring numbers between 1 and 2.
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
@@ -72,31 +75,28 @@ def cases_at(session: Session, size: int, forced: Sequence[str], wire_dtypes: Se
     if not session.has_memory_for(_ARRAYS * size, f"all_reduce of {size_text(size)}"):
         return []
     count = max(1, size // 4)
-    value, expected = input_of(session.rank, count), sum_of_inputs(session.ranks, count)
-    out = np.full(count, np.nan, np.float32)
+    point = Point(input_of(session.rank, count), sum_of_inputs(session.ranks, count))
 
-    def check(_: object) -> int:
-        return count_wrong(out, expected)
+    def ours(variant: str, check: Callable[[object], int] = point.check_out, **chosen: str) -> Case:
+        def call_on(value: Array) -> Callable[[], object]:
+            options = CommunicationOptions(**chosen)
+            return partial(session.comm.all_reduce, "SUM", value, out=point.out, options=options)
 
-    def ours(variant: str, options: CommunicationOptions, check: Callable[[object], int] = check) -> Case:
-        def call() -> object:
-            return session.comm.all_reduce("SUM", value, out=out, options=options)
-
-        return Case(OURS, variant, call, check, session.last_algorithm, lambda: spoil(out))
+        return point.case(OURS, variant, call_on, check, session.last_algorithm)
 
     cases = [
-        Case(MPI, "", lambda: session.bare.Allreduce(value, out), check, prepare=lambda: spoil(out)),
-        ours("", CommunicationOptions()),
-        *(ours(f"algorithm={name}", CommunicationOptions(algorithm=name)) for name in forced),
+        bare_all_reduce(point, "", session.bare),
+        ours(""),
+        *(ours(f"algorithm={name}", algorithm=name) for name in forced),
     ]
     for dtype in wire_dtypes:
         # Inputs are not negative, so that no partial sum is larger than the sum.
-        error_of_sum = (session.ranks + 1) * _EPSILON[dtype] / 2 * expected
+        error_of_sum = (session.ranks + 1) * _EPSILON[dtype] / 2 * point.expected
 
         def check_rounded(_: object, tolerance: Array = error_of_sum) -> int:
-            return int(np.count_nonzero(~(np.abs(out - expected) <= tolerance)))
+            return int(np.count_nonzero(~(np.abs(point.out - point.expected) <= tolerance)))
 
-        cases.append(ours(f"wire_dtype={dtype}", CommunicationOptions(wire_dtype=dtype), check_rounded))
+        cases.append(ours(f"wire_dtype={dtype}", check_rounded, wire_dtype=dtype))
     return [case for case in cases if _is_offered(session, case)]
 
 
@@ -143,11 +143,11 @@ def _products_for(session: Session, communication: Case, multiply: Callable[[], 
 
     for _ in range(2):
         session.bare.Barrier()
-        seconds: float = session.bare.allreduce(seconds_per_call(communication.call, 1), op=MPI.MAX)
-    seconds_per_call(multiply, overlap.WARM_UP_CALLS)
+        seconds: float = session.bare.allreduce(seconds_per_call([communication.call]), op=MPI.MAX)
+    seconds_per_call([multiply] * overlap.WARM_UP_CALLS)
     session.bare.Barrier()
     # The fastest rank must have enough to do, too.
-    one: float = session.bare.allreduce(seconds_per_call(multiply, _PRODUCTS), op=MPI.MIN)
+    one: float = session.bare.allreduce(seconds_per_call([multiply] * _PRODUCTS), op=MPI.MIN)
     return math.ceil(overlap.LONGER * seconds / one)
 
 
@@ -187,6 +187,8 @@ def _once(session: Session, counter: WireCounter | None, noted: Counted, checked
     case = noted.case
     if checked:
         case.prepare()
+    else:
+        case.rewrite()
     session.bare.Barrier()
     before = Sent(0, 0) if counter is None else counter.read()
     session.bare.Barrier()

@@ -1,14 +1,19 @@
-"""The collectives at a list of sizes: all_reduce on three kinds of buffers, reduce_scatter, all_gather, broadcast."""
+"""The collectives at a list of sizes: all_reduce on four kinds of buffers, reduce_scatter, all_gather, broadcast.
+
+Calls are made ahead, by ``partial(call, value)``, so that nothing but them is timed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring.inputs import Array, Target, count_wrong, input_of, sum_of_inputs
-from benchmarks.measuring.rows import COPY, GLOO, MPI, OURS
+from benchmarks.measuring.inputs import input_of, sum_of_inputs
+from benchmarks.measuring.points import Inputs, Point
+from benchmarks.measuring.rows import COPY, GLOO, IN_PLACE, MPI, OURS
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case
 
@@ -28,118 +33,76 @@ def count_of(size: int, parts: int) -> int:
 
 def all_reduce_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of an all-reduce of ``count`` float32."""
-    value, expected = input_of(session.rank, count), sum_of_inputs(session.ranks, count)
-    bare, out = Target(expected), Target(expected)
-    bare_out, copied = bare.array, np.full(count, np.nan, np.float32)
-    own = session.comm.empty(count)
-    own[...] = value
+    from mpi4py.MPI import IN_PLACE as MPI_IN_PLACE
 
-    def check(result: object) -> int:
-        return count_wrong(result, expected)
-
-    cases = [
-        Case(MPI, "private", lambda: session.bare.Allreduce(value, bare_out), bare.check, prepare=bare.prepare),
-        Case(COPY, "private", lambda: np.copyto(copied, value)),
-        *all_reduces_of_ours(session, value, own, out.array, out, check),
-    ]
-    if session.gloo.available:
-        place = Target(expected, inputs=[value])
-        buffer = place.array
-        call = Case(GLOO, "in place", lambda: session.gloo.all_reduce(buffer), place.check, prepare=place.prepare)
-        cases.append(call)
-    return cases
-
-
-def all_reduces_of_ours(
-    session: Session, value: Any, own: Any, out: Any, target: Target, check: Callable[[object], int]
-) -> list[Case]:
-    """Return mpidist's cases of an all-reduce: private arrays in and out, results by mpidist, input of its own.
-
-    Args:
-        session: Whose communicator.
-        value, own: The input in private arrays and in mpidist's.
-        out: Where results of the first case go.
-        target: Has ``out``.
-        check: Checks results that the others return.
-    """
+    point = Point(input_of(session.rank, count), sum_of_inputs(session.ranks, count))
+    bare, out = session.bare, point.out
     return [
-        Case(
+        *(bare_all_reduce(point, variant, comm) for variant, comm in [("private", bare), *session.components.items()]),
+        point.case(MPI, "Iallreduce", lambda value: lambda: bare.Iallreduce(value, out).Wait(), point.check_out),
+        point.case(MPI, IN_PLACE, partial(partial, bare.Allreduce, MPI_IN_PLACE), point.check_in_place),
+        point.case(COPY, "private", lambda value: partial(np.copyto, out, value)),
+        *all_reduces_of_ours(session, point),
+        point.case(
             OURS,
-            "out=",
-            lambda: session.comm.all_reduce("SUM", value, out=out),
-            target.check,
+            IN_PLACE,
+            lambda value: partial(session.comm.all_reduce, "SUM", value, out=value),
+            point.check_in_place,
             session.last_algorithm,
-            target.prepare,
         ),
-        Case(OURS, "new", lambda: session.comm.all_reduce("SUM", value), check, session.last_algorithm),
-        Case(OURS, "own", lambda: session.comm.all_reduce("SUM", own), check, session.last_algorithm),
+        point.case(GLOO, IN_PLACE, partial(partial, session.gloo.all_reduce), point.check_in_place),
+    ]
+
+
+def bare_all_reduce(point: Point, variant: str, comm: Any) -> Case:
+    """Return the case of the blocking call of mpi4py on ``comm``, private arrays in and out."""
+    return point.case(MPI, variant, lambda value: partial(comm.Allreduce, value, point.out), point.check_out)
+
+
+def all_reduces_of_ours(session: Session, point: Point) -> list[Case]:
+    """Return mpidist's cases of an all-reduce: private arrays in and out, results by mpidist, input of its own."""
+    call, algorithm = partial(partial, session.comm.all_reduce, "SUM"), session.last_algorithm
+    own = Inputs(point.value, session.comm.empty)
+    return [
+        point.case(OURS, "out=", lambda value: call(value, out=point.out), point.check_out, algorithm),
+        point.case(OURS, "new", call, point.check, algorithm),
+        point.case(OURS, "own", call, point.check, algorithm, own),
     ]
 
 
 def reduce_scatter_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of a reduce-scatter of ``count`` float32 in all."""
-    value = input_of(session.rank, count)
     part = count // session.ranks
     expected = sum_of_inputs(session.ranks, count)[session.rank * part : (session.rank + 1) * part]
-    return _beside_each_other(
-        session,
-        expected,
-        "private",
-        lambda out: lambda: session.bare.Reduce_scatter_block(value, out),
-        lambda out: lambda: session.gloo.reduce_scatter(out, value),
-        lambda: session.comm.reduce_scatter("SUM", value),
-    )
+    point = Point(input_of(session.rank, count), expected)
+    bare, gloo, out = session.bare, session.gloo, point.out
+    return [
+        point.case(MPI, "private", lambda value: partial(bare.Reduce_scatter_block, value, out), point.check_out),
+        point.case(OURS, "new", partial(partial, session.comm.reduce_scatter, "SUM"), point.check),
+        point.case(GLOO, "private", lambda value: partial(gloo.reduce_scatter, out, value), point.check_out),
+    ]
 
 
 def all_gather_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of an all-gather whose result has ``count`` float32."""
-    value = input_of(session.rank, count // session.ranks)
-    return _beside_each_other(
-        session,
-        np.concatenate([input_of(rank, value.size) for rank in range(session.ranks)]),
-        "private",
-        lambda out: lambda: session.bare.Allgather(value, out),
-        lambda out: lambda: session.gloo.all_gather(out, value),
-        lambda: session.comm.all_gather(value),
-    )
+    part = count // session.ranks
+    expected = np.concatenate([input_of(rank, part) for rank in range(session.ranks)])
+    point = Point(input_of(session.rank, part), expected)
+    bare, gloo, out = session.bare, session.gloo, point.out
+    return [
+        point.case(MPI, "private", lambda value: partial(bare.Allgather, value, out), point.check_out),
+        point.case(OURS, "new", partial(partial, session.comm.all_gather), point.check),
+        point.case(GLOO, "private", lambda value: partial(gloo.all_gather, out, value), point.check_out),
+    ]
 
 
 def broadcast_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of a broadcast of ``count`` float32 from rank 0; MPI's and gloo's are in place."""
-    value = input_of(session.rank, count)
-    return _beside_each_other(
-        session,
-        input_of(0, count),
-        "in place",
-        lambda buffer: lambda: session.bare.Bcast(buffer),
-        lambda buffer: lambda: session.gloo.broadcast(buffer),
-        lambda: session.comm.broadcast(value),
-        [value],
-    )
-
-
-def _beside_each_other(
-    session: Session,
-    expected: Array,
-    variant: str,
-    bare: Callable[[Array], Callable[[], object]],
-    gloo: Callable[[Array], Callable[[], object]],
-    ours: Callable[[], object],
-    inputs: Sequence[Array] = (),
-) -> list[Case]:
-    """Return the cases of one collective: by MPI, by mpidist, and by gloo if it is there.
-
-    MPI's and gloo's calls are made for the array of the result, which holds ``inputs`` before.
-    """
-
-    def into_array(by: str, call_into: Callable[[Array], Callable[[], object]]) -> Case:
-        target = Target(expected, inputs=inputs)
-        return Case(by, variant, call_into(target.array), target.check, prepare=target.prepare)
-
+    point = Point(input_of(session.rank, count), input_of(0, count))
     return [
-        into_array(MPI, bare),
-        Case(OURS, "new", ours, lambda result: count_wrong(result, expected)),
-        *([into_array(GLOO, gloo)] if session.gloo.available else []),
+        point.case(MPI, IN_PLACE, partial(partial, session.bare.Bcast), point.check_in_place),
+        point.case(OURS, "new", partial(partial, session.comm.broadcast), point.check),
+        point.case(GLOO, IN_PLACE, partial(partial, session.gloo.broadcast), point.check_in_place),
     ]
 
 

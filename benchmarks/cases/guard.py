@@ -6,14 +6,14 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import numpy as np
+from functools import partial
 
 import mpidist
 from benchmarks.measuring.inputs import input_of
+from benchmarks.measuring.points import Point
 from benchmarks.measuring.rows import OURS, Figure
 from benchmarks.measuring.session import Session
-from benchmarks.measuring.timing import Case, measure
+from benchmarks.measuring.timing import measure
 from mpidist.core.settings import GUARD
 
 SIZES = {"4_KiB": 4 << 10, "1_MiB": 1 << 20}
@@ -47,8 +47,9 @@ def run(session: Session, advance: Callable[[str], None]) -> None:
 def _times(session: Session, size: int, is_on: bool) -> list[float]:
     """Return what all-reduces of ``size`` bytes took, in microseconds."""
     with _guard(is_on), mpidist.Communicator(session.bare, options=session.options) as comm:
-        send, out = input_of(session.rank, size // 4), np.empty(size // 4, np.float32)
-        case = Case(OURS, "out=", lambda: comm.all_reduce("SUM", send, out=out))
+        value = input_of(session.rank, size // 4)
+        point = Point(value, value)
+        case = point.case(OURS, "out=", lambda value: partial(comm.all_reduce, "SUM", value, out=point.out))
         (found,) = measure(session.bare, [case], session.seconds / _ROUNDS)
     return [1e6 * seconds for seconds in found.times]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
+from benchmarks.measuring.inputs import Array, input_of, sum_of_inputs
+from benchmarks.measuring.points import Point
 from benchmarks.measuring.rows import ALONE, OURS, Figure
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case, agreed_seconds, seconds_per_call
@@ -37,22 +39,16 @@ def cases_of(
         multiply: One product.
         products_for: Returns how many products take as long as they must beside the case of communication.
     """
-    value, expected = input_of(session.rank, count), sum_of_inputs(session.ranks, count)
-
-    def check(result: object) -> int:
-        return count_wrong(result, expected)
-
-    def communicate() -> object:
-        return session.comm.all_reduce("SUM", value)
-
-    communication = Case(OURS, "communication", communicate, check, session.last_algorithm)
+    point = Point(input_of(session.rank, count), sum_of_inputs(session.ranks, count))
+    shared = point.check, session.last_algorithm
+    communication = point.case(OURS, "communication", partial(partial, session.comm.all_reduce, "SUM"), *shared)
     products = products_for(communication)
 
     def compute() -> None:
         for _ in range(products):
             multiply()
 
-    def both() -> object:
+    def both(value: Array) -> object:
         work = session.comm.all_reduce_async("SUM", value)
         compute()
         return work.wait()
@@ -60,7 +56,7 @@ def cases_of(
     return [
         communication,
         Case(ALONE, "computation", compute),
-        Case(OURS, "both", both, check, session.last_algorithm),
+        point.case(OURS, "both", partial(partial, both), *shared),
     ]
 
 
@@ -75,7 +71,7 @@ def run(session: Session, advance: Callable[[str], None]) -> None:
     multiply = product()
 
     def products_for(communication: Case) -> int:
-        seconds_per_call(multiply, WARM_UP_CALLS)
+        seconds_per_call([multiply] * WARM_UP_CALLS)
         one = agreed_seconds(session.bare, Case(ALONE, "one product", multiply))
         communication.call()
         return math.ceil(LONGER * agreed_seconds(session.bare, communication) / one)

@@ -1,18 +1,22 @@
-"""What happens at every step, through a strategy: an empty ``run``, a sum of one number, a step of a small network."""
+"""What happens at every step, through a strategy: an empty ``run``, small sums, a step of a small network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 import mpidist
-from benchmarks.measuring.inputs import Array, count_wrong
-from benchmarks.measuring.rows import ALONE, MPI, OURS
+from benchmarks.cases.collectives import bare_all_reduce
+from benchmarks.measuring.inputs import Array, input_of, sum_of_inputs
+from benchmarks.measuring.points import Point
+from benchmarks.measuring.rows import ALONE, IN_CONTEXT, MPI, OURS
 from benchmarks.measuring.session import Session, algorithm_in
 from benchmarks.measuring.timing import Case
 
-RUN, SCALAR = "run", "scalar_all_reduce"
+RUN = "run"
+SMALL_COUNTS = (1, 16, 256)
 PIXELS, HIDDEN, CLASSES, LOCAL_BATCH = 784, 128, 10, 32
 RATE = 0.1
 
@@ -125,38 +129,31 @@ def run_training(session: Session, advance: Callable[[str], None]) -> None:
 
 
 def run_latency(session: Session, advance: Callable[[str], None]) -> None:
-    """Measure both through a MultiWorkerMirroredStrategy (collective)."""
+    """Measure an empty ``run`` and small sums in a replica context (collective)."""
     strategy = mpidist.MultiWorkerMirroredStrategy(communication_options=session.options, communicator=session.bare)
 
     def nothing() -> None:
         return None
 
-    advance(RUN)
-    session.measure(RUN, [Case(OURS, "empty function", lambda: strategy.run(nothing))])
-    advance(SCALAR)
-
-    def measure_inside() -> None:
+    def small_sum(count: int) -> None:
         context = mpidist.get_replica_context()
         assert context is not None
-        send, receive = np.ones(()), np.empty(())
-        expected = np.asarray(float(session.ranks))
+        point = Point(input_of(session.rank, count), sum_of_inputs(session.ranks, count))
         cases = [
-            Case(
-                MPI,
-                "private",
-                lambda: session.bare.Allreduce(send, receive),
-                lambda _: count_wrong(receive, expected),
-                prepare=lambda: receive.fill(np.nan),
-            ),
-            Case(
+            bare_all_reduce(point, "private", session.bare),
+            point.case(
                 OURS,
-                "replica context",
-                lambda: context.all_reduce("SUM", send),
-                lambda result: count_wrong(result, expected),
+                "new",
+                partial(partial, context.all_reduce, "SUM"),
+                point.check,
                 lambda: algorithm_in(strategy),
             ),
         ]
-        session.measure(SCALAR, cases, size=send.nbytes, count=1, dtype="float64", op="sum")
+        session.measure(IN_CONTEXT, cases, size=point.out.nbytes, count=count, op="sum")
 
-    strategy.run(measure_inside)
+    advance(RUN)
+    session.measure(RUN, [Case(OURS, "empty function", lambda: strategy.run(nothing))])
+    for count in SMALL_COUNTS:
+        advance(f"{IN_CONTEXT} of {count}")
+        strategy.run(small_sum, args=(count,))
     strategy.close()

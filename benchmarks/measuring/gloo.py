@@ -60,7 +60,9 @@ class Gloo:
 
         self._torch.set_num_threads(1)
         host = MPI.Get_processor_name()
-        if len(set(comm.allgather(host))) == 1:
+        hosts = comm.allgather(host)
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.count(host)))
+        if len(set(hosts)) == 1:
             host = "127.0.0.1"
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         is_first = comm.rank == 0

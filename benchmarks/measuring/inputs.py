@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,38 +49,12 @@ def spoil(array: Array) -> None:
     array.fill(np.nan)
 
 
-def count_wrong_in(results: object, expected: Sequence[Array]) -> int:
-    """Return how many elements of a list of arrays are wrong."""
-    assert isinstance(results, list)
-    return sum(count_wrong(result, right) for result, right in zip(results, expected, strict=True))
+def arrays_in(value: Any) -> list[Array]:
+    """Return the arrays of a list, or the only one."""
+    return value if isinstance(value, list) else [value]
 
 
-class Target:
-    """Arrays that a call leaves its results in.
-
-    Args:
-        expected: What they are to hold after it.
-        inputs: What they hold before it, where it works in place; NaN otherwise.
-    """
-
-    def __init__(self, *expected: Array, inputs: Sequence[Array] = ()) -> None:
-        self.arrays = [np.empty_like(array) for array in expected]
-        self._expected, self._inputs = expected, inputs
-        self.prepare()
-
-    @property
-    def array(self) -> Array:
-        """The only one."""
-        (array,) = self.arrays
-        return array
-
-    def prepare(self) -> None:
-        """Make the arrays ready for a call."""
-        for array in self.arrays:
-            spoil(array)
-        for array, value in zip(self.arrays, self._inputs, strict=False):
-            np.copyto(array, value)
-
-    def check(self, _: object) -> int:
-        """Return how many elements are wrong after a call."""
-        return count_wrong_in(self.arrays, self._expected)
+def count_wrong_in(results: Any, expected: Any) -> int:
+    """Return how many elements of an array, or of a list of arrays, are wrong."""
+    pairs = zip(arrays_in(results), arrays_in(expected), strict=True)
+    return sum(count_wrong(result, right) for result, right in pairs)

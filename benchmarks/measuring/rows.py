@@ -18,6 +18,10 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 }
 # The names of those who do the work, as rows carry them.
 OURS, MPI, GLOO, COPY, ALONE = "mpidist", "mpi", "gloo", "copy", "alone"
+# The variant whose results take the place of the inputs.
+IN_PLACE = "in place"
+# The operation of all-reduces through a replica context.
+IN_CONTEXT = "context_all_reduce"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mpidist
+from benchmarks.measuring import components
 from benchmarks.measuring.gloo import Gloo
 from benchmarks.measuring.rows import GLOO, Figure, Row, make_row
 from benchmarks.measuring.timing import Case, Measured, measure
@@ -33,6 +34,7 @@ class Session:
     Attributes:
         bare: Duplicate communicator of the bare calls.
         comm: mpidist's communicator.
+        components: Communicators that prefer a component of the MPI; see ``components``.
         gloo: See ``Gloo``.
         rows, figures: The results, the same on every rank.
         skipped: Points that were left out, with the reason.
@@ -51,16 +53,19 @@ class Session:
         self.rank, self.ranks = self.bare.rank, self.bare.size
         self.options = CommunicationOptions(algorithm=algorithm)
         self.comm = mpidist.Communicator(self.bare, options=self.options)
+        self.components = components.communicators(base)
         self.gloo = Gloo(self.bare, with_gloo)
         self.seconds = seconds
         self.rows: list[Row] = []
         self.figures: list[Figure] = []
         self.skipped: list[str] = [] if self.gloo.available else [f"gloo: {self.gloo.reason}"]
+        absent = [name for name in components.NAMES if name not in self.components]
+        self.skipped += [f"mpi, {name}: this MPI has no such component" for name in absent]
         self._shows = progress and self.rank == 0
 
     @classmethod
     def without_gloo(cls, base: MPI.Intracomm, seconds: float) -> Session:
-        """Return a session for what gloo has no part in, and that shows nothing while it measures (collective)."""
+        """Return a session for what gloo and those components have no part in, and that shows nothing (collective)."""
         session = cls(base, seconds=seconds, with_gloo=False, progress=False)
         session.skipped.clear()
         return session
@@ -81,7 +86,7 @@ class Session:
             described: size, count, dtype, op of the rows.
         """
         measured = measure(self.bare, [case for case in cases if case.by != GLOO], self.seconds)
-        of_gloo = [case for case in cases if case.by == GLOO]
+        of_gloo = [case for case in cases if case.by == GLOO and self.gloo.available]
         if of_gloo:
             with self.gloo.connected():
                 measured += measure(self.bare, of_gloo, self.seconds)
@@ -129,7 +134,8 @@ class Session:
     def close(self) -> None:
         """Give everything back (collective)."""
         self.comm.close()
-        self.bare.Free()
+        for comm in (*self.components.values(), self.bare):
+            comm.Free()
 
 
 def _progress_bar() -> Any:

@@ -1,4 +1,9 @@
-"""How calls are timed: in turn in one process, each repetition as long as it took on the slowest rank."""
+"""How calls are timed: in turn in one process, each repetition as long as it took on the slowest rank.
+
+Inputs are written anew before each repetition, and the ranks then meet at a barrier; neither is timed. A call of a few
+microseconds would end before the clock and the barrier are out of its way: such calls are timed in groups, each call on
+inputs of its own, all of which were written before the group.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ if TYPE_CHECKING:
 
 LEAST_REPETITIONS = 11
 MOST_REPETITIONS = 501
-# A call shorter than this is timed in groups, so that the barrier and the clock do not count.
+# A call shorter than this is timed in groups.
 SHORT_CALL_SECONDS = 100e-6
 CALLS_IN_GROUP = 20
 
@@ -29,7 +34,9 @@ class Case:
         call: Does it once.
         check: Returns how many elements of what ``call`` returned are wrong on this rank; None checks nothing.
         algorithm: Says which algorithm the last call took.
-        prepare: Restores inputs that ``call`` overwrites, before a call whose result is checked.
+        prepare: Makes inputs and results ready, before a call whose result is checked.
+        rewrite: Writes the inputs anew, before each repetition.
+        group: The calls of a repetition where they are short, each on inputs of its own; ``call`` 20 times if empty.
     """
 
     by: str
@@ -38,6 +45,14 @@ class Case:
     check: Callable[[object], int] | None = None
     algorithm: Callable[[], str] = field(default=lambda: "-")
     prepare: Callable[[], object] = field(default=lambda: None)
+    rewrite: Callable[[], object] = field(default=lambda: None)
+    group: Sequence[Callable[[], object]] = ()
+
+    def repetition(self, estimate: float) -> Sequence[Callable[[], object]]:
+        """Return the calls of a repetition, if one takes about ``estimate`` seconds."""
+        if estimate >= SHORT_CALL_SECONDS:
+            return [self.call]
+        return self.group or [self.call] * CALLS_IN_GROUP
 
 
 @dataclass
@@ -61,8 +76,8 @@ def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[
         return []
     wrong = [_checked(case) for case in cases]
     estimates = [agreed_seconds(comm, case) for case in cases]
-    calls = [CALLS_IN_GROUP if estimate < SHORT_CALL_SECONDS else 1 for estimate in estimates]
-    one_round = sum(estimate * n for estimate, n in zip(estimates, calls, strict=True))
+    calls = [case.repetition(estimate) for case, estimate in zip(cases, estimates, strict=True)]
+    one_round = sum(estimate * len(group) for estimate, group in zip(estimates, calls, strict=True))
     repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(seconds / one_round)))
     times: list[list[float]] = [[] for _ in cases]
     order = list(range(len(cases)))
@@ -70,23 +85,24 @@ def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[
     for _ in range(repetitions):
         draw.shuffle(order)
         for index in order:
+            cases[index].rewrite()
             comm.Barrier()
-            times[index].append(seconds_per_call(cases[index].call, calls[index]))
+            times[index].append(seconds_per_call(calls[index]))
     measured = []
     for index, case in enumerate(cases):
         wrong[index] += _checked(case)
         slowest = [max(of_ranks) for of_ranks in zip(*comm.allgather(times[index]), strict=True)]
         total = None if case.check is None else comm.allreduce(wrong[index])
-        measured.append(Measured(case, slowest, calls[index], total, case.algorithm()))
+        measured.append(Measured(case, slowest, len(calls[index]), total, case.algorithm()))
     return measured
 
 
-def seconds_per_call(call: Callable[[], object], calls: int) -> float:
-    """Return the mean time of one call out of ``calls``; a result is dropped as soon as it is there."""
+def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the mean time of one of ``calls``; a result is dropped as soon as it is there."""
     start = time.perf_counter()
-    for _ in range(calls):
+    for call in calls:
         call()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / len(calls)
 
 
 def _checked(case: Case) -> int:
@@ -100,5 +116,5 @@ def agreed_seconds(comm: MPI.Intracomm, case: Case) -> float:
     from mpi4py import MPI
 
     comm.Barrier()
-    estimate: float = comm.allreduce(seconds_per_call(case.call, 2), op=MPI.MAX)
+    estimate: float = comm.allreduce(seconds_per_call([case.call] * 2), op=MPI.MAX)
     return estimate

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.measuring.models import name_of
-from benchmarks.measuring.rows import COPY, GLOO, MPI, OURS, Row, Verdict, find_row
+from benchmarks.measuring.rows import COPY, GLOO, IN_PLACE, MPI, OURS, Row, Verdict, find_row
 from benchmarks.measuring.sizes import size_text
 from benchmarks.reports.files import Results, save
 
@@ -18,9 +18,10 @@ _LEFT = {"operation", "by", "variant", "type", "op", "algorithm"}
 
 
 def bare_row(rows: Iterable[Row], row: Row) -> Row | None:
-    """Return the first row of bare MPI for the same work as ``row``."""
-    same = (row.operation, row.size, row.ranks)
-    return next((r for r in rows if r.by == MPI and (r.operation, r.size, r.ranks) == same), None)
+    """Return the row of bare MPI for the same work on the same kind of buffers as ``row``, else for the same work."""
+    work = (row.operation, row.size, row.ranks)
+    same = [r for r in rows if r.by == MPI and (r.operation, r.size, r.ranks) == work]
+    return next((r for r in same if r.variant == row.variant), same[0] if same else None)
 
 
 def ratio_text(rows: Iterable[Row], row: Row) -> str:
@@ -96,22 +97,44 @@ def publish(results: Results, folder: Path, name: str, text: str | None = None) 
     return results.status
 
 
+_COLUMNS = {
+    "MPI in place": (MPI, IN_PLACE),
+    "gloo": (GLOO, None),
+    "one copy": (COPY, None),
+    "mpidist, new array": (OURS, "new"),
+    "`out=`": (OURS, "out="),
+    "in place": (OURS, IN_PLACE),
+    "own arrays": (OURS, "own"),
+}
+
+
 def markdown_table(results: Results) -> str:
-    """Return the all-reduces and batches as a markdown table: one line per size, median times."""
-    columns = ((MPI, None), (GLOO, None), (COPY, None), (OURS, "out="), (OURS, "own"))
-    names = ("MPI", "gloo", "one copy", "mpidist", "mpidist, own arrays")
-    lines = [
-        "| " + " | ".join(("work", *names, "x MPI", "own, x MPI")) + " |",
-        "|---|" + "---:|" * (len(names) + 2),
-    ]
+    """Return the all-reduces and batches as a markdown table: one line per size, median times, ratios to MPI."""
+    names = ("work", "MPI", "fastest MPI", *_COLUMNS)
+    lines = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
     work = sorted({(row.operation, row.size) for row in results.rows if row.operation in ("all_reduce", "batch")})
     for operation, size in work:
-        found = [find_row(results.rows, operation, by, variant, size) for by, variant in columns]
-        cells = ["-" if row is None else time_text(row.median) for row in found]
-        ratios = [ratio_text(results.rows, row) if row is not None else "-" for row in found[-2:]]
+        found = [find_row(results.rows, operation, by, variant, size) for by, variant in _COLUMNS.values()]
+        bare = find_row(results.rows, operation, MPI, size=size)
+        cells = [_cell(results.rows, bare), _fastest(results.rows, operation, size)]
+        cells += [_cell(results.rows, row) for row in found]
         name = f"gradients of {name_of(size)}" if operation == "batch" else f"{operation} {size_text(size)}"
-        lines.append("| " + " | ".join((name, *cells, *ratios)) + " |")
+        lines.append("| " + " | ".join((name, *cells)) + " |")
     return "\n".join(lines)
+
+
+def _cell(rows: Sequence[Row], row: Row | None) -> str:
+    if row is None:
+        return "-"
+    ratio = ratio_text(rows, row)
+    return f"{time_text(row.median)}, {ratio}" if ratio else time_text(row.median)
+
+
+def _fastest(rows: Sequence[Row], operation: str, size: int) -> str:
+    """Return the time and the way of the fastest of MPI's calls that leave their inputs as they are."""
+    of_mpi = [r for r in rows if (r.by, r.operation, r.size) == (MPI, operation, size) and r.variant != IN_PLACE]
+    fastest = min(of_mpi, key=lambda row: row.median, default=None)
+    return "-" if fastest is None else f"{time_text(fastest.median)} ({fastest.variant})"
 
 
 def time_text(microseconds: float) -> str:

@@ -37,7 +37,7 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--sizes",
         type=sizes_of_text,
-        default=sizes_of_text("4,64,1K,16K,64K,256K,1M,4M,16M,64M"),
+        default=sizes_of_text("4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M"),
         metavar="A,B",
         help="sizes of the collectives, such as 4,256K,64M",
     )
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         progress=not options.no_progress,
     )
     measure(session, options)
-    results = summarize(session, options.algorithm is not None)
+    results = summarize(session)
     if session.rank == 0:
         publish(results, options.out, options.name or f"{session.ranks}-ranks")
         if results.status:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(session: Session, options: argparse.Namespace) -> None:
     """Run the operations asked for, in the order of ``OPERATIONS`` (collective)."""
     points = {**dict.fromkeys(OPERATIONS, 1), **dict.fromkeys(collectives.COLLECTIVES, len(options.sizes))}
-    points |= {"batch": len(options.models), "latency": 2, "guard": 2, "memory": 3}
+    points |= {"batch": len(options.models), "latency": 1 + len(steps.SMALL_COUNTS), "guard": 2, "memory": 3}
     operations = [operation for operation in OPERATIONS if operation in options.operations]
     with session.progress_over(sum(points[operation] for operation in operations)) as advance:
         for operation in operations:
@@ -107,9 +107,10 @@ def measure(session: Session, options: argparse.Namespace) -> None:
                 _SIMPLE[operation](session, advance)
 
 
-def summarize(session: Session, algorithm_is_forced: bool) -> Results:
+def summarize(session: Session) -> Results:
     """Return the results with the machine and, on one node, the bars (collective)."""
     machine = describe(session.bare, session.gloo.version)
-    free_choice = machine["reads_neighbours"] and not algorithm_is_forced
-    judged = verdicts(session.rows, session.figures, session.ranks, free_choice) if machine["nodes"] == 1 else []
+    judged = []
+    if machine["nodes"] == 1:
+        judged = verdicts(session.rows, session.figures, session.ranks, machine["reads_neighbours"])
     return Results(machine, session.rows, session.figures, judged, session.skipped)

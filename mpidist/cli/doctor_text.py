@@ -58,7 +58,8 @@ def _software(job: JobFacts) -> Iterator[str]:
     yield from _line("MPI", f"{first.mpi.name}{path}, {first.mpi.thread_level}")
     yield from _line("launcher", launcher_text(first))
     versions = (f"{name} {version}" for name, version in first.software.items() if name != "mpidist")
-    yield from _line("software", ", ".join(versions))
+    core = f"no native core: {first.without_core}" if first.without_core else "native core"
+    yield from _line("software", ", ".join([*versions, core]))
 
 
 def launcher_text(facts: RankFacts) -> str:

@@ -40,6 +40,7 @@ from mpidist.collectives.watch.attach import watch_channel
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
+from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
@@ -91,11 +92,14 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
+        self.short = self._engine.open_short(self._go_on)
+        """The collectives of one small array whose like there has been before."""
 
     @property
     def last_algorithm(self) -> str:
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
-        return self._engine.last_algorithm
+        was_short = self._channel.executor.short.last() is not None
+        return "hierarchical" if was_short else self._engine.last_algorithm
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
@@ -116,9 +120,18 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> list[Array]:
-        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective)."""
-        return self._now(self._reduction(op, arrays, divisor, options, out, note))
+        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective).
+
+        ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
+        ranks, and of replicas in each.
+        """
+        if options is None and len(arrays) == 1 and not more and note in ("", LEAF) and divisor == self.size:
+            result = self.short.all_reduce(op, arrays[0], None if out is None else out[0])
+            if result is not None:
+                return [result]
+        return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
         self,
@@ -129,9 +142,10 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         note: str = "",
+        more: Sequence[Sequence[Array]] = (),
     ) -> Work:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
-        return self._later(self._reduction(op, arrays, divisor, options, out, note))
+        return self._later(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def _reduction(
         self,
@@ -141,13 +155,41 @@ class ArrayCollectives:
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
         note: str,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Operation[list[Array]]:
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
             self._check_out(plan, out)
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
-        steps = self._engine.all_reduce(plan, arrays, out, call)
-        return self._operation(steps, plan.description, options, call)
+        steps = self._engine.all_reduce(plan, arrays, out, call, more)
+        operation = self._operation(steps, plan.description, options, call)
+        if options is None and plan.may_be_short and divisor == self.size and not more:
+            operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
+        return operation
+
+    def _learns(
+        self,
+        name: str,
+        array: Array,
+        description: Description,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> Callable[[T], T]:
+        """Return a function of a result that opens the short way to calls like it."""
+
+        def learn(result: T) -> T:
+            self._engine.learn(name, array, description, op, divisor, root)
+            return result
+
+        return learn
+
+    def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
+        """Carry on with a short call whose ranks have not come soon, or differ."""
+        description = self._channel.executor.short.description(number)
+        steps = self._engine.rest_of_short(description, state, value, result)
+        reduced: Array = self._channel.run(Operation(steps, description))
+        return reduced
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         try:
@@ -212,7 +254,10 @@ class ArrayCollectives:
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.on_host.all_gather(plan, copies), plan.description, options).then(bring_back)
+            operation = self._operation(engine.on_host.all_gather(plan, copies), plan.description, options)
+            if options is None and axis == 0 and len(arrays) == 1:
+                operation.then(self._learns("all_gather", arrays[0], plan.description))
+            return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
         return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
 
@@ -230,7 +275,10 @@ class ArrayCollectives:
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            return self._operation(engine.on_host.broadcast(plan, copies), plan.description, options).then(bring_back)
+            operation = self._operation(engine.on_host.broadcast(plan, copies), plan.description, options)
+            if options is None and len(arrays) == 1:
+                operation.then(self._learns("broadcast", arrays[0], plan.description, root=root))
+            return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
         return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
 
@@ -296,7 +344,7 @@ class ArrayCollectives:
             what: How, as in "assign of variable 'w'".
             checksum: Of what is changed, as it is.
         """
-        known = None if self._channel.tally is None else self._channel.tally.now(label)
+        known = None if self._channel.executor.tally is None else self._channel.executor.tally.now(label)
         before = checksum() if known is None else known
         try:
             yield
@@ -309,9 +357,9 @@ class ArrayCollectives:
         self._tally().add(label, checksum, f"{what} at {user_call_site()}")
 
     def _tally(self) -> Tally:
-        if self._channel.tally is None:
-            self._channel.tally = Tally()
-        return self._channel.tally
+        if self._channel.executor.tally is None:
+            self._channel.executor.tally = Tally()
+        return self._channel.executor.tally
 
     @property
     def shares_memory(self) -> bool:
@@ -321,7 +369,7 @@ class ArrayCollectives:
     def common_memory(self, nbytes: int, text: str) -> Array | None:
         """Return one new block of bytes for all ranks, or None (collective).
 
-        It is None on all ranks where there is no room.         It stays while any rank holds an array over it.
+        It is None on all ranks where there is no room. It stays while any rank holds an array over it.
 
         Args:
             nbytes: Its size.
@@ -383,7 +431,10 @@ class ArrayCollectives:
                 if are_copies and merged.algorithm in gpu_names():
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
-                plan = ReductionPlan(operation, op, signature, merged, divisor, most_inline, on_device, note, root)
+                joins = not self._engine.takes_pieces
+                plan = ReductionPlan(
+                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, joins
+                )
                 self._keep(key, plan)
         return plan
 

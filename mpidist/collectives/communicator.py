@@ -101,7 +101,7 @@ class Communicator(ArrayCollectives):
         >>> comm = Communicator()
         >>> comm.add_observer(Texts())
         >>> _ = comm.all_reduce("SUM", np.ones(3))
-        all_reduce SUM of float64(3,) by handshake
+        all_reduce SUM of float64(3,) by alone
         >>> comm.close()
         close by
         """
@@ -143,6 +143,10 @@ class Communicator(ArrayCollectives):
         {'w': array([1., 1.]), 'b': (np.float64(3.0),)}
         >>> comm.close()
         """
+        if options is None:
+            result: T | None = self.short.all_reduce(op, value, out)
+            if result is not None:
+                return result
         return self._now(self._all_reducing(op, value, options, out))
 
     def all_reduce_async(
@@ -204,6 +208,10 @@ class Communicator(ArrayCollectives):
         (4, 2)
         >>> comm.close()
         """
+        if options is None:
+            rows: T | None = self.short.reduce_scatter(op, value)
+            if rows is not None:
+                return rows
         return self._now(self._reduce_scattering(op, value, options))
 
     def reduce_scatter_async(
@@ -232,6 +240,8 @@ class Communicator(ArrayCollectives):
         are_copies = bool(which_on_device([given]))
         plan = self._plan("reduce_scatter", op, copies, self.size, options, "", are_copies=are_copies)
         operation = self._operation(engine.reduce_scatter(plan, copies[0]), plan.description, options)
+        if options is None and plan.may_be_short:
+            operation.then(self._learns("reduce_scatter", given, plan.description, op, plan.divisor))
         return operation.then(lambda flats: restore(value, bring_back([flats[0].reshape(shape)])[0]))
 
     # Movement ---------------------------------------------------------------------------------------------
@@ -254,6 +264,10 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
+        if options is None and axis == 0:
+            gathered: T | None = self.short.all_gather(value)
+            if gathered is not None:
+                return gathered
         return self._now(self._all_gathering(value, axis, options))
 
     def all_gather_async(self, value: T, axis: int = 0, options: CommunicationOptions | None = None) -> Work[T]:
@@ -272,6 +286,10 @@ class Communicator(ArrayCollectives):
             root: Whose value it is.
             options: Laid over those of the communicator.
         """
+        if options is None:
+            copy: T | None = self.short.broadcast(value, root)
+            if copy is not None:
+                return copy
         return self._now(self._broadcasting_value(value, root, options))
 
     def broadcast_async(self, value: T, root: int = 0, options: CommunicationOptions | None = None) -> Work[T]:

@@ -9,21 +9,27 @@ from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description, Signature
-from mpidist.collectives.channel.observers import OTHERS, PACK, REDUCE, UNPACK
+from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
 from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import copies_of_overlapping
+from mpidist.collectives.node.packing import Pack, copies_of_overlapping
 from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
 from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
+from mpidist.core.enums import ReduceOp
+
+# The algorithm of the core.
+_BY_CORE = "hierarchical"
 
 
 class Engine:
@@ -50,6 +56,60 @@ class Engine:
         self._pool = Pool()
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
+
+    def open_short(self, go_on: GoOn) -> Short:
+        """Return the functions of the short way.
+
+        Those of a channel of several nodes know nothing.
+
+        Args:
+            go_on: Carries on with a call whose ranks have not come soon, or differ.
+        """
+        core = self._core
+        return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
+
+    @property
+    def _core(self) -> Core | None:
+        """The core that moves data of all ranks, once there is room for them."""
+        node = self.channel.node
+        return node.core if node.is_alone else None
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether small arrays travel from where they are."""
+        return self._core is not None
+
+    def learn(
+        self,
+        name: str,
+        array: Array,
+        description: Description,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> None:
+        """Open the short way to calls like one that was carried out; see ``Core.learn``."""
+        core = self._core
+        if (
+            core is None
+            or self.channel.node.slots is None
+            or (name == "all_reduce" and self.last_algorithm != _BY_CORE)
+        ):
+            return
+        number = core.learn(name, array, description.id, op, divisor, root)
+        if number is not None:
+            self.channel.executor.short.learn(number, description)
+
+    def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
+        """Return the result of a short call, which began and got as far as ``state``."""
+        core = self._core
+        assert core is not None
+        core.state = state
+        self.channel.handshake.has_begun()
+        yield from self.channel.finish(description)
+        if description.operation == "all_reduce":
+            self._took(_BY_CORE)
+        return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def device_call(
         self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
@@ -151,12 +211,15 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None = None,
+        more: Sequence[Sequence[Array]] = (),
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
 
-        Those on a GPU are there when ``call`` is done.
+        Those on a GPU are there when ``call`` is done. ``more`` are the arrays of this rank's further replicas.
         """
         channel = self.channel
+        if more and (plan.inline or self._is_alone(plan)):
+            arrays, more = _combined(plan.op, [arrays, *more]), ()
         if plan.inline:
             self.last_algorithm = "handshake"
             channel.current.algorithms = ["handshake"]
@@ -164,11 +227,11 @@ class Engine:
             if not channel.begin(plan.description):
                 yield from channel.finish(plan.description)
             return plan.from_inline(channel.handshake.totals(plan.count, plan.formed[0][0]), out)
-        if out is not None and plan.read_late and not self._is_alone(plan):
+        if out is not None and plan.read_late and not self._is_alone(plan) and not self._core_finds_overlaps(plan):
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
-            return (yield from self._reduce_packs(plan, arrays, out, call, may_share=out is None, is_wanted=True))
+            return (yield from self._reduce_packs(plan, arrays, out, call, more, may_share=out is None, is_wanted=True))
         finally:
             if call is not None:
                 call.leave()
@@ -176,6 +239,20 @@ class Engine:
     def _is_alone(self, plan: ReductionPlan) -> bool:
         """Whether there is nothing to reduce with, and no algorithm was named."""
         return self.channel.size == 1 and plan.options.algorithm is None
+
+    def _core_finds_overlaps(self, plan: ReductionPlan) -> bool:
+        """Whether all arrays go in one call of the core.
+
+        The core sees whether results overlap inputs.
+        """
+        if self._core is None or len(plan.packs) > 1 or plan.device_packs:
+            return False
+        return self.choice.first_working(self._names_for(plan, plan.packs[0])) == _BY_CORE
+
+    def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
+        if pack.algorithms is None:
+            pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
+        return pack.algorithms
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
         """Return ``arrays``, with copies of those that results may overwrite too early."""
@@ -193,6 +270,7 @@ class Engine:
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
         call: ReductionCall | None,
+        more: Sequence[Sequence[Array]] = (),
         *,
         may_share: bool,
         is_wanted: bool,
@@ -211,23 +289,19 @@ class Engine:
             self._took("alone")
             return results
         for number, pack in enumerate(plan.packs):
-            names = pack.algorithms
-            if names is None:
-                names = pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
+            names = self._names_for(plan, pack)
             algorithm = self.choice.made(names)
             if algorithm is None:
                 # Once all ranks have come.
                 yield from channel.open(plan.description)
                 algorithm = yield from self.choice.make(names)
             channel.phase(PACK)
-            job = plan.reduction(pack, arrays, out, self._pool)
-            job.tell_chunk, job.is_wanted = channel.tell_chunk, is_wanted
-            algorithm.prepare(job, may_share)
+            job = plan.reduction(pack, arrays, out, self._pool, more)
+            if not algorithm.takes_replicas or len(job.pieces) * (1 + len(more)) > MOST_INPUTS:
+                job.combine_replicas()
+            job.tell_chunk, job.is_wanted, job.may_share = channel.tell_chunk, is_wanted, may_share
             if number == 0 and call is None:
-                yield from channel.open(plan.description)
-            else:
-                channel.phase(OTHERS)
-                yield from channel.node.board.meet()
+                yield from channel.open(plan.description, algorithm.start(job))
             channel.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
             self._took(job.took or self.choice.first_working(names))
@@ -296,6 +370,14 @@ class Engine:
             mine: Array = whole[first:last].reshape(-1).copy()
             return [mine]
         return (yield from self.on_host.reduce_scatter(plan, array))
+
+
+def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:
+    """Return the arrays of all replicas combined, first to last."""
+    totals = list(replicas[0])
+    for arrays in replicas[1:]:
+        totals = [NUMPY_OPS[op](total, array) for total, array in zip(totals, arrays, strict=True)]
+    return totals
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:

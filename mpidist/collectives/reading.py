@@ -86,13 +86,13 @@ def check_can_be_written(out: object, arrays: Sequence[Array]) -> None:
         ValueError: One is.
     """
     leaves = out if type(out) is list else nest.flatten(out)
-    kinds = {*map(type, leaves)}
-    if kinds != _ARRAYS and any(issubclass(kind, NUMBERS) for kind in kinds):
-        number = next(leaf for leaf in leaves if isinstance(leaf, NUMBERS))
-        raise ValueError(
-            f"out holds the number {number!r}, which cannot be written; expected arrays: make it one in value and out, "
-            "numpy.asarray(number)"
-        )
+    if {*map(type, leaves)} != _ARRAYS:
+        number = next((leaf for leaf in leaves if isinstance(leaf, NUMBERS)), None)
+        if number is not None:
+            raise ValueError(
+                f"out holds the number {number!r}, which cannot be written; expected arrays: make it one in value and "
+                "out, numpy.asarray(number)"
+            )
     if len({*map(id, arrays)}) != len(arrays):
         raise ValueError("out holds one array twice; expected an array for each result")
 

@@ -19,8 +19,8 @@ import numpy as np
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.communicator import Communicator
+from mpidist.collectives.node.node import SLICE_BYTES_BETWEEN_NODES
 from mpidist.collectives.reduce import tuning_file
-from mpidist.collectives.reduce.algorithms import two_level
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import Row, candidates_at, wire_algorithms
 from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, look_up, size_text
@@ -363,7 +363,7 @@ def decide(before: Table, place: str, rails: int, timings: Sequence[Timing]) -> 
 
 
 def _slice_bytes(nbytes: int, rails: int) -> int:
-    return min(-(-nbytes // rails), two_level.SLICE_BYTES)
+    return min(-(-nbytes // rails), SLICE_BYTES_BETWEEN_NODES)
 
 
 def _by_slice(timings: Sequence[Timing], rails: int) -> list[list[Timing]]:

@@ -1,4 +1,7 @@
-"""Every ``MPIDIST_*`` environment variable: its name, default, meaning, and the only code that reads it."""
+"""Every ``MPIDIST_*`` environment variable: its name, default, meaning, and the code that reads it.
+
+``MPIDIST_BUILD_NATIVE`` alone is read elsewhere, too: pip builds mpidist before this file can be imported.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +99,13 @@ PROGRESS_THREAD = Setting(
     "0 or 1",
     "1: a thread moves collectives on that were started and not yet waited for",
 )
+BUILD_NATIVE = Setting(
+    "MPIDIST_BUILD_NATIVE",
+    True,
+    _flag,
+    "0 or 1",
+    "0: pip and make build mpidist without its native core, where there is no compiler (docs/install.md)",
+)
 FLIGHT_RECORD: Setting[str | None] = Setting(
     "MPIDIST_FLIGHT_RECORD",
     None,
@@ -123,6 +133,13 @@ GPU_AWARE_MPI: Setting[bool | None] = Setting(
     _flag,
     "0 or 1",
     "whether MPI is given pointers to GPU memory (docs/gpu.md); found out by default, and no in doubt",
+)
+NATIVE = Setting(
+    "MPIDIST_NATIVE",
+    True,
+    _flag,
+    "0 or 1",
+    "0: collectives go without the native core, as where it was not built (docs/install.md)",
 )
 STAGING_BYTES: Setting[int | None] = Setting(
     "MPIDIST_STAGING_BYTES",
@@ -186,11 +203,13 @@ SETTINGS: dict[str, Setting[object]] = {
     s.name: s
     for s in (
         ABORT_ON_EXCEPTION,
+        BUILD_NATIVE,
         FLIGHT_RECORD,
         FULL_TRACEBACK,
         GPU_AWARE_MPI,
         GUARD,
         JOBS,
+        NATIVE,
         PROGRESS_THREAD,
         RANKS_PER_NODE,
         READ_NEIGHBOURS,

@@ -272,10 +272,11 @@ class CrossDeviceOps:
         """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
         if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
-        reduced, dtypes = self._of_this_rank(op, pairs, options)
+        replicas, dtypes = self._of_replicas(op, pairs)
+        reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
         assert self._comm is not None
         work = self._comm.reduce_arrays_async(
-            op, reduced, divisor, options=self.with_algorithm(options), note=structure
+            op, reduced, divisor, options=self.with_algorithm(options), note=structure, more=more
         )
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
@@ -285,7 +286,15 @@ class CrossDeviceOps:
         found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
         if found is not None:
             return found
-        totals, dtypes = self._of_this_rank(op, pairs, options)
+        replicas, dtypes = self._of_replicas(op, pairs)
+        if self.crosses_ranks and self.leaves_all_to_engine and _are_on_host(replicas):
+            assert self._comm is not None
+            arrays, *more = replicas
+            totals = self._comm.reduce_arrays(
+                op, arrays, divisor, options=self.with_algorithm(options), note=structure, more=more
+            )
+            return self._delivered(pairs, totals, dtypes)
+        totals = self._combined(op, replicas, pairs, options)
         if self.crosses_ranks:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
@@ -302,23 +311,34 @@ class CrossDeviceOps:
         del op, pairs, divisor, options
         return None
 
-    def _of_this_rank(
-        self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions | None
-    ) -> tuple[list[Array], list[DType]]:
-        """Return this rank's contributions and the dtypes of the results.
+    def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
+        """Return the arrays of each replica of this rank, and the dtypes of the results.
 
-        Contributions have the dtype in which ``op`` is formed.
+        Arrays have the dtype in which ``op`` is formed.
         """
-        local: list[PerReplica] = []
-        dtypes = []
         with self._shared_errors("the values of its replicas"):
+            local: list[list[Array]] = []
+            dtypes = []
             for value, _ in pairs:
                 arrays = [to_array(component) for component in value.values]
                 check_alike(arrays)
                 dtypes.append(reduction_dtypes(arrays[0].dtype, op)[1])
-                local.append(PerReplica([formed(array, op) for array in arrays], value.replica_ids))
+                local.append([formed(array, op) for array in arrays])
+            return [list(arrays) for arrays in zip(*local, strict=True)] or [[]], dtypes
+
+    def _combined(
+        self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CommunicationOptions | None
+    ) -> list[Array]:
+        """Return the arrays of this rank's replicas combined."""
+        if len(replicas) == 1 and not self._has_own_steps:
+            return replicas[0]
+        with self._shared_errors("the values of its replicas"):
+            values = [PerReplica(arrays, pairs[0][0].replica_ids) for arrays in zip(*replicas, strict=True)]
+            to_first = [(value, device_of(value.values[0])) for value in values]
             # The mean is taken once, at the end, over all replicas.
-            return self._on_this_rank(ReduceOp.SUM if op is ReduceOp.MEAN else op, local, options), dtypes
+            local_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+            reduced = self.batch_reduce_implementation(local_op, to_first, options)
+            return [to_array(r.values[0] if isinstance(r, ReplicaValues) else r) for r in reduced]
 
     def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[object]:
         """Return the totals in their final dtype and kind, on their destinations."""
@@ -331,15 +351,6 @@ class CrossDeviceOps:
             restore = restorer(value.values[0])
             results.append(place(own if restore is None else restore(own), destination_devices(destinations)))
         return results
-
-    def _on_this_rank(
-        self, op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions | None
-    ) -> list[Array]:
-        if len(values[0].values) == 1 and not self._has_own_steps:
-            return [value.values[0] for value in values]
-        to_first = [(value, device_of(value.values[0])) for value in values]
-        reduced = self.batch_reduce_implementation(op, to_first, options)
-        return [to_array(r.values[0] if isinstance(r, ReplicaValues) else r) for r in reduced]
 
     def _sparse(
         self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CommunicationOptions | None
@@ -391,6 +402,10 @@ class CrossDeviceOps:
             return nullcontext()
         assert self._comm is not None
         return self._comm.shared_errors(doing)
+
+
+def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:
+    return not any(is_device_array(array) for arrays in replicas for array in arrays)
 
 
 def _has_sparse(pairs: Pairs) -> bool:

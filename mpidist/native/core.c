@@ -46,7 +46,7 @@ typedef struct {
     counter met;         /* the number of the meeting for which this page was written */
     uint64_t id;
     uint64_t info;       /* flags, replicas << 8, bytes << 24 */
-    uint64_t held;       /* shared results that the rank still holds */
+    int64_t note;
     char data[IN_PAGE];
     int64_t words[NC_WORDS];
 } page;
@@ -68,11 +68,13 @@ enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
 /* Private data this small is shown rather than read out of the memory of another rank. */
-enum { SMALLEST_READ = 32 << 10, READ_AT_ONCE = 2 << 20 };
-/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. */
-enum { SLICE_BYTES = 128 << 10 };
+enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
+/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns on a
+   processor had better have fewer turns. */
+enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
+enum { REDUCED_AT_ONCE = 32 << 10 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
 
 typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
@@ -122,6 +124,7 @@ static int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >>
 size_t nc_length(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
 int64_t *nc_tell(nc *c) { return next_page(c)->words; }
 const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
+int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
@@ -238,6 +241,31 @@ static void copy(char *to, const char *from, size_t bytes, int streamed)
     memcpy(to, from, bytes);
 }
 
+static int by_address(const void *a, const void *b)
+{
+    const char *x = ((const nc_range *)a)->begin, *y = ((const nc_range *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
+{
+    qsort(outs, (size_t)m, sizeof *outs, by_address);
+    for (int i = 0; i < n; i++) {
+        int low = 0, high = m; /* the first result that ends behind where the input begins */
+        while (low < high) {
+            int middle = (low + high) / 2;
+            if (outs[middle].end <= inputs[i].begin)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        for (; low < m && outs[low].begin < inputs[i].end; low++)
+            if (outs[low].piece != inputs[i].piece || outs[low].begin != inputs[i].begin)
+                return 1;
+    }
+    return 0;
+}
+
 /* Before the meeting ------------------------------------------------------------------------------------------- */
 
 /* Show what is small: on the page, or in the small slot of the next meeting. */
@@ -267,10 +295,12 @@ static int show(nc *c, page *p)
 }
 
 /* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays lie in memory that
-   all ranks map, but for a buffer of small ones. */
+   all ranks map, but for small ones. */
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
+    if (c->inputs > NC_WORDS)
+        return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = place_of(c, c->in[i], bytes);
@@ -278,7 +308,7 @@ static int tell_places(nc *c, page *p)
             place = (int64_t)(intptr_t)c->in[i];
         p->words[i] = place;
         any = any || place != PRIVATE;
-        share = share && (place <= MAPPED || (c->call.flags & NC_BUFFER && i < c->call.replicas));
+        share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
     return any ? TOLD_PLACES | (share ? SHARES : 0) : 0;
 }
@@ -293,7 +323,7 @@ static void announce(nc *c)
             flags = tell_places(c, p);
     }
     p->id = c->call.id;
-    p->held = c->call.held;
+    p->note = c->call.note;
     p->info = (uint64_t)flags | (uint64_t)c->call.replicas << 8 | (uint64_t)c->bytes << 24;
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
@@ -352,7 +382,8 @@ static size_t longest_stripe(const nc *c)
 static int start_chunks(nc *c)
 {
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
-    size_t slice = c->call.slice ? c->call.slice : SLICE_BYTES / c->itemsize;
+    size_t usual = (size_t)(c->spins ? SLICE_BYTES : SLICE_BYTES_IN_TURNS);
+    size_t slice = c->call.slice ? c->call.slice : usual / c->itemsize;
     if (c->call.kind == NC_ALL_GATHER)
         fits = c->sizes.slice;
     if (slice > c->sizes.slice / c->itemsize)
@@ -417,15 +448,8 @@ static nc_state decide(nc *c)
         if (!start_chunks(c))
             return refuse(c, ENOBUFS);
     }
-    return c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
-}
-
-uint64_t nc_held(const nc *c)
-{
-    uint64_t held = 0;
-    for (int r = 0; r < c->ranks; r++)
-        held |= page_of(c, r)->held;
-    return held;
+    int differ = c->call.flags & NC_EQUAL && c->whole != c->bytes * (size_t)c->ranks;
+    return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
 void nc_targets(nc *c, char *const *outs, char *shared)
@@ -501,11 +525,12 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
     return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
 }
 
-/* Reduce this rank's slice, block by block, so that a lane is written out of the cache. */
+/* Reduce this rank's slice, block by block, so that a second copy is written out of the cache. */
 static void reduce_slice(nc *c, uint64_t chunk)
 {
     const char *in[NC_INPUTS];
-    size_t start, n = slice_of(c, c->rank, chunk, &start), block = (32 << 10) / c->itemsize;
+    _Alignas(64) char streamed[REDUCED_AT_ONCE];
+    size_t start, n = slice_of(c, c->rank, chunk, &start), block = REDUCED_AT_ONCE / c->itemsize;
     char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
     double divisor = c->on_wire ? 0 : c->call.divisor;
     for (size_t e = start; e < start + n;) {
@@ -519,11 +544,19 @@ static void reduce_slice(nc *c, uint64_t chunk)
             for (int q = 0; q < replicas_of(c, r); q++)
                 in[inputs++] = input_at(c, r, q, piece, e, start, slot);
         }
-        char *to = target(c, piece, e, start, chunk);
-        nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, divisor);
-        char *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
-        if (shown != to)
-            memcpy(shown, to, m * c->itemsize);
+        char *to = target(c, piece, e, start, chunk), *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
+        int in_place = to == input_at(c, c->rank, 0, piece, e, start, NULL);
+        if (streams(c) && to != shown && !in_place) {
+            nc_combine(shown, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            copy(to, shown, m * c->itemsize, 1);
+        } else if (c->whole >= 4 * (size_t)STREAMED_BYTES && own_lane == NULL && !in_place) {
+            nc_combine(streamed, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            copy(to, streamed, m * c->itemsize, 1);
+        } else {
+            nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            if (shown != to)
+                memcpy(shown, to, m * c->itemsize);
+        }
         e += m;
     }
 }
@@ -685,18 +718,19 @@ static nc_state take_shown(nc *c)
     return NC_DONE;
 }
 
-static int read_memory(const nc *c, int rank, char *to, const char *from, size_t bytes)
+int nc_read(int pid, void *to, const void *from, size_t bytes)
 {
-    while (bytes) {
-        struct iovec here = {to, bytes}, there = {(void *)(intptr_t)from, bytes};
-        ssize_t done = process_vm_readv(c->pids[rank], &here, 1, &there, 1, 0);
+    char *here = to;
+    for (const char *there = from; bytes;) {
+        struct iovec target = {here, bytes}, source = {(void *)(intptr_t)there, bytes};
+        ssize_t done = process_vm_readv(pid, &target, 1, &source, 1, 0);
         if (done <= 0) {
             errno = done < 0 ? errno : EFAULT;
-            return 0;
+            return -1;
         }
-        to += done, from += done, bytes -= (size_t)done;
+        here += done, there += done, bytes -= (size_t)done;
     }
-    return 1;
+    return 0;
 }
 
 static nc_state read_next(nc *c)
@@ -714,7 +748,7 @@ static nc_state read_next(nc *c)
             memcpy(to, shown_by(c, r) + c->reader_at, n);
         } else if (place <= MAPPED) {
             copy(to, at_place(c, r, place) + c->reader_at, n, streams(c));
-        } else if (!read_memory(c, r, to, (const char *)(intptr_t)place + c->reader_at, n)) {
+        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)place + c->reader_at, n) < 0) {
             return NC_LOST;
         }
     }

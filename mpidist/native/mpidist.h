@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { NC_PIECES = 1024, NC_INPUTS = 2032, NC_WORDS = NC_INPUTS, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
+enum { NC_PIECES = 1024, NC_INPUTS = 8192, NC_WORDS = 2032, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
 
 typedef enum {
     NC_I8, NC_I16, NC_I32, NC_I64, NC_U8, NC_U16, NC_U32, NC_U64, NC_F16, NC_BF16, NC_F32, NC_F64, NC_LONG,
@@ -43,7 +43,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_BUFFER = 16     /* the first piece is a buffer of small arrays, which need not lie in shared memory */
+    NC_EQUAL = 16      /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */
@@ -63,7 +63,7 @@ typedef struct {
     size_t unit;      /* stripes of the ranks are multiples of so many elements */
     size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best, which is
                          another one on nodes with other numbers of replicas */
-    uint64_t held;    /* told to the others: which shared results this rank still holds */
+    int64_t note;     /* a number for the others */
 } nc_call;
 
 /* The size of the slots of each rank. */
@@ -101,6 +101,9 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
 /* Divide elements in place. */
 void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
 
+/* Copy bytes out of another process (process_vm_readv); 0, or -1 with errno. */
+int nc_read(int pid, void *to, const void *from, size_t bytes);
+
 size_t nc_control_bytes(int ranks);
 size_t nc_segment_bytes(const nc_sizes *sizes);
 
@@ -119,8 +122,20 @@ void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
    there are read in place. Returns its number, the same on all ranks that make the same calls, or -1. */
 int nc_segment(nc *core, char *const *bases, size_t bytes);
 
+/* Arrays smaller than this need not lie in shared memory for a result to be shared. */
+enum { NC_SMALL_ARRAY = 32 << 10 };
+
 /* Whether bytes lie in such memory. */
 int nc_is_shared(const nc *core, const void *address, size_t bytes);
+
+/* Memory from begin to end, of a piece. */
+typedef struct {
+    const char *begin, *end;
+    int piece;
+} nc_range;
+
+/* Whether any input overlaps a result, unless it is that of the same piece and begins where that does. Sorts results. */
+int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m);
 
 nc_piece *nc_pieces(nc *core);
 const char **nc_inputs(nc *core);
@@ -141,6 +156,6 @@ int64_t *nc_tell(nc *core);
 const int64_t *nc_told(const nc *core, int rank);
 size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to ALL_GATHER */
 int nc_shares(const nc *core);                /* whether all ranks take a shared result */
-uint64_t nc_held(const nc *core);             /* what any rank of the node holds */
+int64_t nc_note(const nc *core, int rank);    /* that a rank gave */
 
 #endif

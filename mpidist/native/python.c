@@ -32,7 +32,7 @@ typedef struct {
     int flags;
     const char *doc;
 } PyMethodDef;
-enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, BUF_WRITE = 0x200 };
+enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, STRIDED = 0x18, BUF_WRITE = 0x200 };
 
 extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct;
 PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
@@ -71,9 +71,12 @@ void PyEval_RestoreThread(void *);
    signature of the last. */
 enum { HOLDS, CALLS, LAST, CELLS };
 enum { BUSY = 1 };
+/* A kind of signature beside those of mpidist.h: a gathering to which one rank gives. */
+enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { SHORT_BYTES = 256 << 10, POOLED_BYTES = 64 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32 };
+enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
+       KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
 
 typedef struct {
     int is_known, kind, op, dtype, axes, root;
@@ -90,6 +93,7 @@ typedef struct {
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];
+    nc_range given[NC_INPUTS], results[NC_PIECES]; /* of one call */
 } face;
 
 static PyObject *name_shape, *name_dtype;
@@ -153,9 +157,26 @@ static int read_outs(face *f, PyObject *list)
     return n < 0 ? -1 : 0;
 }
 
+static int results_overlap(face *f, const nc_call *call)
+{
+    size_t itemsize = nc_itemsize(call->dtype);
+    int n = call->pieces * call->replicas, m = 0;
+    for (int i = 0; i < n; i++) {
+        const char *begin = nc_inputs(f->core)[i];
+        f->given[i] = (nc_range){begin, begin + nc_pieces(f->core)[i / call->replicas].count * itemsize, i / call->replicas};
+    }
+    for (int i = 0; i < call->pieces; i++) {
+        nc_piece p = nc_pieces(f->core)[i];
+        if (p.out != NULL && p.count)
+            f->results[m++] = (nc_range){p.out, p.out + p.count * itemsize, i};
+    }
+    return nc_overlap(f->given, n, f->results, m);
+}
+
 /* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, held, inputs, outs or None, nanoseconds) -> state */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state, or
+   -1 where nothing has begun as results overlap inputs that are still to be read */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
@@ -164,13 +185,15 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
                     .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
                     .replicas = (int)whole(a[6]), .unit = (size_t)whole(a[7]), .slice = (size_t)whole(a[8]),
-                    .held = (uint64_t)whole(a[9])};
+                    .note = whole(a[9])};
     int64_t nanoseconds = whole(a[12]);
     if (PyErr_Occurred())
         return NULL;
     call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
     if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
         return NULL;
+    if (call.kind == NC_ALL_REDUCE && a[11] != NONE && results_overlap(f, &call))
+        return PyLong_FromLongLong(-1);
     void *thread = PyEval_SaveThread();
     nc_state state = nc_begin(f->core, &call, nanoseconds);
     PyEval_RestoreThread(thread);
@@ -267,22 +290,22 @@ static PyObject *told(PyObject *self, PyObject *const *a, ssize_t n)
     return all;
 }
 
-static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
+/* notes() -> what each rank gave with its call */
+static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
     face *f = face_of(self);
     PyObject *all = PyList_New(f->ranks);
     for (int r = 0; r < f->ranks && all != NULL; r++)
-        PyList_SetItem(all, r, PyLong_FromLongLong((long long)nc_length(f->core, r)));
+        PyList_SetItem(all, r, PyLong_FromLongLong(nc_note(f->core, r)));
     return all;
 }
 
-/* held() -> bits of the shared results that any rank holds, or -1 where not all take a shared result */
-static PyObject *held(PyObject *self, PyObject *const *a, ssize_t n)
+/* shares() -> whether all ranks take a shared result */
+static PyObject *shares(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
-    nc *core = face_of(self)->core;
-    return PyLong_FromLongLong(nc_shares(core) ? (long long)nc_held(core) : -1);
+    return PyLong_FromLongLong(nc_shares(face_of(self)->core));
 }
 
 static int addresses(face *f, PyObject *list, char **to)
@@ -401,7 +424,7 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
     Py_buffer view;
     if (PyErr_Occurred())
         return NULL;
-    if (a[2] != NONE && (read_array(f, a[2], 0, &view, &s) < 0 || view.len > SHORT_BYTES))
+    if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
         return none();
     signature *k = look_up(f, &s, 1);
     *k = s;
@@ -456,10 +479,46 @@ static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyO
     return final;
 }
 
-static nc_call call_of(const signature *k)
+/* Begin with one array, contiguous and known: its memory, its signature, and the call. */
+static const signature *known_array(face *f, PyObject *value, signature *s, Py_buffer *view, nc_call *call)
 {
-    return (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)k->op, .dtype = (nc_dtype)k->dtype,
-                     .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    if (f->cells[HOLDS] || s->op < 0 || read_array(f, value, 0, view, s) < 0)
+        return NULL;
+    const signature *k = look_up(f, s, 0);
+    if (k == NULL)
+        return NULL;
+    size_t size = (size_t)view->itemsize;
+    *call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
+                      .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    nc_inputs(f->core)[0] = view->buf;
+    nc_pieces(f->core)[0] = (nc_piece){NULL, (size_t)view->len / size};
+    return k;
+}
+
+/* Put an array for the result into the call; it is given away, also where it does not fit. */
+static int takes_result(face *f, PyObject *result)
+{
+    Py_buffer out;
+    if (result == NULL)
+        return 0;
+    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &out) < 0) {
+        Py_DecRef(result);
+        return 0;
+    }
+    nc_pieces(f->core)[0].out = out.buf;
+    return 1;
+}
+
+/* Whether an array that a program gave for the result is like the input, and is it or lies apart from it. */
+static int fits(face *f, PyObject *out, const Py_buffer *view, const signature *s)
+{
+    Py_buffer o;
+    signature given = {0};
+    if (read_array(f, out, WRITABLE, &o, &given) < 0 || given.dtype != s->dtype || given.axes != s->axes ||
+        memcmp(given.shape, s->shape, sizeof *s->shape * (size_t)s->axes))
+        return 0;
+    const char *here = view->buf, *there = o.buf;
+    return here == there || there >= here + view->len || here >= there + view->len;
 }
 
 /* all_reduce(op, value, out or None) */
@@ -467,33 +526,85 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])}, o = {0};
-    Py_buffer view, out;
-    if (f->cells[HOLDS] || s.op < 0 || read_array(f, a[1], 0, &view, &s) < 0)
-        return none();
-    const signature *k = look_up(f, &s, 0);
-    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len))
+    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[1], &s, &view, &call);
+    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len) || (a[2] != NONE && !fits(f, a[2], &view, &s)))
         return none();
     PyObject *result = a[2];
-    if (result == NONE) {
+    if (result == NONE)
         result = new_array(f, a[1], NULL, 0, (size_t)view.len);
-        if (result == NULL)
-            return NULL;
-    } else {
+    else
         Py_IncRef(result);
-    }
-    if (read_array(f, result, WRITABLE, &out, &o) < 0 || o.dtype != s.dtype || o.axes != s.axes ||
-        memcmp(o.shape, s.shape, sizeof *s.shape * (size_t)s.axes) ||
-        (out.buf != view.buf && (char *)out.buf < (char *)view.buf + view.len &&
-         (char *)view.buf < (char *)out.buf + view.len)) {
-        Py_DecRef(result);
+    if (!takes_result(f, result))
+        return NULL;
+    call.unit = 64 / (size_t)view.itemsize ? 64 / (size_t)view.itemsize : 1;
+    return carry_out(f, k, &call, result, a[1]);
+}
+
+/* reduce_scatter(op, value) */
+static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[1], &s, &view, &call);
+    if (k == NULL || s.axes == 0 || s.shape[0] == 0)
+        return none();
+    ssize_t rows = s.shape[0], row_bytes = view.len / rows;
+    s.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
+    PyObject *result = new_array(f, a[1], s.shape, s.axes, (size_t)(s.shape[0] * row_bytes));
+    if (!takes_result(f, result))
+        return NULL;
+    call.unit = (size_t)(row_bytes / view.itemsize);
+    return carry_out(f, k, &call, result, a[1]);
+}
+
+/* all_gather(value), along the first axis */
+static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = NC_ALL_GATHER};
+    Py_buffer view;
+    nc_call call;
+    const signature *k = known_array(f, a[0], &s, &view, &call);
+    if (k == NULL || s.axes == 0)
+        return none();
+    call.note = s.shape[0];
+    s.shape[0] *= f->ranks;
+    PyObject *result = new_array(f, a[0], s.shape, s.axes, (size_t)(view.len * f->ranks));
+    if (!takes_result(f, result))
+        return NULL;
+    call.dtype = NC_U8, call.flags = NC_EQUAL;
+    nc_pieces(f->core)[0].count = (size_t)view.len;
+    return carry_out(f, k, &call, result, a[0]);
+}
+
+/* broadcast(value, root) */
+static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = BROADCAST, .root = (int)whole(a[1])};
+    Py_buffer view;
+    nc_call call;
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* the long way says what is wrong with it */
         return none();
     }
-    nc_call call = call_of(k);
-    call.unit = 64 / (size_t)view.itemsize;
-    nc_inputs(f->core)[0] = view.buf;
-    nc_pieces(f->core)[0] = (nc_piece){out.buf, (size_t)(view.len / view.itemsize)};
-    return carry_out(f, k, &call, result, a[1]);
+    const signature *k = known_array(f, a[0], &s, &view, &call);
+    if (k == NULL)
+        return none();
+    PyObject *result = new_array(f, a[0], NULL, 0, (size_t)view.len);
+    if (!takes_result(f, result))
+        return NULL;
+    call.kind = NC_ALL_GATHER, call.dtype = NC_U8;
+    nc_pieces(f->core)[0].count = s.root == f->rank ? (size_t)view.len : 0;
+    return carry_out(f, k, &call, result, a[0]);
 }
 
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
@@ -528,12 +639,15 @@ static PyMethodDef of_core[] = {
     {"event", event, METH_FASTCALL, NULL},
     {"tell", tell, METH_FASTCALL, NULL},
     {"told", told, METH_FASTCALL, NULL},
-    {"lengths", lengths, METH_FASTCALL, NULL},
-    {"held", held, METH_FASTCALL, NULL},
+    {"notes", notes, METH_FASTCALL, NULL},
+    {"shares", shares, METH_FASTCALL, NULL},
     {"room", room, METH_FASTCALL, NULL},
     {"segment", segment, METH_FASTCALL, NULL},
     {"learn", learn, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
+    {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
+    {"all_gather", all_gather, METH_FASTCALL, NULL},
+    {"broadcast", broadcast, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -603,11 +717,70 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     return dict;
 }
 
-/* itemsize, combines: facts of dtypes */
-static PyObject *combines(PyObject *self, PyObject *const *a, ssize_t n)
+/* read_number(pid, address) -> the whole number of 8 bytes there in the memory of another process */
+static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)self, (void)n;
-    return PyLong_FromLongLong(nc_combines((nc_dtype)whole(a[0]), (nc_op)whole(a[1])));
+    int64_t number = 0;
+    int pid = (int)whole(a[0]);
+    const void *address = (const void *)(intptr_t)whole(a[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (nc_read(pid, &number, address, sizeof number) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return PyLong_FromLongLong(number);
+}
+
+static PyObject *build(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)a, (void)n;
+    return PyUnicode_InternFromString(NC_BUILD);
+}
+
+/* The memory between the first and the last element of any array that offers its buffer. */
+static int range_of(PyObject *array, nc_range *range)
+{
+    Py_buffer view;
+    if (memory_of(array, STRIDED, &view) < 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    const char *begin = view.buf, *end = begin + (view.len ? view.itemsize : 0);
+    for (int i = 0; i < view.ndim && view.len; i++) {
+        ssize_t reach = (view.shape[i] - 1) * view.strides[i];
+        if (reach < 0)
+            begin += reach;
+        else
+            end += reach;
+    }
+    *range = (nc_range){begin, end, -1};
+    return 0;
+}
+
+/* overlap(list of arrays, list of arrays) -> 0 if none of the first shares memory with any of the second; 1 if one may */
+static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
+{
+    (void)self, (void)count;
+    enum { MOST = 256 };
+    nc_range inputs[MOST], outs[MOST];
+    ssize_t n = PyList_Size(a[0]), m = PyList_Size(a[1]);
+    if (n < 0 || m < 0)
+        return NULL;
+    int unknown = n > MOST || m > MOST;
+    for (ssize_t i = 0; i < n && !unknown; i++)
+        unknown = range_of(PyList_GetItem(a[0], i), &inputs[i]) < 0;
+    for (ssize_t i = 0; i < m && !unknown; i++) {
+        unknown = range_of(PyList_GetItem(a[1], i), &outs[i]) < 0;
+        outs[i].piece = 0;
+    }
+    return PyLong_FromLongLong(unknown || nc_overlap(inputs, (int)n, outs, (int)m));
+}
+
+static PyObject *control_bytes(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    int ranks = (int)whole(a[0]);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong((long long)nc_control_bytes(ranks));
 }
 
 EXPORT const char *nc_build(void) { return NC_BUILD; }
@@ -616,7 +789,10 @@ EXPORT PyObject *nc_functions(void)
 {
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
-        {"combines", combines, METH_FASTCALL, NULL},
+        {"control_bytes", control_bytes, METH_FASTCALL, NULL},
+        {"build", build, METH_FASTCALL, NULL},
+        {"overlap", overlap, METH_FASTCALL, NULL},
+        {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };
     name_shape = PyUnicode_InternFromString("shape");

@@ -305,6 +305,7 @@ class CentralStorageStrategy(Strategy):
             comm.close()
             raise ValueError(
                 f"CentralStorageStrategy is for ranks that share memory, and its {size} ranks do not: they are on "
-                "several nodes, or /dev/shm has no room (docker run --shm-size=8g); use " + _INSTEAD
+                "several nodes, /dev/shm has no room (docker run --shm-size=8g), or there is no native core "
+                "(docs/install.md); use " + _INSTEAD
             )
         super().__init__(CentralStorageExtended(self, devices, parameters, comm))

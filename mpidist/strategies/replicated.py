@@ -14,12 +14,13 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.core import nest
+from mpidist.core.context import current_frame
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
-from mpidist.strategies.base import ReplicaContext, Strategy
+from mpidist.strategies.base import ReplicaContext, Strategy, Value
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.strategies.replica_threads import ReplicaThreads
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
@@ -162,6 +163,21 @@ class LoneReplicaContext(ReplicaContext):
     def __init__(self, strategy: Strategy, comm: Communicator, ops: CrossDeviceOps) -> None:
         super().__init__(strategy, comm.rank)
         self._comm, self._ops, self._options = comm, ops, ops.with_algorithm(None)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Value,
+        options: CommunicationOptions | None = None,
+        *,
+        out: object = None,
+    ) -> Value:
+        """See ``ReplicaContext``."""
+        if options is None and self._options is None and current_frame() is self.frame:
+            result: Value | None = self._comm.short.all_reduce(reduce_op, value, out)
+            if result is not None:
+                return result
+        return super().all_reduce(reduce_op, value, options, out=out)
 
     def _all_reduce(
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object

@@ -54,13 +54,7 @@ def one_rank(name: str, paths: Iterable[str], *options: str, seconds: float = LI
     return Part(name, command, seconds=seconds, **more)
 
 
-def session(
-    name: str,
-    ranks: int,
-    mark: str | None = None,
-    folder: str = "tests",
-    ranks_per_node: int | None = None,
-) -> Part:
+def session(name: str, ranks: int, mark: str | None = None, folder: str = "tests", **environment: str) -> Part:
     """Return a session of several ranks.
 
     Args:
@@ -68,13 +62,12 @@ def session(
         ranks: How many.
         mark: Only tests with this mark; all by default, but those of one process.
         folder: Where the tests are.
-        ranks_per_node: Lets them count as several virtual nodes of this many ranks.
+        environment: Variables to add, such as MPIDIST_RANKS_PER_NODE, which makes virtual nodes of the ranks.
     """
     # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, "-m", "pytest", "-q", "--color=no", "--with-mpi"]
     command += ["-p", "no:cacheprovider", "--ranks", str(ranks)]
     command += [folder] if mark is None else ["-m", mark, *files_with(mark, folder)]
-    environment = {} if ranks_per_node is None else {"MPIDIST_RANKS_PER_NODE": str(ranks_per_node)}
     return Part(name, command, environment=environment, keeps_to_one_core=True)
 
 
@@ -119,8 +112,9 @@ def ordinary() -> list[Part]:
     """Return the parts of ``make test``."""
     return [
         session("2 ranks", 2),
-        session("2 nodes x 2 ranks", 4, "nodes", ranks_per_node=2),
+        session("2 nodes x 2 ranks", 4, "nodes", MPIDIST_RANKS_PER_NODE="2"),
         session("3 ranks", 3, "counts"),
+        session("2 ranks, no native core", 2, "nodes", "tests/collectives", MPIDIST_NATIVE="0"),
         # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
         session("4 ranks", 4, "powers"),
         *groups(),

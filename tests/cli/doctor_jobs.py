@@ -69,7 +69,7 @@ def reach(size: int, failed: Sequence[tuple[int, int]], hosts: dict[int, str], s
 
 
 def collectives(error: str = "", origin: str = "the shipped table") -> CollectiveFacts:
-    return CollectiveFacts((0, 0), True, "one_node", "window at any size", origin, error)
+    return CollectiveFacts((0, 0), True, "one_node", "hierarchical at any size", origin, error)
 
 
 def only(found: list[Finding], level: str, text: str, command: str) -> None:

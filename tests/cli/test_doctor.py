@@ -234,6 +234,15 @@ def test_only_rank_0_prints_a_document_without_an_mpi_library(tmp_path: Path) ->
     assert "mpi4py cannot load an MPI library" in other.stderr
 
 
+def test_ranks_without_the_native_core_are_found() -> None:
+    done = doctor(2, env={"MPIDIST_NATIVE": "0"})
+    assert done.returncode != 0
+    text = " ".join(done.stdout.split())
+    assert "no native core: MPIDIST_NATIVE=0" in text
+    assert "2 nodes x 1" in text
+    assert "type: unset MPIDIST_NATIVE" in text
+
+
 def test_wrong_settings_are_found_and_nothing_hangs() -> None:
     done = doctor(2, "--json", env={"MPIDIST_TIMEOUT": "soon"})
     assert done.returncode != 0
@@ -260,6 +269,7 @@ def test_a_report_of_several_hosts() -> None:
     job = made.job(of_node0, of_node0, {}, {}, hosts=hosts)
     lines = report(job, []).splitlines()
     assert lines[2] == "MPI         Open MPI 5.0 (/opt/lib/libmpi.so), MPI_THREAD_MULTIPLE"
+    assert lines[4] == "software    Python 3.11.7, NumPy 2.4.6, mpi4py 4.1.2, native core"
     assert "            0     node0  0-7 of 8  GPU a" in lines
     assert "            3     node1  0-7 of 8  CPU" in lines
     assert "/dev/shm    node0, node1: 8 GiB free of 8 GiB" in lines

@@ -11,7 +11,15 @@ import pytest
 from mpidist.cli.doctor_checks import CHECKS, findings
 from mpidist.cli.doctor_checks.gpus import check_gpus, devices, labels
 from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
-from mpidist.cli.doctor_checks.setup import check_settings, check_software, check_table, check_world, is_torn, torn
+from mpidist.cli.doctor_checks.setup import (
+    check_native_core,
+    check_settings,
+    check_software,
+    check_table,
+    check_world,
+    is_torn,
+    torn,
+)
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts, NcclNet, SharedMemoryFacts
 from tests.cli import doctor_jobs as made
 from tests.cli.doctor_jobs import TWO_HOSTS, job, only
@@ -83,6 +91,19 @@ def test_another_numpy_on_another_host() -> None:
 def test_another_mpi_on_another_host() -> None:
     found = check_software(job({}, {"vendor": "MPICH"}, hosts=["node0", "node1"]))
     only(found, "error", "Open MPI 5.0 on node0 and MPICH 5.0 on node1", "export MPI4PY_LIBMPI=/opt/lib/libmpi.so")
+
+
+# native core ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_without_the_native_core() -> None:
+    found = check_native_core(job({}, {"without_core": "it was not built"}, hosts=["node0", "node1"]))
+    only(found, "warning", "rank 1 on node1 without the native core: it was not built. ", "# on node1; docs/install.md")
+
+
+def test_a_native_core_that_is_turned_off() -> None:
+    off = {"without_core": "MPIDIST_NATIVE=0", "settings": {"MPIDIST_NATIVE": "0"}}
+    only(check_native_core(job(off, off)), "warning", "ranks 0 and 1 on node0 without", "unset MPIDIST_NATIVE")
 
 
 # cores ----------------------------------------------------------------------------------------------------------------

@@ -142,16 +142,16 @@ def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_report_that_is_not_complete() -> None:
     setup = Setup("some CPU, 4 cores", "some MPI 1.0", "1 node x 4 ranks")
-    timings = [Timing(SIZES[0], {"mpi": 2e-6, "window": 1e-6}), Timing(SIZES[1], {"mpi": 2e-3, "window": 3.0})]
+    timings = [Timing(SIZES[0], {"mpi": 2e-6, "ring": 1e-6}), Timing(SIZES[1], {"mpi": 2e-3, "ring": 3.0})]
     assert report(Tuned(setup, "one_node", SHIPPED, timings, None)).splitlines() == [
         "all-reduce on 1 node x 4 ranks, some CPU, 4 cores, some MPI 1.0",
         "",
-        "      size        mpi     window",
+        "      size        mpi       ring",
         "     1 KiB      2 us       1 us*",
         "     2 KiB      2 ms*       3 s",
         "time sufficed up to 2 KiB of 64 MiB; --seconds gives more",
         "",
-        "table: up to 256 KiB gather_reduce, above window",
+        "table: hierarchical at any size",
         "not kept; to keep it name a file: python -m mpidist tune --out FILE",
     ]
 

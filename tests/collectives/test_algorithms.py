@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator, MismatchError
-from mpidist.collectives.node import packing, slots
+from mpidist.collectives.node import node as node_module
+from mpidist.collectives.node import packing
 from mpidist.collectives.reduce.algorithms import two_level
 from mpidist.collectives.reduce.registry import host_algorithms, host_names, wire_algorithms
 from mpidist.core.errors import AlgorithmError
@@ -26,7 +27,7 @@ def usable(comm: Communicator) -> list[str | None]:
     node = comm._channel.node
     works_between = {*host_algorithms.at("several_nodes"), *wire_algorithms.names}
     names = [name for name in host_names() if node.is_alone or name in works_between]
-    return [None, *(name for name in names if node.reads_neighbours or name != "neighbours")]
+    return [None, *names]
 
 
 def communicator(has_node_each: bool, patch: pytest.MonkeyPatch) -> Communicator:
@@ -78,11 +79,11 @@ def test_any_message(
     if dtype == "c8" and op == "MAX":
         op = "SUM"
     with pytest.MonkeyPatch.context() as patch, communicator(has_node_each, patch) as comm:
-        patch.setattr(two_level, "SLICE_BYTES", slice_bytes)
-        patch.setattr(two_level, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
+        patch.setattr(node_module, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(node_module, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
+        patch.setattr(node_module, "_SMALLEST_SLICE_BYTES", 64)
+        patch.setattr(node_module, "_SMALL_BYTES", max(slice_bytes, 1024))
         patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
-        patch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 64)
-        patch.setattr(slots, "SLOT_BYTES", max(slice_bytes, 1024))
         patch.setattr(packing, "SMALL_ARRAY_BYTES", 2000)
         names = usable(comm)
         options = CommunicationOptions(algorithm=names[pick % len(names)], bytes_per_pack=bytes_per_pack)
@@ -154,10 +155,12 @@ def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communi
 
 
 def test_what_does_not_work_here_is_an_error_on_all_ranks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
-    with pytest.raises(AlgorithmError, match="'neighbours'.*leave algorithm out"):
-        comm.all_reduce("SUM", np.ones(100), options=CommunicationOptions(algorithm="neighbours"))
-    np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(100)), comm.size)
+    # On one rank, which the others are told.
+    monkeypatch.setattr(node_module, "room_for_segments", lambda: 0 if comm.rank == comm.size - 1 else 1 << 40)
+    if comm.size > 1 and comm._channel.node.core is not None:
+        with pytest.raises(AlgorithmError, match="'hierarchical'.*leave algorithm out"):
+            comm.all_reduce("SUM", np.ones(100), options=CommunicationOptions(algorithm="hierarchical"))
+    np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(10_000)), comm.size)
 
 
 @pytest.mark.parametrize("option", [{"wire_dtype": "float16"}, {"deterministic": True}])
@@ -239,8 +242,9 @@ def test_without_room_a_16_bit_wire_is_an_error_on_all_ranks(
 ) -> None:
     if comm._channel.node.is_alone:
         pytest.skip("there is one node, so nothing crosses a wire")
-    monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
-    monkeypatch.setattr(two_level, "_SMALLEST_SLICE_BYTES", 1 << 60)
+    if comm._channel.node.core is None:
+        pytest.skip("a rank that is alone on its node needs no room")
+    monkeypatch.setattr(node_module, "_SMALLEST_SLICE_BYTES", 1 << 60)
     with pytest.raises(AlgorithmError, match="no room in /dev/shm"):
         comm.all_reduce("SUM", np.ones(1000, "f4"), options=CommunicationOptions(wire_dtype="float16"))
     np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(10_000)), comm.size)

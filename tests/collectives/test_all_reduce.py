@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from mpidist import Communicator
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.reduce.registry import wire_algorithms
-from mpidist.core.settings import RANKS_PER_NODE, READ_NEIGHBOURS
 from mpidist.experimental import CommunicationOptions
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
 OPS = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply, "MEAN": np.add}
-ONE_NODE = [] if RANKS_PER_NODE.read() else ["gather_reduce"]
-READING = ["neighbours"] if READ_NEIGHBOURS.read() else []
-ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *wire_algorithms.names, *READING, "window", *ONE_NODE]
+ALGORITHMS = [None, "mpi", "reduce_broadcast", "hierarchical", *wire_algorithms.names]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -338,13 +335,8 @@ def test_reduce_scatter_deals_rows(comm: Communicator, monkeypatch: Any, rows: i
     assert got.dtype == np.float32
 
 
-@pytest.mark.parametrize("reads_neighbours", [True, False])
 @pytest.mark.parametrize("dtype", ["f4", "f2", "i8"])
-def test_reduce_scatter_of_many_chunks(
-    comm: Communicator, monkeypatch: Any, reads_neighbours: bool, dtype: str
-) -> None:
-    if not reads_neighbours:
-        monkeypatch.setattr(comm._channel.node, "reads_neighbours", False)
+def test_reduce_scatter_of_many_chunks(comm: Communicator, dtype: str) -> None:
     shape = (70_001, 7)
     got = comm.reduce_scatter("SUM", value_of(comm.rank, shape, dtype))
     whole = expected("SUM", comm.size, shape, dtype).astype(dtype)

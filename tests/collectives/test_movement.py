@@ -14,7 +14,9 @@ import mpidist
 from mpidist import Communicator
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.node import slots
+from mpidist.collectives.node import node as node_module
+from mpidist.collectives.node.core import Core
+from tests.support.ranks.cores import needs_core
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
@@ -130,7 +132,8 @@ def test_collectives_that_share_the_slots_do_not_overwrite_one_another(monkeypat
     monkeypatch.setenv("MPIDIST_READ_NEIGHBOURS", reads)
     random = np.random.default_rng(5)
     # More than a slot, just what fits into one, and little; in any order, and without a meeting in between.
-    sizes = [1, 1000, 50_000, slots.SLOT_BYTES // 8, slots.SLOT_BYTES // 8 + 1, 200_000]
+    fits = node_module._SMALL_BYTES // 8
+    sizes = [1, 12, 13, 1000, 4096, 4097, fits, fits + 1, 50_000, 200_000, 600_000]
     with Communicator() as comm:
         for step in range(60):
             first, second = random.choice(sizes, 2)
@@ -154,6 +157,28 @@ def test_collectives_that_share_the_slots_do_not_overwrite_one_another(monkeypat
                     comm.broadcast(a if comm.rank else a[:0])
             # Whatever was shown may be written at once.
             a[:], b[:] = -1, -1
+
+
+@needs_core
+@pytest.mark.min_ranks(2)
+def test_where_one_rank_forbids_it_no_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[list[int] | None] = []
+
+    class Seen(Core):
+        def __init__(self, functions: Any, comm: Any, may_read: list[int] | None, *others: Any) -> None:
+            pids.append(may_read)
+            super().__init__(functions, comm, may_read, *others)
+
+    monkeypatch.setattr(node_module, "Core", Seen)
+    with Communicator() as comm:
+        given = comm._channel.node.reads_neighbours
+    for forbidding in (0, mpidist.size() - 1):
+        monkeypatch.setenv("MPIDIST_READ_NEIGHBOURS", "0" if mpidist.rank() == forbidding else "1")
+        with Communicator() as comm:
+            assert not comm._channel.node.reads_neighbours
+            found = comm.all_gather(np.full(100_000, comm.rank))
+            np.testing.assert_array_equal(found, np.repeat(np.arange(comm.size), 100_000))
+    assert [found is not None for found in pids] == [given, False, False]
 
 
 def test_an_axis_without_elements_keeps_its_length(comm: Communicator) -> None:

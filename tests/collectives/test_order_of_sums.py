@@ -10,15 +10,16 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.collectives.node.board import sum_of_rows
+from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.experimental import CommunicationOptions
+from tests.support.ranks.cores import needs_core, sums
 from tests.support.ranks.layouts import per_replica
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 SIZE = MPI.COMM_WORLD.Get_size()
-# By the handshake alone, one more than fits into it, by slots, by chunks.
-COUNTS = (1, 2, 7, 15, 16, 256, 257, 5_000, 700_001)
+# With the meeting, on its page or in a slot, and in chunks; between nodes with the handshake and after it.
+COUNTS = (1, 2, 7, 15, 16, 24, 25, 256, 257, 5_000, 700_001)
 FORMED = {"float16": "float32", "float32": "float32", "float64": "float64"}
 DETERMINISTIC = CommunicationOptions(deterministic=True)
 
@@ -63,10 +64,26 @@ def test_replicas_of_one_process_are_summed_like_ranks() -> None:
     np.testing.assert_array_equal(total, in_order(given, "float32"), strict=True)
 
 
+@needs_core
+@pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="between nodes sums are equal to rounding")
+@pytest.mark.parametrize("dtype", FORMED)
+@pytest.mark.parametrize("count", [1, 30, 5_000, 300_001])
+def test_replicas_of_several_ranks_are_summed_in_their_order(count: int, dtype: str) -> None:
+    """Each rank has two: its own sum would be another order."""
+    random = np.random.default_rng(count)
+    given = [random.standard_normal(count).astype(dtype) * 10.0 ** (k % 4) for k in range(2 * SIZE)]
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        for op, divisor in (("SUM", 1), ("MEAN", 2 * SIZE)):
+            found = strategy.reduce(op, per_replica(strategy, lambda i: given[i]), axis=None)
+            expected = in_order(given, FORMED[dtype]) / np.array(divisor, FORMED[dtype])
+            np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
+
+
+@needs_core
 @pytest.mark.one_rank
 @pytest.mark.parametrize("ranks", [2, 3, 8, 9, 64, 200])
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 256])
-def test_rows_are_added_first_to_last(ranks: int, count: int) -> None:
-    rows = np.random.default_rng(ranks).standard_normal((ranks, count + 5))[:, :count].astype("float32")
-    for matrix in (rows, np.ascontiguousarray(rows)):
-        np.testing.assert_array_equal(sum_of_rows(matrix), reduce(np.add, list(matrix)))
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 256, 5_000])
+def test_arrays_of_many_ranks_are_added_first_to_last(ranks: int, count: int) -> None:
+    given = list(np.random.default_rng(ranks).standard_normal((ranks, count)).astype("float32"))
+    for found in sums(given):
+        np.testing.assert_array_equal(found, reduce(np.add, given), strict=True)

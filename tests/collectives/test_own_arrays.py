@@ -12,10 +12,12 @@ from mpidist import Communicator
 from mpidist.collectives.node import shared_memory
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.settings import RANKS_PER_NODE
+from tests.support.ranks.cores import needs_core
 
 pytestmark = [
     pytest.mark.counts,
     pytest.mark.powers,
+    needs_core,
     pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only"),
 ]
 

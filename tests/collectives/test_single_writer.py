@@ -10,8 +10,9 @@ import pytest
 import mpidist
 from mpidist.collectives.single_writer import SingleWriter
 from mpidist.topology import world_topology
+from tests.support.ranks.cores import needs_core
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2), needs_core]
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_one_disturbed_size_makes_no_entries() -> None:
 )
 def test_any_timings_make_a_right_table(times: list[list[float]], rails: int) -> None:
     for place, names in (
-        ("one_node", ("mpi", "gather_reduce", "window")),
+        ("one_node", ("mpi", "hierarchical", "reduce_broadcast")),
         ("several_nodes", ("mpi", "ring", "pairwise")),
     ):
         timings = [Timing(n, dict(zip(names, at, strict=True))) for n, at in zip(SIZES, times, strict=False)]
@@ -188,7 +188,7 @@ def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
 @pytest.mark.usefixtures("few_sizes")
 def test_rows_of_other_places_stay_as_they_are_in_the_file(tmp_path: Path, comm: Communicator) -> None:
     setup, place = setup_of(comm._channel.node), place_of(comm._channel.node)
-    rows = [((77, "mpi"), (None, "reduce_broadcast"))] * 3
+    rows = [((77, "mpi"), (None, "reduce_broadcast"))] * 2
     before = Table(*rows, ((77, "ring"), (None, "pairwise")), *[((77, "nccl"), (None, "staged"))] * 2)
     merge(tmp_path / "t", setup, before)
     table = mpidist.tune(tmp_path / "t", seconds=0.05)
@@ -201,17 +201,17 @@ def test_rows_of_other_places_stay_as_they_are_in_the_file(tmp_path: Path, comm:
 @pytest.mark.usefixtures("few_sizes")
 def test_a_candidate_that_does_not_work_is_left_out(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     if not comm._channel.node.is_alone:
-        pytest.skip("gather_reduce is a candidate on one node")
+        pytest.skip("hierarchical is a candidate on one node")
 
     def make(site: object) -> None:
         raise AlgorithmError("no room")
 
-    entry = host_algorithms.get("gather_reduce")
+    entry = host_algorithms.get("hierarchical")
     assert entry is not None
-    monkeypatch.setitem(host_algorithms._entries, "gather_reduce", replace(entry, make=make))
+    monkeypatch.setitem(host_algorithms._entries, "hierarchical", replace(entry, make=make))
     tuned = tuning.run(None, 0.05)
-    assert all("gather_reduce" not in timing.seconds for timing in tuned.timings)
-    assert "gather_reduce" not in dict(getattr(tuned.table, tuned.place)).values()
+    assert all("hierarchical" not in timing.seconds for timing in tuned.timings)
+    assert "hierarchical" not in dict(getattr(tuned.table, tuned.place)).values()
 
 
 @pytest.mark.min_ranks(2)

@@ -19,9 +19,10 @@ PACKAGE = Path(ROOT, "mpidist")
 
 
 def _modules() -> list[str]:
-    """All modules but those of the commands, whose errors end as lines of their output."""
-    paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py"))
-    return [".".join(path.parts) for path in paths if "cli" not in path.parts and path.stem != "__main__"]
+    """All modules but those of the commands and of the build, whose errors end as lines of their output."""
+    paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    found = [path for path in paths if path.parts[0] not in ("cli", "native") and path.stem != "__main__"]
+    return [".".join((PACKAGE.name, *path.parts)) for path in found]
 
 
 def _errors_of(module: str) -> set[type]:

@@ -174,6 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     trials: list[Trial] = []
     with worktree(commit) as tree:
         _check_what_is_imported(tree)
+        _build_native_core(tree / "mpidist" / "native")
         for number, fault in enumerate(chosen, 1):
             trials.append(try_fault(fault, tree))
             print(f"[{number}/{len(chosen)}] {trials[-1].line}", flush=True)
@@ -196,10 +197,22 @@ def _check_what_is_imported(tree: Path) -> None:
         raise RuntimeError(f"Python imports {done.stdout.strip() or done.stderr}; expected the library in {tree}")
 
 
+def _build_native_core(folder: Path) -> None:
+    program = folder / "build_library.py"
+    if not program.exists():  # later than some commits that --at may name
+        return
+    done = subprocess.run([sys.executable, str(program)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RunError(f"the native core cannot be built: {done.stderr[-2000:]}")
+
+
 def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
     # Python tells bytecode apart by size and whole seconds of its source, which may be those of the text before.
-    Path(cache_from_source(str(file))).unlink(missing_ok=True)
+    if file.suffix == ".py":
+        Path(cache_from_source(str(file))).unlink(missing_ok=True)
+    else:
+        _build_native_core(file.parent)
 
 
 def _git(*arguments: str) -> str:

@@ -8,7 +8,7 @@ from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, names_text, ranks_text
 from mpidist.cli.doctor_facts.facts import JobFacts, MpiFacts
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
-from mpidist.core.settings import JOBS, SETTINGS, TUNING_FILE
+from mpidist.core.settings import JOBS, NATIVE, SETTINGS, TUNING_FILE
 from mpidist.topology.environments import LauncherInfo
 
 _NEEDED_LEVEL = "MPI_THREAD_MULTIPLE"
@@ -82,6 +82,22 @@ def _libraries(job: JobFacts) -> list[Finding]:
             path = first.path or "/path/to/libmpi.so"
             return [Finding(ERROR, "software", text, f"export MPI4PY_LIBMPI={path}   # for all ranks")]
     return []
+
+
+def check_native_core(job: JobFacts) -> list[Finding]:
+    """Check that every rank has the native core; where one lacks it none takes it."""
+    without = {rank: facts for rank, facts in job.known.items() if facts.without_core}
+    if not without:
+        return []
+    first = next(iter(without.values()))
+    text = (
+        f"{ranks_text(without)} on {names_text(dict.fromkeys(facts.host for facts in without.values()))} without the "
+        f"native core: {first.without_core}. The ranks of a node exchange messages in place of sharing memory."
+    )
+    if NATIVE.name in first.settings:
+        return [Finding(WARNING, "native core", text, f"unset {NATIVE.name}")]
+    command = f"python -m pip install --force-reinstall --no-deps mpidist   # on {first.host}; docs/install.md"
+    return [Finding(WARNING, "native core", text, command)]
 
 
 def check_settings(job: JobFacts) -> list[Finding]:

@@ -128,6 +128,7 @@ class RankFacts:
         unknown_settings: Those that mean nothing.
         batch_system: In whose job it is; None outside of one.
         job_hosts: The hosts of the job, where the batch system names them.
+        without_core: Why it has no native core; empty where it has one.
     """
 
     host: str
@@ -144,6 +145,7 @@ class RankFacts:
     unknown_settings: tuple[str, ...] = ()
     batch_system: str | None = None
     job_hosts: tuple[str, ...] = ()
+    without_core: str = ""
 
 
 @dataclass(frozen=True)

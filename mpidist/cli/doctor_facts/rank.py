@@ -14,6 +14,7 @@ import numpy as np
 
 from mpidist.cli.doctor_facts import machine
 from mpidist.cli.doctor_facts.facts import MpiFacts, RankFacts
+from mpidist.collectives.node import native
 from mpidist.core.settings import SETTINGS
 from mpidist.core.version import __version__
 from mpidist.topology import import_mpi
@@ -48,6 +49,7 @@ def facts_of_this_rank() -> RankFacts:
         unknown_settings=tuple(name for name in settings if name not in SETTINGS),
         batch_system=None if system is None else system.name,
         job_hosts=hosts_of_job(os.environ),
+        without_core=_without_core(),
     )
 
 
@@ -76,6 +78,13 @@ def _wrong_settings() -> dict[str, str]:
         except ValueError as error:
             wrong[name] = str(error)
     return wrong
+
+
+def _without_core() -> str:
+    try:
+        return native.why_not() or ""
+    except (RuntimeError, ValueError) as error:
+        return str(error)
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -16,11 +16,10 @@ from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import open_connections
 from mpidist.collectives.channel.description import Description, describe
 from mpidist.collectives.channel.executor import Executor
-from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake
+from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
@@ -67,7 +66,6 @@ class Channel:
         executor: It carries them out.
         timeout: See above.
         at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
-        tally: The changes that this rank has made by itself since the last collective, if any.
     """
 
     def __init__(
@@ -80,12 +78,12 @@ class Channel:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.handshake = Handshake(self.comm, self.node.board)
+        self.handshake = Handshake(self.comm, self.node)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
-        self.executor = Executor(owner, self.comm, self.handshake, self.observers, self.timeout, self._revoke)
+        core = self.node.core if self.node.is_alone else None
+        self.executor = Executor(owner, self.comm, core, self.handshake, self.observers, self.timeout, self._revoke)
         self.at_exit: list[Callable[[], None]] = []
-        self.tally: Tally | None = None
         open_channels.append(self)
         shutdown.install()
 
@@ -117,7 +115,6 @@ class Channel:
         """Carry out a collective and return its result (see ``Executor.run``)."""
         if self.observers.issued:
             self._tell_issued(operation)
-        operation.tally, self.tally = self.tally, None
         return self.executor.run(operation)
 
     def submit(self, operation: Operation[T]) -> Work[T]:
@@ -127,7 +124,6 @@ class Channel:
             operation.call_site = user_call_site()
         if self.observers.issued:
             self._tell_issued(operation)
-        operation.tally, self.tally = self.tally, None
         return self.executor.submit(operation)
 
     def _tell_issued(self, operation: Operation[T]) -> None:
@@ -137,21 +133,25 @@ class Channel:
 
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
-    def open(self, description: Description) -> Steps[None]:
+    def open(self, description: Description, start: Start | None = None) -> Steps[None]:
         """Meet the other ranks, all about to do the same (collective).
+
+        Args:
+            description: What this rank is about to do.
+            start: See ``Handshake.begin``.
 
         Raises:
             MismatchError: Another rank is about to do something else.
             PeerError: Another rank failed on its way here.
         """
-        if not self.begin(description):
+        if not self.begin(description, start):
             yield from self.finish(description)
 
-    def begin(self, description: Description) -> bool:
+    def begin(self, description: Description, start: Start | None = None) -> bool:
         """Begin the meeting of ``open``; return whether it is over. If not, ``finish`` has to follow."""
         if self.observers.phase:
             self.phase(OTHERS)
-        is_done = self.handshake.begin(description.id)
+        is_done = self.handshake.begin(description.id, start)
         if is_done and self.observers.met:
             self._tell_met()
         return is_done
@@ -212,7 +212,7 @@ class Channel:
         call_site = user_call_site()
         news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         telling = Operation(news, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
-        telling.is_work, telling.call_site, self.tally = True, call_site, None
+        telling.is_work, telling.call_site, self.executor.tally = True, call_site, None
         # Observers see it begin; one that failed when it was told of a call is not asked again.
         work = self.executor.submit(telling)
         try:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import threading
 
+from mpidist.collectives.channel.short_calls import ShortCalls
+
 
 class ChannelLock:
-    """The lock of a channel, shared by the program's thread and that of progress."""
+    """The lock of a channel, shared by the program's thread and that of progress.
 
-    def __init__(self) -> None:
+    Args:
+        short: The short calls of the channel, which take no lock: there are none while it is held.
+    """
+
+    def __init__(self, short: ShortCalls) -> None:
+        self._short = short
         self._program = threading.Lock()
         self._anyone = threading.Lock()
         self._is_over = False
 
     def __enter__(self) -> None:
-        if not self._program.acquire(blocking=False):
+        if self._short.is_under_way or not self._program.acquire(blocking=False):
             if self._is_over:
                 raise RuntimeError(
                     "this process has taken leave of the other ranks; expected collectives before its program ends, "
@@ -26,6 +33,7 @@ class ChannelLock:
             )
         try:
             self._anyone.acquire()
+            self._short.close()
         except BaseException:  # a signal handler that raises while the other thread takes its step
             self._program.release()
             raise
@@ -36,6 +44,7 @@ class ChannelLock:
         return self._is_over
 
     def __exit__(self, *_: object) -> None:
+        self._short.settle()
         self._anyone.release()
         self._program.release()
 
@@ -45,4 +54,5 @@ class ChannelLock:
 
     def give_back(self) -> None:
         """Give the lock back after the step."""
+        self._short.settle()
         self._anyone.release()

@@ -15,9 +15,12 @@ from mpidist.collectives.channel.handshake import Handshake
 from mpidist.collectives.channel.observers import Observers
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.progress import progress
+from mpidist.collectives.channel.short_calls import ShortCalls
+from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.collectives.node.core import Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
@@ -62,21 +65,23 @@ class Executor:
     Args:
         owner: Name of the channel's owner, for messages.
         comm: The communicator, for its rank and size.
+        core: Of the node that has all its ranks, if one has.
         handshake: Of the channel.
         observers: Of the channel.
         timeout: Seconds before an operation is given up.
         revoke: Called when a rank is lost, to end the waits of the others.
 
     Attributes:
-        issued: How many operations this rank has issued.
         current: The operation that is being carried out.
-        unusable: Why no more operations can be carried out, if so.
+        short: The calls that are carried out without an operation.
+        tally: The changes that this rank has made by itself since the last operation, if any.
     """
 
     def __init__(
         self,
         owner: str,
         comm: MPI.Intracomm,
+        core: Core | None,
         handshake: Handshake,
         observers: Observers,
         timeout: float,
@@ -90,8 +95,12 @@ class Executor:
         self._warn_after: float = settings.WARN_AFTER.read()
         self._revoke = revoke
         self._works: deque[Work[object]] = deque()
-        self._lock = ChannelLock()
-        self.issued = 0
+        self._unusable: str | None = None
+        self._tally: Tally | None = None
+        self.short = ShortCalls(core, self._may_be_short)
+        observers.changed = self.short.settle
+        self._lock = ChannelLock(self.short)
+        self._issued = 0
         # In place of an operation where there is none: one that was carried out is not kept, nor its arrays.
         self._nothing = Operation(_no_steps(), describe("nothing"))
         self.current: Operation[object] = self._nothing
@@ -101,10 +110,43 @@ class Executor:
         self._since = 0.0
         self._waits = False
         self._has_ended = False
-        self.unusable: str | None = None
         self._given_up: Steps[object] | None = None
         self._interrupted: BaseException | None = None
         _executors.append(self)
+
+    @property
+    def issued(self) -> int:
+        """How many operations and short calls this rank has issued."""
+        return self._issued + self.short.count
+
+    @property
+    def unusable(self) -> str | None:
+        """Why no more operations can be carried out, if so."""
+        return self._unusable
+
+    @unusable.setter
+    def unusable(self, reason: str) -> None:
+        self._unusable = reason
+        self.short.settle()
+
+    @property
+    def tally(self) -> Tally | None:
+        """The changes that this rank has made by itself since the last operation, if any."""
+        return self._tally
+
+    @tally.setter
+    def tally(self, tally: Tally | None) -> None:
+        self._tally = tally
+        self.short.settle()
+
+    def _may_be_short(self) -> bool:
+        return not (
+            self._works
+            or self._tally is not None
+            or self._unusable is not None
+            or self._handshake.left
+            or self._observers.see_calls
+        )
 
     # Called by the program --------------------------------------------------------------------------------------
 
@@ -118,7 +160,7 @@ class Executor:
         """
         with self._lock:
             self._check_usable()
-            self.issued = operation.number = self.issued + 1
+            self._number(operation)
             while self._works:
                 self._finish_oldest()
             steps = operation.steps
@@ -133,7 +175,7 @@ class Executor:
         work: Work[T] = Work(operation, steps, timeout, self.advance, self._wait_for)
         with self._lock:
             self._check_usable()
-            self.issued = operation.number = self.issued + 1
+            self._number(operation)
             self._works.append(work)
             while len(self._works) > _MOST_WORKS:
                 self._finish_oldest()
@@ -141,6 +183,12 @@ class Executor:
         if not work.is_done and self._size > 1:
             progress.watch(self.move)
         return work
+
+    def _number(self, operation: Operation[object]) -> None:
+        self.short.seen()
+        self._issued += 1
+        operation.number = self.issued
+        operation.tally, self._tally = self._tally, None
 
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""
@@ -204,7 +252,9 @@ class Executor:
 
     def status(self) -> ChannelStatus:
         """Return the activity of this rank."""
-        (number, text), waits = self._last, self._waits
+        (number, text), waits, short = self._last, self._waits, self.short.last()
+        if short is not None:
+            number, text = self.issued, short.text
         seconds = time.monotonic() - self._since
         work = self.oldest_work()
         if not waits and work is not None:
@@ -235,7 +285,7 @@ class Executor:
 
     def disown(self) -> None:
         """Refuse all operations in a forked child, where the holder of the lock is missing."""
-        self._lock = ChannelLock()
+        self._lock = ChannelLock(self.short)
         self.unusable = shutdown.FORKED
         _executors.remove(self)
 

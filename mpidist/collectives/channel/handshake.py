@@ -5,12 +5,13 @@ of the caller's plan, a hash of operation, shapes, dtypes and options. All ranks
 passed the same id; if not they exchange descriptions of their calls, and raise the same error. The data that follow
 therefore always have the size that everybody expects.
 
-Ranks of one node exchange through the node's board. Between nodes one reduction does it: if all ranks passed the same
+Ranks of one node exchange through the node's core, and data may begin to move in the same call. Between nodes one
+reduction does it: if all ranks passed the same
 id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from that which
 *every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
 ranks).
 
-Small sums of floating point travel in the same exchange and need no second one.
+Between nodes small sums of floating point travel in the same exchange and need no second one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mpidist.collectives.channel.description import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.board import FLOATS, Board
+from mpidist.collectives.node.core import MISMATCH, Core
+from mpidist.collectives.node.node import Node
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.core.wording import ranks_text
@@ -49,6 +51,10 @@ _EVERY_RANK_CALLS = (
 )
 
 
+# Begins a call of the core with an identity.
+Start = Callable[[int], None]
+
+
 class _Exchange(Protocol):
     """The exchange of ids and numbers between the ranks."""
 
@@ -58,8 +64,13 @@ class _Exchange(Protocol):
     def numbers(self, count: int) -> Array:
         """Return the array for ``count`` numbers of this rank, to be filled before it begins."""
 
-    def begin(self, identity: int) -> bool:
-        """Send this rank's id and numbers; return whether those of all others are there (collective)."""
+    def begin(self, identity: int, start: Start | None) -> bool:
+        """Send this rank's id and numbers; return whether those of all others are there (collective).
+
+        Args:
+            identity: The id.
+            start: Begins a call of the node's core, in place of a mere meeting.
+        """
 
     def rest(self) -> Steps[None]:
         """Yield until those of all others are there."""
@@ -68,35 +79,42 @@ class _Exchange(Protocol):
         """Return whether all ranks sent this identity."""
 
     def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums of the first ``count`` numbers over all ranks.
-
-        Args:
-            count: How many.
-            dtype: Of the result; on one node also that in which the sum is formed.
-        """
+        """Return the sums of the first ``count`` numbers over all ranks, as ``dtype``."""
 
     def free(self) -> None:
         """Free its MPI request, before the communicator is freed."""
 
 
-class _OnBoard:
-    """The exchange between ranks of one node."""
+class _OnNode:
+    """The exchange between ranks of one node; numbers go with the data."""
 
-    most_numbers = FLOATS
+    most_numbers = 0
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self.numbers = board.numbers
-        self.rest = board.rest_of_meeting
-        self.all_agree = board.all_announced
-        self.totals = board.sum_of_numbers
+    def __init__(self, core: Core | None) -> None:
+        self._core = core
 
-    def begin(self, identity: int) -> bool:
-        self._board.announce(identity)
-        return self._board.arrive()
+    def numbers(self, count: int) -> Array:
+        return np.empty(count)
+
+    def begin(self, identity: int, start: Start | None) -> bool:
+        core = self._core
+        if core is None:
+            return True
+        (start or core.meet)(identity)
+        return not core.waits
+
+    def rest(self) -> Steps[None]:
+        assert self._core is not None
+        yield from self._core.go_on()
+
+    def all_agree(self, identity: int) -> bool:
+        return self._core is None or self._core.state != MISMATCH
+
+    def totals(self, count: int, dtype: DType) -> Array:
+        return np.empty(count, dtype)
 
     def free(self) -> None:
-        """Free nothing: the board is the node's."""
+        """Free nothing: the core is the node's."""
 
 
 class _ByReduction:
@@ -104,10 +122,9 @@ class _ByReduction:
 
     most_numbers = _FLOATS_IN_MESSAGE
 
-    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
         self._size = comm.Get_size()
-        self._board = board
         # The sum of all ids has to be an exact float64.
         self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
         self._mine = np.zeros(1 + _FLOATS_IN_MESSAGE)
@@ -130,16 +147,15 @@ class _ByReduction:
     def numbers(self, count: int) -> Array:
         return self._mine[1 : 1 + count]
 
-    def begin(self, identity: int) -> bool:
+    def begin(self, identity: int, start: Start | None) -> bool:
+        assert start is None, "what moves between nodes begins after the meeting"
         self._mine[0] = identity & self._mask
-        self._board.fence()
         self._request = self._start()
         return False
 
     def rest(self) -> Steps[None]:
         assert self._request is not None
         yield from until_done(self._request)
-        self._board.turn()
 
     def all_agree(self, identity: int) -> bool:
         agreed: bool = self._sums[0] == (identity & self._mask) * self._size
@@ -158,12 +174,12 @@ class Handshake:
 
     Args:
         comm: The private communicator.
-        board: Of the node of this rank.
+        node: The node of this rank.
     """
 
-    def __init__(self, comm: MPI.Intracomm, board: Board) -> None:
+    def __init__(self, comm: MPI.Intracomm, node: Node) -> None:
         self._comm = comm
-        self._exchange: _Exchange = _OnBoard(board) if board.size == comm.Get_size() else _ByReduction(comm, board)
+        self._exchange: _Exchange = _OnNode(node.core) if node.is_alone else _ByReduction(comm)
         self.most_numbers = self._exchange.most_numbers
         """How many numbers may travel in an opening."""
         self.payload = self._exchange.numbers
@@ -181,22 +197,27 @@ class Handshake:
         """Free its MPI request, before the communicator is freed."""
         self._exchange.free()
 
-    def begin(self, identity: int) -> bool:
+    def begin(self, identity: int, start: Start | None = None) -> bool:
         """Begin to meet the other ranks; return whether all have come (collective).
 
         If not, ``finish`` has to follow.
 
         Args:
             identity: The id of this rank's description.
+            start: Begins a call of the node's core with the identity of the exchange, where all ranks are on one node.
         """
         if self.tally is not None:
             identity ^= self.tally.identity
         self._identity = identity
-        self._is_over = self._exchange.begin(identity)
+        self._is_over = self._exchange.begin(identity, start)
         if self._is_over and self._exchange.all_agree(identity):
             self.tally = None
             return True
         return False
+
+    def has_begun(self) -> None:
+        """Take note that a short call has begun a meeting, which ``finish`` is to finish."""
+        self._is_over = False
 
     def finish(self, text: str, call_site: str | None) -> Steps[None]:
         """Meet the other ranks, after ``begin``.

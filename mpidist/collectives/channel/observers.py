@@ -93,6 +93,9 @@ class Observer:
 class Observers:
     """The observers of one channel: for each event those that override it.
 
+    Attributes:
+        changed: Called when there are more or fewer.
+
     >>> observers = Observers()
     >>> observers.add(Observer())
     >>> observers.phase
@@ -101,6 +104,7 @@ class Observers:
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
+        self.changed: Callable[[], None] = _nobody_asks
         self._sort()
 
     def add(self, observer: Observer) -> None:
@@ -126,7 +130,13 @@ class Observers:
         self.explanation = self._overriding(Observer.explanation)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
+        self.see_calls = bool(self.see_steps or self.issued or self.phase or self.met or self.chunk)
+        self.changed()
 
     def _overriding(self, event: Callable[Concatenate[Observer, P], R]) -> tuple[Callable[P, R], ...]:
         name = event.__name__
         return tuple(getattr(each, name) for each in self._all if getattr(type(each), name) is not event)
+
+
+def _nobody_asks() -> None:
+    """Do nothing: observers of a channel that is being made."""

@@ -68,7 +68,7 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
         So slices between nodes have one length, and each begins where NCCL reads many elements at a time.
         """
-        rails = 1 if self.site.node.is_alone else min(len(ranks) for ranks in self.site.node.ranks)
+        rails = 1 if self.site.node.is_alone else self.site.node.rails
         return 1 if rails == 1 else rails * SLICE_ALIGNMENT
 
     def names_for_pack(self, pack: DevicePack, options: CommunicationOptions) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ _POLLS_BETWEEN_CLOCK_READS = 256
 LOOKS_BEFORE_YIELD = 500
 # Between nodes little is lost by yielding early: other ranks, or the system's network stack, may need the core.
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
+_LOOKS_BETWEEN_MPI = 16
 # A nap grows with the wait, to less than a hundredth of it: who waits for seconds shall not use a core up.
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
 # A server that nobody asks for so long is not about to be asked; a nap costs the next request half of it.
@@ -42,6 +43,14 @@ def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
             time.sleep(min(_NAP_SECONDS * (1 + naps // _LOOKS_TO_GROW), _LONGEST_NAP_SECONDS))
         else:
             os.sched_yield()
+
+
+def pause(comm: MPI.Intracomm, looks: int) -> None:
+    """Let others have the core after looks at memory in vain, and MPI make progress."""
+    relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+    # A rank that only looks at memory would not notice messages, nor the end of the job.
+    if looks % _LOOKS_BETWEEN_MPI == 0:
+        comm.Iprobe()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Mapping a file into memory without keeping it open.
+"""Addresses of arrays, and files mapped into memory without keeping them open.
 
 Each ``mmap.mmap`` of Python before 3.13 holds a descriptor.
 """
@@ -19,6 +19,12 @@ _library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+
+
+def address_of(array: Array) -> int:
+    """Return the address of a contiguous array in this process."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def map_shared(descriptor: int, nbytes: int) -> Array:

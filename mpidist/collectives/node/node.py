@@ -1,4 +1,4 @@
-"""The ranks of a communicator that share a node, their board and shared memory."""
+"""The ranks of a communicator that share a node, their core and shared memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpidist.arrays.dtypes import Array
+from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.board import Board, bytes_needed
-from mpidist.collectives.node.neighbours_memory import NeighboursMemory, address_of
-from mpidist.collectives.node.shared_memory import SharedMemory, has_room
+from mpidist.collectives.node import native
+from mpidist.collectives.node.core import Core, Sizes
+from mpidist.collectives.node.mapping import address_of
+from mpidist.collectives.node.shared_memory import SharedMemory, has_room, room_for_segments
 from mpidist.collectives.node.shared_results import SharedResults
-from mpidist.collectives.node.slots import InlineSlots
 from mpidist.core import settings
 from mpidist.topology import Topology, import_mpi
 from mpidist.topology.faults import revoking
@@ -22,13 +24,21 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MAGIC = 0x6D70696469737421
+# Bytes of a reduced slice, at most. Between nodes it is cut once more into messages.
+_SLICE_BYTES, SLICE_BYTES_BETWEEN_NODES = 256 << 10, 1 << 20
+_SMALLEST_SLICE_BYTES = 16 << 10
+# Slices on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
+_LANES, LANES_BETWEEN_NODES = 2, 16
+# Of data that a rank shows before the ranks meet, and of its slots for larger ones.
+_SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
 _log = logging.getLogger("mpidist")
 
 
 class Node:
     """The node of this rank (collective over the communicator).
 
-    Where any node has no room for its board in shared memory, every rank counts as a node of its own.
+    Where any rank has no native core, or any node no room for it in shared memory, every rank counts as a node of its
+    own.
 
     Args:
         comm: The communicator; its ranks on this node are taken together.
@@ -38,84 +48,170 @@ class Node:
         comm: The ranks of the node.
         rank, size: In the node.
         ranks: Of every node, its ranks in ``comm``.
-        board: Where the ranks of the node meet.
-        pids: Process of every rank of the node.
+        rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
+        core: Where the ranks of the node meet; None for a rank that is alone there.
         shared: Shared memory of the node.
         results: Results that the ranks of the node share.
-        slots: Where its ranks show small arrays; None before ``make_slots``, and where there is no room.
+        slice_bytes: Of a reduced slice on its way between nodes, once there is room for it.
+        slots: The memory through which data of this rank go to the others; None before ``make_room``.
         reads_neighbours: Whether every rank of every node may read the memory of its neighbours.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.topology = _shared_topology(comm)
+        functions = _agreed_functions(comm)
+        self.topology = _shared_topology(comm, functions)
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self.ranks: list[list[int]] = [[] for _ in range(self.topology.num_nodes)]
         for rank, index in enumerate(self.topology.node_of_rank):
             self.ranks[index].append(rank)
+        self.rails = min(len(ranks) for ranks in self.ranks)
         with revoking(self.comm):
-            self.board = Board(self.comm)
-            self.pids: list[int] = self.comm.allgather(os.getpid())
-            self.memory = NeighboursMemory()
-            may_read = self._can_read() and settings.READ_NEIGHBOURS.read()
-        self.shared = SharedMemory(self.board)
-        self.results = SharedResults(self.shared)
-        self.slots: InlineSlots | None = None
-        self._slots_are_made = False
+            pids: list[int] = self.comm.allgather(os.getpid())
+            may_read = functions is not None and _can_read(self.comm, functions, pids)
+            may_read = may_read and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
+        self.core: Core | None = None
+        if functions is not None and self.size > 1:
+            with revoking(self.comm):
+                read = pids if self.reads_neighbours else None
+                self.core = Core(functions, self.comm, read, self.is_alone, self.rails)
+        self.shared = SharedMemory(self.core)
+        self.results = SharedResults(self.shared)
+        self.slice_bytes = 0
+        self.slots: Array | None = None
+        self._has_room: bool | None = None
 
     @property
     def is_alone(self) -> bool:
         """Return whether it holds all ranks of the communicator."""
         return self.topology.num_nodes == 1
 
-    def make_slots(self) -> Steps[None]:
-        """Make the slots, unless that was tried before (collective over the node)."""
-        if not self._slots_are_made:
-            self.slots = yield from InlineSlots.made(self.shared, self.rank)
-            self._slots_are_made = True
+    def meeting(self) -> Steps[None]:
+        """Yield until all ranks of the node have come."""
+        if self.core is not None:
+            yield from self.core.meeting()
+
+    def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
+        """Make the slots, unless that was tried before; return whether all nodes have room (collective).
+
+        Args:
+            comm: The communicator of all nodes.
+        """
+        if self._has_room is None:
+            self._has_room = yield from self._made_room(comm)
+        return self._has_room
+
+    def _made_room(self, comm: MPI.Intracomm) -> Steps[bool]:
+        room, sizes = room_for_segments(), self._sizes(1)
+        least, shrink = self._sizes(1 << 30).nbytes, 1
+        while room is not None and sizes.nbytes * self.size > room and sizes.nbytes > least:
+            shrink *= 2
+            sizes = self._sizes(shrink)
+        fits = room is None or sizes.nbytes * self.size <= room
+        piece = yield from agreed_minimum(comm, sizes.piece if fits or self.core is None else 0)
+        if not piece:
+            return False
+        self.slice_bytes = piece
+        segments: list[Array] | None = None
+        if self.core is not None:
+            sizes = self._sizes(-(-self._sizes(1).piece // piece))
+            segments = yield from self.shared.segments(sizes.nbytes)
+            if segments is not None:
+                self.core.use_slots(segments, sizes)
+                self.slots = segments[self.rank]
+        made = yield from agreed_minimum(comm, int(segments is not None or self.core is None))
+        return bool(made)
+
+    def _sizes(self, shrink: int) -> Sizes:
+        """Return the sizes of a rank's slots.
+
+        Slices are cut to a part of the usual, but not below the smallest.
+        """
+        usual = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
+        piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
+        chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)
+        lanes = _LANES if self.is_alone else LANES_BETWEEN_NODES
+        return Sizes(_SMALL_BYTES if self.is_alone else 0, chunk, piece, lanes)
 
     def close(self) -> None:
         """Let go of shared memory, and free the communicator of the node (collective)."""
         self.results.close()
         self.slots = None
         self.shared.close()
-        self.board.close()
+        if self.core is not None:
+            self.core.close()
         self.topology.close()
 
-    def _can_read(self) -> bool:
-        """Return whether this rank can read a number out of each neighbour's memory."""
-        mine = np.array([_MAGIC + self.rank], np.int64)
-        addresses = self.comm.allgather(address_of(mine) if self.memory.exists else 0)
-        works = all(addresses)
-        seen = np.zeros(1, np.int64)
-        for rank, (pid, address) in enumerate(zip(self.pids, addresses, strict=True)):
-            if works and rank != self.rank:
-                try:
-                    self.memory.read(pid, address, address_of(seen), 8)
-                except OSError:
-                    works = False
-                works = works and seen[0] == _MAGIC + rank
-        # The number has to stay where it is until all have looked.
-        self.comm.Barrier()
-        return works and mine[0] == _MAGIC + self.rank
+
+def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int]) -> bool:
+    """Return whether this rank can read a number out of each neighbour's memory (process_vm_readv)."""
+    rank = comm.Get_rank()
+    mine = np.array([_MAGIC + rank], np.int64)
+    works = True
+    for neighbour, address in enumerate(comm.allgather(address_of(mine))):
+        if works and neighbour != rank:
+            try:
+                works = functions["read_number"](pids[neighbour], address) == _MAGIC + neighbour
+            except OSError:
+                works = False
+    # The number has to stay where it is until all have looked.
+    comm.Barrier()
+    return works and mine[0] == _MAGIC + rank
 
 
-def _shared_topology(comm: MPI.Intracomm) -> Topology:
+def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
+    """Return the functions of the native core, or None on all ranks where a rank has none.
+
+    Raises:
+        RuntimeError: A rank cannot use its library, or ranks have libraries of different sources; on all ranks.
+    """
+    functions, error = None, ""
+    try:
+        functions = native.functions()
+        mine = native.why_not() or ""
+    except (RuntimeError, ValueError) as problem:
+        mine = error = str(problem)
+    build = "" if functions is None else functions["build"]()
+    told = comm.allgather((error, mine, build))
+    for rank, (failed, _, _) in enumerate(told):
+        if failed:
+            raise RuntimeError(f"rank {rank}: {failed}")
+    builds = sorted({build for _, _, build in told if build})
+    if len(builds) > 1:
+        ranks = [next(rank for rank, (_, _, other) in enumerate(told) if other == build) for build in builds]
+        raise RuntimeError(
+            f"ranks run different builds of mpidist's native core: rank {ranks[0]} {builds[0]}, rank {ranks[1]} "
+            f"{builds[1]}; expected the same mpidist on every host: install it anew there"
+        )
+    missing = [reason for _, reason, _ in told if reason]
+    if missing:
+        _say_once(comm, missing[0])
+    return None if missing else functions
+
+
+def _shared_topology(comm: MPI.Intracomm, functions: native.Functions | None) -> Topology:
     """Return the topology of ``comm``.
 
-    It has nodes of one rank each where a node lacks room for its board.
+    It has nodes of one rank each without a native core, and where a node has no room for it.
     """
+    if functions is None:
+        return Topology(comm, ranks_per_node=1)
     topology = Topology(comm)
+    needed = functions["control_bytes"](topology.local_size)
     with revoking(topology.node):
-        fits = has_room(topology.node, bytes_needed(topology.local_size))
+        fits = has_room(topology.node, needed)
     if comm.allreduce(int(fits), op=import_mpi().MIN):
         return topology
-    if topology.rank == 0:
-        _log.warning(
-            "mpidist: there is no room for %d bytes in /dev/shm on every node, so the ranks of a node reduce by "
-            "messages; make it larger (docker run --shm-size=1g)",
-            bytes_needed(topology.local_size),
-        )
+    _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
     topology.close()
     return Topology(comm, ranks_per_node=1)
+
+
+_said: set[str] = set()
+
+
+def _say_once(comm: MPI.Intracomm, reason: str) -> None:
+    if comm.Get_rank() == 0 and comm.Get_size() > 1 and reason not in _said:
+        _said.add(reason)
+        _log.warning("mpidist: the ranks of a node reduce by messages: %s; see docs/install.md", reason)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
+from mpidist.collectives.node import native
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
@@ -17,8 +20,8 @@ from mpidist.core.options import CommunicationOptions
 _SMALL_RESULT_BYTES = 4 << 10
 # Below this a copy costs less than one more piece, and an array gains nothing by lying in shared memory.
 SMALL_ARRAY_BYTES = 32 << 10
-# In how many pieces a pack may travel: the page of a rank's board holds two addresses for each.
-MOST_PIECES = 900
+# In how many pieces a pack may travel (NC_PIECES).
+MOST_PIECES = 1024
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -64,39 +67,27 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
     >>> first is start, second is end
     (True, False)
     """
-    if len(arrays) == len(out) == 1:
-        return [_copied(arrays[0], pool) if np.may_share_memory(arrays[0], out[0]) else arrays[0]]
-    found: Sequence[int] | None = _by_owners(arrays, out)
-    if found is None:
-        found = overlaps(arrays, out)
-    return [_copied(array, pool) if does else array for array, does in zip(arrays, found, strict=True)]
+    overlap = _overlap()
+    if overlap is not None and not overlap(list(arrays), list(out)):
+        return list(arrays)
+    return [_copied(array, pool) if does else array for array, does in zip(arrays, overlaps(arrays, out), strict=True)]
 
 
-def _by_owners(arrays: Sequence[Array], out: Sequence[Array]) -> list[bool] | None:
-    """Return which arrays overlap with ``out``, or None where that takes addresses.
+@cache
+def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
+    """Return the core's function that finds overlapping arrays; None without the library."""
+    functions = native.functions()
+    return None if functions is None else functions["overlap"]
 
-    Memory that NumPy has given to one array is no other's: only views of one owner need a closer look, unless one is in
-    both lists. Asking for an address takes ten times as long as asking for the owner.
-    """
-    written = {}
-    for array in out:
-        base = array.base
-        owner = array if base is None else base
-        if type(owner) is not np.ndarray or not owner.flags.owndata:
-            return None
-        written[id(owner)] = owner
-    same = {*map(id, out)}
-    share = []
-    for array in arrays:
-        base = array.base
-        owner = array if base is None else base
-        if type(owner) is not np.ndarray or not owner.flags.owndata:
-            return None
-        does = id(owner) in written
-        if does and id(array) not in same:
-            return None
-        share.append(does)
-    return share
+
+def _in_order(array: Array) -> Array:
+    """Return an array whose elements lie side by side, aligned as its dtype asks."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy()
+
+
+def _flat(array: Array) -> Array:
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _copied(array: Array, pool: Pool) -> Array:
@@ -155,6 +146,7 @@ class Pack:
         dtype: Dtype in which the reduction is formed.
         source_dtype: Dtype of the arrays.
         result_dtype: Dtype of the results.
+        joins_small: Whether small arrays are copied into one buffer.
 
     Attributes:
         indices: See above.
@@ -169,6 +161,7 @@ class Pack:
         dtype: DType,
         source_dtype: DType,
         result_dtype: DType,
+        joins_small: bool = True,
     ) -> None:
         self.indices = indices
         self.dtype = dtype
@@ -176,7 +169,8 @@ class Pack:
         self._shapes = shapes
         self._sizes = {i: int(np.prod(shapes[i])) for i in indices}
         casts = not dtype == source_dtype == result_dtype
-        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < SMALL_ARRAY_BYTES]
+        joined = SMALL_ARRAY_BYTES if joins_small else 0
+        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < joined]
         if len(self._together) == 1 and not casts:
             self._together = []
         apart = [i for i in indices if i not in set(self._together)]
@@ -188,7 +182,6 @@ class Pack:
         self.counts = (*buffered, *(self._sizes[i] for i in apart))
         self.count = sum(self.counts)
         self.nbytes = self.count * dtype.itemsize
-        self.has_buffer = bool(self._together and apart)
         self.residuals: dict[int, Array] = {}
         self.algorithms: tuple[str, ...] | None = None
 
@@ -209,7 +202,7 @@ class Pack:
             for index, start, stop, shape in self._slots:
                 np.copyto(buffer[start:stop].reshape(shape), arrays[index])
             pieces.append(buffer)
-        pieces.extend([np.ascontiguousarray(arrays[index]).reshape(-1) for index in self.apart])
+        pieces.extend([_flat(_in_order(arrays[index])) for index in self.apart])
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
@@ -218,7 +211,7 @@ class Pack:
         for index in self.apart:
             array = out[index]
             fits = array.flags.c_contiguous
-            pieces.append(array.reshape(-1) if fits else pool.take(array.size, self.dtype))
+            pieces.append(_flat(array) if fits else pool.take(array.size, self.dtype))
         return pieces
 
     def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
@@ -239,14 +232,15 @@ class Pack:
                 else:
                     results[index] = self._kept_apart(part)
         for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
-            part = piece.reshape(self._shapes[index])
             if not are_given:
-                results[index] = self._kept_apart(part)
+                results[index] = self._kept_apart(piece.reshape(self._shapes[index]))
             elif not results[index].flags.c_contiguous:
-                results[index][...] = part
+                results[index][...] = piece.reshape(self._shapes[index])
 
     def _kept_apart(self, part: Array) -> Array:
-        return part.copy() if len(self._sizes) > 1 and part.nbytes <= _SMALL_RESULT_BYTES else part
+        owner = part.base
+        is_small_view = part.nbytes <= _SMALL_RESULT_BYTES and owner is not None and owner.size > part.size
+        return part.copy() if is_small_view else part
 
 
 class PackedReduction:
@@ -255,6 +249,7 @@ class PackedReduction:
     Args:
         pack: The arrays of one dtype.
         pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
+        more: The same of this rank's further replicas.
         targets: Where the result goes, flat arrays of the same lengths; None for new memory.
         op: The operation.
         divisor: By which a mean divides the sum; None for other operations.
@@ -264,10 +259,10 @@ class PackedReduction:
     Attributes:
         residuals: Losses of rounding last time, by the first element of each slice; None to let them go.
         counts, count, nbytes, dtype: Of the pack.
-        has_buffer: Whether the first piece is a buffer of small arrays, beside other pieces.
         is_wanted: Whether this rank wants the result.
+        may_share: Whether the result may be read-only arrays that the ranks of the node share.
+        has_begun: Whether it began while the ranks met.
         took: The chosen part of its algorithm, such as a way between nodes; None where there is nothing to choose.
-        own_results: Memory of this rank for the result, once an algorithm has made it before the ranks meet.
         tell_chunk: Called with the name, number, start and bytes of each chunk; or None.
     """
 
@@ -275,6 +270,7 @@ class PackedReduction:
         self,
         pack: Pack,
         pieces: list[Array],
+        more: list[list[Array]],
         targets: list[Array] | None,
         op: ReduceOp,
         divisor: int | None,
@@ -282,6 +278,7 @@ class PackedReduction:
         pool: Pool,
     ) -> None:
         self.pieces = pieces
+        self.more = more
         self.given = targets
         self.op = op
         self.divisor = divisor
@@ -289,11 +286,27 @@ class PackedReduction:
         self.pool = pool
         self.residuals = pack.residuals if options.error_feedback else None
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
-        self.has_buffer = pack.has_buffer
         self.is_wanted = True
+        self.may_share = self.has_begun = False
         self.took: str | None = None
-        self.own_results: list[Array] | None = None
+        self._targets = targets
         self.tell_chunk: Callable[[str, int, int, int], None] | None = None
+
+    def combine_replicas(self) -> None:
+        """Combine the inputs of this rank's replicas, in their order."""
+        if self.more:
+            totals = [self.pool.take(piece.size, self.dtype) for piece in self.pieces]
+            for inputs in self.more:
+                for total, so_far, piece in zip(totals, self.pieces, inputs, strict=True):
+                    NUMPY_OPS[self.op](so_far, piece, out=total)
+                self.pieces = totals
+            self.more = []
+
+    def copy_inputs(self) -> None:
+        """Copy the inputs, which the results overlap."""
+        self.pieces, *self.more = [
+            [_copied(piece, self.pool) for piece in inputs] for inputs in (self.pieces, *self.more)
+        ]
 
     def flat_input(self) -> Array:
         """Return the input in one piece."""
@@ -308,8 +321,16 @@ class PackedReduction:
         return self.pool.take(self.count, self.dtype)
 
     def targets(self) -> list[Array]:
-        """Return memory for each piece of the result."""
-        return self.cut(self.pool.take(self.count, self.dtype)) if self.given is None else self.given
+        """Return memory for each piece of the result, the same each time.
+
+        Small pieces have memory of their own, so that keeping one does not keep all.
+        """
+        if self._targets is None:
+            if self.nbytes < SMALL_ARRAY_BYTES:
+                self._targets = [np.empty(count, self.dtype) for count in self.counts]
+            else:
+                self._targets = self.cut(self.pool.take(self.count, self.dtype))
+        return self._targets
 
     def cut(self, flat: Array) -> list[Array]:
         """Return the pieces of a flat result, as views."""

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.board import Board
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.core import Core
 from mpidist.collectives.node.mapping import map_shared
-from mpidist.collectives.node.neighbours_memory import address_of
 from mpidist.core.files import open_regular
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _DIRECTORY = "/dev/shm"
 # Left to others: the MPI library itself needs some.
 _RESERVE_BYTES = 8 << 20
-_SEGMENT_SHIFT = 44
 _ALIGNMENT = 64
 _PAGE = mmap.ALLOCATIONGRANULARITY
 # Memory for arrays grows by half of what there is, within these bounds: making a piece takes three meetings.
@@ -43,31 +41,29 @@ _numbers = itertools.count(1)
 
 
 @dataclass
-class _Place:
-    """Segments that were made together, one per rank."""
+class _Heap:
+    """Segments for arrays, one per rank, of which every rank takes the same parts."""
 
     segments: list[Array]
-    start: int
-    is_heap: bool
     used: int = 0
 
 
 class SharedMemory:
-    """The segments of one node, and the places of arrays in them.
+    """The segments of one node.
 
     Args:
-        board: Of the node.
+        core: Of the node; None for a rank that is alone there.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._rank, self._size = board.rank, board.size
-        self._places: list[_Place] = []
+    def __init__(self, core: Core | None) -> None:
+        self._core = core
+        self._rank, self._size = (0, 1) if core is None else (core.rank, core.size)
+        self._heaps: list[_Heap] = []
 
     @property
     def has_arrays(self) -> bool:
         """Return whether any array has been allocated."""
-        return any(place.is_heap for place in self._places)
+        return bool(self._heaps)
 
     def allocate(self, nbytes: int) -> Steps[Array | None]:
         """Return ``nbytes`` of this rank's segment, or None (collective).
@@ -76,18 +72,20 @@ class SharedMemory:
         segment.
         """
         needed = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        place = next((p for p in self._places if p.is_heap and p.segments[0].size - p.used >= needed), None)
-        if place is None:
-            so_far = sum(p.segments[0].size for p in self._places if p.is_heap)
+        heap = next((heap for heap in self._heaps if heap.segments[0].size - heap.used >= needed), None)
+        if heap is None:
+            so_far = sum(heap.segments[0].size for heap in self._heaps)
             growth = min(max(so_far // 2, _SMALLEST_GROWTH), _LARGEST_GROWTH)
             segments = yield from self.segments(max(needed, growth))
             if segments is None:
                 return None
-            place = _Place(segments, address_of(segments[self._rank]), is_heap=True)
-            self._places.append(place)
-        start = place.used
-        place.used += needed
-        return place.segments[self._rank][start : start + nbytes]
+            heap = _Heap(segments)
+            self._heaps.append(heap)
+            if self._core is not None:
+                self._core.know(segments)
+        start = heap.used
+        heap.used += needed
+        return heap.segments[self._rank][start : start + nbytes]
 
     def segments(self, nbytes: int) -> Steps[list[Array] | None]:
         """Return a new segment of ``nbytes`` for every rank, or None (collective).
@@ -107,58 +105,40 @@ class SharedMemory:
         ranks, where there is no room.
         """
         whole = yield from self.unlisted(nbytes)
-        if whole is not None:
-            self._places.append(_Place([whole], address_of(whole), is_heap=False))
+        if whole is not None and self._core is not None:
+            self._core.know([whole])
         return whole
 
     def unlisted(self, nbytes: int) -> Steps[Array | None]:
         """Return a segment like ``common``, but one that goes once nobody holds it.
 
-        Arrays in it cannot be located.
+        Arrays in it are not read in place.
         """
         return (yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank]))
 
-    def register(self, segments: list[Array]) -> int:
-        """Return the location of the first byte of segments that were made here, for ``at``."""
-        self._places.append(_Place(segments, address_of(segments[self._rank]), is_heap=False))
-        return (len(self._places) - 1) << _SEGMENT_SHIFT
-
-    def locate(self, array: Array) -> int | None:
-        """Return the location of ``array``, the same number for every rank, or None.
-
-        None if it is not shared.
-        """
-        address = address_of(array)
-        for number, place in enumerate(self._places):
-            offset = address - place.start
-            own = place.segments[self._rank % len(place.segments)]
-            if offset >= 0 and offset + array.nbytes <= own.size:
-                return (number << _SEGMENT_SHIFT) + offset
-        return None
-
-    def at(self, location: int, rank: int, nbytes: int) -> Array:
-        """Return the bytes of ``rank`` that it located at ``location``."""
-        offset = location & ((1 << _SEGMENT_SHIFT) - 1)
-        segments = self._places[location >> _SEGMENT_SHIFT].segments
-        return segments[rank % len(segments)][offset : offset + nbytes]
-
     def close(self) -> None:
         """Let go of the segments; each stays while any array over it is there."""
-        self._places.clear()
+        self._heaps.clear()
 
     # Making -----------------------------------------------------------------------------------------------------
 
     def _make(self, nbytes: int, start: int, stop: int) -> Steps[Array | None]:
         """Map a new file of ``nbytes``, of which this rank reserves bytes ``start`` to ``stop``."""
-        board = self._board
+        core = self._core
         with _temporary_file(nbytes if self._rank == 0 else 0) as number:
-            board.tell([os.getpid(), number])
-            yield from board.meet()
-            pid, number = board.told(2)[0]
+            pid, number = (yield from _told_by_all(core, [os.getpid(), number]))[0]
             whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
-            board.tell([whole is not None])
-            yield from board.meet()
-            return whole if all(mapped for (mapped,) in board.told(1)) else None
+            mapped = yield from _told_by_all(core, [whole is not None])
+            return whole if all(is_mapped for (is_mapped,) in mapped) else None
+
+
+def _told_by_all(core: Core | None, words: list[int]) -> Steps[list[list[int]]]:
+    """Return the whole numbers that each rank of the node tells here."""
+    if core is None:
+        return [words]
+    core.tell(words)
+    yield from core.meeting()
+    return core.told(len(words))
 
 
 def _name(pid: int, number: int) -> str:

@@ -34,26 +34,27 @@ class SharedResults:
                 mask |= 1 << index
         return mask
 
-    def take(self, nbytes: int, held_by_rank: list[int]) -> Steps[Array | None]:
-        """Return a slot that no rank holds, or None (collective).
-
-        None, on all ranks, where there is none and no memory for one.
+    def free(self, nbytes: int, held: list[int]) -> Array | None:
+        """Return a slot that no rank holds, or None.
 
         Args:
             nbytes: Its size.
-            held_by_rank: ``held()`` of every rank, told before the last meeting.
+            held: ``held()`` of every rank.
         """
         for index, slot in enumerate(self._slots):
-            if slot.size >= nbytes and not any(held >> index & 1 for held in held_by_rank):
+            if slot.size >= nbytes and not any(bits >> index & 1 for bits in held):
                 return self._slots[index][:nbytes]
+        return None
+
+    def add(self, nbytes: int) -> Steps[bool]:
+        """Make one more slot; return whether there was room, the same on all ranks (collective)."""
         if len(self._slots) == MAX_SLOTS:
-            return None
+            return False
         made = yield from self._shared.common(nbytes)
-        if made is None:
-            return None
-        # By way of a memoryview it is an array of its own, which its views refer to.
-        self._slots.append(np.frombuffer(made.data, np.uint8))
-        return self._slots[-1][:nbytes]
+        if made is not None:
+            # By way of a memoryview it is an array of its own, which its views refer to.
+            self._slots.append(np.frombuffer(made.data, np.uint8))
+        return made is not None
 
     def close(self) -> None:
         """Let go of the slots; memory that the caller still holds arrays of stays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from mpidist.arrays.dtypes import Array
@@ -30,20 +30,22 @@ _log = logging.getLogger("mpidist")
 
 
 class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory."""
+    """The interface of an algorithm for arrays in host memory.
 
-    def prepare(self, job: PackedReduction, may_share: bool) -> None:
-        """Prepare a reduction before all ranks meet.
+    Attributes:
+        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
+    """
 
-        Every rank passes a job of the same size.
+    takes_replicas: bool
 
-        Args:
-            job: The reduction.
-            may_share: Whether the result may be read-only arrays that the ranks of the node share.
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """Return the function that begins a reduction while all ranks meet.
+
+        Given the id of the meeting; None if nothing does.
         """
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Reduce the prepared job over all ranks, which have met since.
+        """Reduce a job over all ranks, which have met.
 
         Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
         name the part of it that was chosen.
@@ -83,9 +85,7 @@ def place_of(node: Node, kind: str = "cpu") -> str:
     """
     if kind == "gpu":
         return "one_node_gpu" if node.is_alone else "several_nodes_gpu"
-    if not node.is_alone:
-        return "several_nodes"
-    return "one_node_readable" if node.reads_neighbours else "one_node"
+    return "one_node" if node.is_alone else "several_nodes"
 
 
 class Choice(Generic[A]):

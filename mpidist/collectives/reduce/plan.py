@@ -44,10 +44,12 @@ class ReductionPlan:
         on_device: See :func:`which_on_device`.
         note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         root: The rank that gets the result; None for all.
+        joins_small: Whether small arrays are copied into one buffer.
 
     Attributes:
         description: The text and id that all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
+        may_be_short: Whether it is about a single array, as it is.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
     Raises:
@@ -65,6 +67,7 @@ class ReductionPlan:
         on_device: tuple[bool, ...] = (),
         note: str = "",
         root: int | None = None,
+        joins_small: bool = True,
     ) -> None:
         self.op = op
         self.on_device = on_device
@@ -95,14 +98,18 @@ class ReductionPlan:
         )
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
-        self._make_packs(signature, formed, options.bytes_per_pack)
+        self._make_packs(signature, formed, options.bytes_per_pack, joins_small)
+        as_they_are = [(dtype, dtype) for _, dtype in signature] == formed
+        self.may_be_short = len(signature) == 1 and as_they_are and not (note or on_device)
         self.in_memory = [index for pack in self.packs for index in pack.indices]
         # All but those that the first pack copies into its buffer.
         self.read_late = [
             index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
         ]
 
-    def _make_packs(self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int) -> None:
+    def _make_packs(
+        self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int, joins_small: bool
+    ) -> None:
         alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}
         on_device = self.on_device or (False,) * len(signature)
         # Last arrays first: in a list of gradients they are ready first.
@@ -118,14 +125,23 @@ class ReductionPlan:
                     pack = DevicePack(members, self.shapes, dtype, source_dtype, result_dtype, self.op)
                     self.device_packs.append(pack)
                 else:
-                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype))
+                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype, joins_small))
 
     def reduction(
-        self, pack: Pack, arrays: Sequence[Array], out: Sequence[Array] | None, pool: Pool
+        self,
+        pack: Pack,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        pool: Pool,
+        more: Sequence[Sequence[Array]] = (),
     ) -> PackedReduction:
-        """Return the work of an algorithm for ``pack``."""
+        """Return the work of an algorithm for ``pack``.
+
+        ``more`` are the arrays of this rank's further replicas.
+        """
         targets = None if out is None else pack.targets(out, pool)
-        return PackedReduction(pack, pack.inputs(arrays, pool), targets, self.op, self.divisor, self.options, pool)
+        inputs, *others = [pack.inputs(given, pool) for given in (arrays, *more)]
+        return PackedReduction(pack, inputs, others, targets, self.op, self.divisor, self.options, pool)
 
     def blank_results(self, out: Sequence[Array] | None, on_device: Mapping[int, Array] | None = None) -> list[Array]:
         """Return a list of results in which those without elements are there already.

@@ -10,20 +10,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
+from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Wire(Protocol):
+    """A way between nodes: an all-reduce over the ranks of one rail."""
+
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+        """Reduce ``source`` over all ranks into ``flat``.
+
+        Args:
+            source: This rank's input; not changed, unless it is ``flat``.
+            flat: The result.
+            op: The operation.
+            chunk: Tells several apart that are on their way.
+            residual: Of the size of ``flat``: the loss of rounding last time, added to the input, and replaced by the
+                loss now; None to let it go. For a way that rounds.
+        """
+
+
 Row = tuple[tuple[int | None, str], ...]
 
-ONE_NODE = ("one_node_readable", "one_node")
-HOST_PLACES = (*ONE_NODE, "several_nodes")
+HOST_PLACES = ("one_node", "several_nodes")
 """The rows of a table for arrays in host memory."""
 GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
 """The rows of a table for arrays on GPUs."""

@@ -20,10 +20,8 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", KiB))
 class Table(NamedTuple):
     """The algorithms by message size, a row per place."""
 
-    one_node_readable: Row
-    """All ranks on one node, where the kernel lets them read one another's memory."""
     one_node: Row
-    """All ranks on one node, where it does not."""
+    """All ranks on one node."""
     several_nodes: Row
     """Ranks on several nodes."""
     between_nodes: Row
@@ -38,8 +36,7 @@ class Table(NamedTuple):
 # elsewhere, as NCCL would take sockets.
 BY_NETWORK = "by_network"
 SHIPPED = Table(
-    one_node_readable=((256 * KiB, "gather_reduce"), (2048 * KiB, "window"), (None, "neighbours")),
-    one_node=((256 * KiB, "gather_reduce"), (None, "window")),
+    one_node=((None, "hierarchical"),),
     several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
     one_node_gpu=((None, "nccl"),),

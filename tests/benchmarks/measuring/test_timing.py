@@ -22,6 +22,7 @@ def test_calls_in_turn_and_their_checks() -> None:
             lambda _: wrong,
             lambda: f"algorithm of {name}",
             lambda: calls.append(f"prepare {name}"),
+            lambda: calls.append(f"rewrite {name}"),
         )
 
     first, second = measure(comm, [case("a", 0), case("b", comm.rank)], seconds=1e-9)
@@ -29,6 +30,9 @@ def test_calls_in_turn_and_their_checks() -> None:
     assert calls[-4:] == ["prepare a", "a", "prepare b", "b"]
     # A check before and after, two calls for the first estimate, and the timed ones.
     assert calls.count("a") == calls.count("b") == 4 + LEAST_REPETITIONS * first.calls
+    # The inputs are written before each repetition, and those of nobody else in between.
+    assert calls.count("rewrite a") == LEAST_REPETITIONS
+    assert all(calls[i + 1] == "a" for i, call in enumerate(calls) if call == "rewrite a")
     assert first.calls in (1, CALLS_IN_GROUP)
     assert len(first.times) == len(second.times) == LEAST_REPETITIONS
     assert (first.wrong, first.algorithm) == (0, "algorithm of a")
@@ -40,6 +44,14 @@ def test_the_times_are_the_same_on_all_ranks() -> None:
     (measured,) = measure(comm, [Case("mpi", "barrier", comm.Barrier)], seconds=0.001)
     assert measured.wrong is None
     assert comm.allgather(measured.times) == [measured.times] * comm.size
+
+
+def test_calls_of_a_group_are_made_once_each() -> None:
+    calls: list[int] = []
+    group = [lambda number=number: calls.append(number) for number in range(3)]
+    (measured,) = measure(MPI.COMM_WORLD, [Case("mpidist", "new", group[0], group=group)], seconds=1e-9)
+    assert measured.calls == 3
+    assert calls[3:-1] == [0, 1, 2] * LEAST_REPETITIONS
 
 
 def test_nothing_to_time() -> None:

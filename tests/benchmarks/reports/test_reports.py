@@ -30,7 +30,10 @@ def some() -> Results:
         row("all_reduce", "mpi", "private", MIB, 200.0, wrong=0),
         row("all_reduce", "copy", "private", MIB, 50.0),
         row("all_reduce", "mpidist", "out=", MIB, 100.0, wrong=0, algorithm="some"),
+        row("all_reduce", "mpi", "Iallreduce", MIB, 150.0, wrong=0),
+        row("all_reduce", "mpi", "in place", MIB, 80.0, wrong=0),
         row("all_reduce", "mpidist", "own", MIB, 25.0, wrong=3, algorithm="other"),
+        row("all_reduce", "mpidist", "in place", MIB, 40.0, wrong=0, algorithm="other"),
         row("batch", "mpi", "one call per array", size_of(resnet50()), 30_000.0, wrong=0),
         row("batch", "mpidist", "own", size_of(resnet50()), 5_000.0, wrong=0),
     ]
@@ -65,6 +68,8 @@ def test_the_report_shows_everything(some: Results) -> None:
     text = results_text(some)
     own = next(line for line in text.splitlines() if " own " in line and "all_reduce" in line)
     assert own.split()[-3:] == ["3", "8.00x", "other"]
+    place = next(line for line in text.splitlines() if " mpidist " in line and " in place " in line)
+    assert place.split()[-2:] == ["2.00x", "other"]
     assert "growth" in text
     assert "NOT MET" in text
     assert "skipped: batch bert_base: no room" in text
@@ -74,9 +79,10 @@ def test_the_markdown_table(some: Results) -> None:
     header, rule, *lines = markdown_table(some).splitlines()
     assert header.count("|") == rule.count("|") == lines[0].count("|")
     assert lines == [
-        "| all_reduce 1 MiB | 200 us | - | 50 us | 100 us | 25 us | 2.00x | 8.00x |",
-        "| all_reduce 16 MiB | 5 ms | - | - | 7.5 ms | - | 0.67x | - |",
-        "| gradients of resnet50 | 30 ms | - | - | - | 5 ms | - | 6.00x |",
+        "| all_reduce 1 MiB | 200 us | 150 us (Iallreduce) | 80 us | - | 50 us"
+        " | - | 100 us, 2.00x | 40 us, 2.00x | 25 us, 8.00x |",
+        "| all_reduce 16 MiB | 5 ms | 5 ms (private) | - | - | - | - | 7.5 ms, 0.67x | - | - |",
+        "| gradients of resnet50 | 30 ms | 30 ms (one call per array) | - | - | - | - | - | - | 5 ms, 6.00x |",
     ]
 
 

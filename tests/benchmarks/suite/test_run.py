@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.measuring.components import NAMES
 from benchmarks.reports.files import load
 from benchmarks.suite import run
 from benchmarks.suite.run import OPERATIONS
@@ -31,7 +32,7 @@ def test_every_operation(ranks: int, tmp_path: Path) -> None:
     text = run_suite(ranks, tmp_path, "--no-gloo")
     results = load(tmp_path / f"{ranks}-ranks.json")
     measured = {row.operation for row in results.rows} | {figure.operation for figure in results.figures}
-    expected = {*OPERATIONS, "run", "scalar_all_reduce"} - {"latency"}
+    expected = {*OPERATIONS, "run", "context_all_reduce"} - {"latency"}
     assert measured == expected
     assert [row.key for row in results.rows if row.wrong] == []
     checked = {row.by for row in results.rows if row.wrong == 0}
@@ -43,12 +44,20 @@ def test_every_operation(ranks: int, tmp_path: Path) -> None:
     assert "strategy.run of an empty function" in text
 
 
-def test_three_kinds_of_buffers(tmp_path: Path) -> None:
+def test_kinds_of_buffers_and_ways_of_mpi(tmp_path: Path) -> None:
     run_suite(2, tmp_path, "--no-gloo", "--operations", "all_reduce,batch", "--name", "some")
-    rows = load(tmp_path / "some.json").rows
-    for operation in ("all_reduce", "batch"):
-        variants = {row.variant for row in rows if row.operation == operation and row.by == "mpidist"}
-        assert variants == {"out=", "new", "own"}
+    results = load(tmp_path / "some.json")
+
+    def variants(operation: str, by: str) -> set[str]:
+        return {row.variant for row in results.rows if (row.operation, row.by) == (operation, by)}
+
+    assert variants("all_reduce", "mpidist") == {"out=", "new", "own", "in place"}
+    assert variants("batch", "mpidist") == {"out=", "new", "own"}
+    absent = {name for name in NAMES if f"mpi, {name}: this MPI has no such component" in results.skipped}
+    assert variants("all_reduce", "mpi") == {"private", "Iallreduce", "in place", *NAMES} - absent
+    # Short calls are on inputs of their own, and those of a group are small enough for a cache.
+    small = {(row.size, row.calls) for row in results.rows if row.by == "copy" and row.operation == "all_reduce"}
+    assert small == {(4, 20), (1000, 20), (256 << 10, 1)}
     assert (tmp_path / "some.csv").exists()
 
 

@@ -98,7 +98,7 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     p->nasty = chance(&d, 30);
     int is_alone = w->ranks[0] == 1 || (w->nodes > 1 && w->ranks[1] == 1);
     p->stranger = chance(&d, 4) && !is_alone ? (int)below(&d, MOST_RANKS) % w->ranks[node] : -1;
-    p->call.flags = (chance(&d, 40) ? NC_SHARE : 0) | (chance(&d, 20) ? NC_BUFFER : 0);
+    p->call.flags = chance(&d, 40) ? NC_SHARE : 0;
     if (p->call.kind == NC_ALL_GATHER)
         plan_gather(w, node, p, &d);
     else if (p->call.kind != NC_MEET)
@@ -216,10 +216,10 @@ int64_t word_told(const world_plan *w, int number, int rank, int i)
     return (int64_t)draw(&d);
 }
 
-uint64_t held_by(const world_plan *w, int number, int rank)
+int64_t note_of(const world_plan *w, int number, int rank)
 {
     dice d = dice_of(w->seed ^ 0x4321, (uint64_t)(number * MOST_RANKS + rank));
-    return draw(&d) & draw(&d) & draw(&d);
+    return (int64_t)draw(&d);
 }
 
 void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)

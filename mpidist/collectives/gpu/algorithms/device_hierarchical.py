@@ -24,12 +24,11 @@ from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import takes_device_memory
 from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
 from mpidist.collectives.mpi.agreed import problems_of
-from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, until_event
+from mpidist.collectives.mpi.waiting import Steps, pause, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.node.pipeline import Wire
 from mpidist.collectives.reduce.algorithms.two_level import Wires
-from mpidist.collectives.reduce.registry import AlgorithmEntry, gpu_algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, Wire, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
@@ -48,7 +47,7 @@ class DeviceHierarchical:
     def __init__(
         self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing, streams: DeviceStreams, staging: StagingRing
     ) -> None:
-        self._board = node.board
+        self._comm = node.comm
         self._level = level
         self._wires = wires
         self._ring = ring
@@ -81,7 +80,7 @@ class DeviceHierarchical:
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
         if nccl is not None:
             streams.watch(nccl)
-        level = _InNode(nccl, node.rank, min(len(ranks) for ranks in node.ranks), streams)
+        level = _InNode(nccl, node.rank, node.rails, streams)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
         # MPI does not wait for what a stream has still to do with memory that it gave out before.
@@ -104,7 +103,7 @@ class DeviceHierarchical:
                 moved = run.move()
             looks = 0 if moved else looks + 1
             if looks:
-                self._board.pause(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+                pause(self._comm, looks)
                 yield
         with streams.on():
             return job.store()

@@ -31,7 +31,6 @@ class Staged:
     """
 
     def __init__(self, site: DeviceSite, chunk_bytes: int) -> None:
-        self._node = site.node
         self._streams = site.streams
         self._choice = site.on_host
         self._pool = site.pool
@@ -83,11 +82,9 @@ class Staged:
         options = job.options
         if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
-        host_job = PackedReduction(chunk, [given], [reduced], job.op, None, options, self._pool)
+        host_job = PackedReduction(chunk, [given], [], [reduced], job.op, None, options, self._pool)
         names = self._choice.names_for(chunk.nbytes, options)
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
-        algorithm.prepare(host_job, may_share=False)
-        yield from self._node.board.meet()
         yield from algorithm.all_reduce(host_job)
 
     def close(self) -> None:

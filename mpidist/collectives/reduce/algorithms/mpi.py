@@ -16,11 +16,13 @@ class Mpi:
         site: Where it works; its communicator is not freed.
     """
 
+    takes_replicas = False
+
     def __init__(self, site: Site) -> None:
         self._comm = site.comm
 
-    def prepare(self, job: PackedReduction, may_share: bool) -> None:
-        """See ``Algorithm``."""
+    def start(self, job: PackedReduction) -> None:
+        """See ``Algorithm``: MPI begins when all have met."""
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""

@@ -1,44 +1,35 @@
 """All-reduce in two levels: inside each node, between the nodes, inside again.
 
-The elements are cut into chunks, and each chunk into one slice per *rail*: the ranks with the same number on every
-node. A rank reduces its slice over its node, then over its rail, and the ranks of the node copy one another's slices.
-Several chunks are on their way at a time, so the work inside a node hides behind the wire; on a single node there
-is no wire, and every rank has a slice. (The scheme of BlueConnect, doi:10.1147/JRD.2019.2947013, with shared memory as
-its first level; on one node the reduce-scatter and all-gather of Rabenseifner's algorithm.)
+The elements are cut into stripes, one for each *rail*: the ranks with the same number on every node. Slice by slice a
+rank reduces its stripe over its node, then over its rail, and the ranks of the node copy one another's slices. Several
+slices are on their way at a time, so the work inside a node hides behind the wire; on a single node there is no wire,
+and every rank has a stripe. (The scheme of BlueConnect, doi:10.1147/JRD.2019.2947013, with shared memory as its first
+level; on one node the reduce-scatter and all-gather of Rabenseifner's algorithm.) The node's core does what is done
+inside a node.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpidist.arrays.dtypes import Array, as_dtype
-from mpidist.collectives.mpi.gathering import agreed_minimum
-from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.neighbours_memory import address_of
-from mpidist.collectives.node.node import Node
-from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.node.pipeline import Pipeline, WatchedPipeline, WatchedWire, Wire
-from mpidist.collectives.node.shared_memory import room_for_segments
-from mpidist.collectives.node.stage import (
-    ChunkBuffers,
-    InOwnTargets,
-    Inputs,
-    InShared,
-    InSliceBuffers,
-    InTargets,
-    PrivateSliceBuffers,
-    Results,
-    Scratch,
-    SliceBuffers,
-)
+from mpidist.collectives.mpi.waiting import Steps, pause
+from mpidist.collectives.node.chunks import pieces
+from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SLICE, Core
+from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
+from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
-    ONE_NODE,
     AlgorithmEntry,
     Row,
     Site,
+    Wire,
     host_algorithms,
     wire_algorithms,
 )
@@ -49,10 +40,12 @@ from mpidist.core.options import CommunicationOptions
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpidist.collectives.node.node import Node
-
 # The way that sums in a fixed order, and rounds every contribution once.
 _IN_ORDER = "pairwise"
+# Between nodes less than this is not worth a message to each of them.
+_SMALLEST_SLICE_ON_WIRE = 64 << 10
+# Slices begin at multiples of the largest element.
+_ALIGNMENT = 64
 
 
 class Wires:
@@ -88,190 +81,240 @@ class Wires:
         return name, self._made[key]
 
 
-# Bytes of a chunk that one rank reduces, at most. On one node best between 256 KiB and 1 MiB on the machines measured:
-# large enough for the call, small enough for the cache. Between nodes it is cut once more into messages.
-SLICE_BYTES = 512 << 10
-SLICE_BYTES_BETWEEN_NODES = 1 << 20
-# Between nodes less than this is not worth a message to each of them.
-_SMALLEST_SLICE_ON_WIRE = 64 << 10
-_SMALLEST_SLICE_BYTES = 16 << 10
-# Chunks on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
-_DEPTH_ON_ONE_NODE = 2
-_DEPTH_BETWEEN_NODES = 16
-# Bytes of the slots of a node, at most, where smaller slices make do with less.
-_MOST_SLOT_BYTES = 128 << 20
-# Slices are cut at multiples of the largest element.
-_ALIGNMENT = 64
-# A rank tells its node before the ranks meet: whether it takes a shared result, which shared results it holds,
-# then where each piece of its input lies, and of its result.
-_TAKES_SHARED, _HELD, _PLACES = range(3)
-
-
 class TwoLevel:
     """All-reduces in two levels, one after the other.
 
     Args:
-        node: The node of this rank.
-        wires: The ways between nodes.
-        slice_bytes: Bytes of a chunk that one rank reduces.
-        buffers: Memory of reduced slices on their way; None for the ranks' own results.
-        slots: Memory that private input passes through; None where it is read out of the ranks' own memory.
+        site: Where they are carried out.
     """
 
-    def __init__(
-        self, node: Node, wires: Wires, slice_bytes: int, buffers: SliceBuffers | None, slots: ChunkBuffers | None
-    ) -> None:
-        self._node = node
-        self._wires = wires
-        self._slice_bytes = slice_bytes
-        self._buffers = buffers
-        self._slots = slots
-        self._rails = _rails(node)
-        self._depth = _depth(node)
-        self._scratch = Scratch(slice_bytes)
+    def __init__(self, site: Site) -> None:
+        self._comm, self._node = site.comm, site.node
+        self._wires = Wires(site.comm, site.node, site.between_nodes)
+        self.takes_replicas = site.node.is_alone and site.node.core is not None
 
     @classmethod
-    def made(cls, site: Site, in_place: bool) -> Steps[TwoLevel]:
+    def made(cls, site: Site) -> Steps[TwoLevel]:
         """Return a new one (collective).
 
-        Args:
-            site: Where it works.
-            in_place: Whether private input is read out of the ranks' own memory, or passes through shared memory.
-
         Raises:
-            AlgorithmError: A rank may not read its neighbours' memory, or shared memory has no room; on all ranks.
+            AlgorithmError: Shared memory has no room; on all ranks.
         """
-        node, wires = site.node, Wires(site.comm, site.node, site.between_nodes)
-        if not in_place:
-            size, slots = yield from _made_slots(site.comm, node)
-            return cls(node, wires, size, slots, slots)
-        if not node.reads_neighbours:
+        if not (yield from site.node.make_room(site.comm)):
             raise AlgorithmError(
-                "algorithm 'neighbours' reads the memory of other ranks, which the kernel forbids here (ptrace scope, "
-                "or containers of their own), or MPIDIST_READ_NEIGHBOURS=0; leave algorithm out"
+                "algorithm 'hierarchical' found no room in /dev/shm on every node; make it larger (docker run "
+                "--shm-size=1g) or leave algorithm out"
             )
-        buffers = None
-        if not node.is_alone:
-            buffers = yield from PrivateSliceBuffers.made(node, _slice_bytes(node), _depth(node))
-        return cls(node, wires, _slice_bytes(node), buffers, None)
+        return cls(site)
 
-    def prepare(self, job: PackedReduction, may_share: bool) -> None:
-        """See ``Algorithm``."""
-        shared = self._node.shared
-        locations = [shared.locate(piece) if shared.has_arrays else None for piece in job.pieces]
-        # Small arrays that were copied together come out of the shared result, too.
-        takes_shared = may_share and None not in locations[job.has_buffer :]
-        inputs = [
-            address_of(piece) if location is None else -1 - location
-            for piece, location in zip(job.pieces, locations, strict=True)
-        ]
-        held = self._node.results.held()
-        job.own_results = None if takes_shared else job.targets()
-        self._node.board.tell([takes_shared, held, *inputs, *self._result_places(job.own_results)])
-
-    def _result_places(self, results: list[Array] | None) -> list[int]:
-        # Slices that pass buffers are not read out of the ranks' results.
-        return [] if results is None or self._buffers is not None else [address_of(result) for result in results]
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """See ``Algorithm``: on one node the data go with the meeting."""
+        core = self._node.core
+        return None if core is None or not self._node.is_alone else partial(self._begin, job, core)
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
-        node, number = self._node, len(job.counts)
-        told = node.board.told(_PLACES + 2 * number)
-        inputs = Inputs(node, job, [row[_PLACES : _PLACES + number] for row in told], self._slots, self._scratch)
-        takes = [row[_TAKES_SHARED] for row in told]
-        shared = None
-        if all(takes):
-            shared = yield from node.results.take(job.nbytes, [row[_HELD] for row in told])
-        if shared is not None:
-            flat = shared.view(job.dtype)
-            yield from self._run(job, inputs, InShared(flat), buffers=None)
-            flat.flags.writeable = False
-            return job.cut(flat)
-        targets = job.targets() if job.own_results is None else job.own_results
-        result_places = [row[_PLACES + number :] for row in told]
-        results: Results
-        if self._buffers is not None:
-            lone = node.size == 1 and not node.is_alone
-            results = InOwnTargets(job, targets, self._buffers) if lone else InSliceBuffers(job, targets, self._buffers)
-        else:
-            if any(takes):
-                # There is no shared result after all.
-                node.board.tell(self._result_places(targets))
-                yield from node.board.meet()
-                result_places = node.board.told(number)
-            results = InTargets(node, job, targets, result_places)
-        yield from self._run(job, inputs, results, self._buffers)
-        return targets if job.given is None else job.given
+        core = self._node.core
+        if core is None:
+            yield from self._reduce_alone(job)
+            return job.targets()
+        if not job.has_begun:
+            self._begin(job, core, 0)
+        shared = yield from self._settle_result(job, core)
+        in_flight = None if self._node.is_alone else self._to_wire(job)
+        yield from self._finish(job, core, in_flight, shared)
+        if shared is None:
+            return job.targets() if job.is_wanted else []
+        shared.flags.writeable = False
+        return job.cut(shared)
 
-    def _run(self, job: PackedReduction, inputs: Inputs, results: Results, buffers: SliceBuffers | None) -> Steps[None]:
-        slice_bytes = self._slice_bytes
-        if not self._node.is_alone:
-            # Of a small message, too, several chunks shall be on their way.
-            share = -(-job.nbytes // (self._rails * self._depth * _ALIGNMENT)) * _ALIGNMENT
-            slice_bytes = min(slice_bytes, max(share, _SMALLEST_SLICE_ON_WIRE))
-        per_slice = slice_bytes // job.dtype.itemsize
-        per_chunk = per_slice * self._rails
-        if self._node.is_alone and isinstance(results, InShared) and not inputs.pass_slots:
-            # Nobody waits for parts, and each rank keeps to the share of the memory that is near to it.
-            per_chunk = job.count
-        wire: Wire | None = None
-        if not self._node.is_alone:
-            job.took, wire = self._wires.choose(min(-(-job.nbytes // self._rails), slice_bytes), job.options)
-        make = Pipeline
-        if job.tell_chunk is not None:
-            make = WatchedPipeline
-            wire = None if wire is None else WatchedWire(wire, job.tell_chunk)
-        run = make(
-            self._node, job, inputs, results, wire, self._rails, per_chunk, per_slice, self._depth, buffers is not None
+    def _begin(self, job: PackedReduction, core: Core, identity: int) -> None:
+        may_share = job.may_share and self._node.shared.has_arrays
+        outs = job.targets() if job.is_wanted and not may_share else []
+        job.has_begun = True
+        core.reduce(
+            identity,
+            job.op,
+            job.dtype,
+            [job.pieces, *job.more],
+            None if may_share else outs,
+            divisor=job.divisor,
+            per_slice=0 if self._node.is_alone else self._slice_bytes(job) // job.dtype.itemsize,
+            held=self._node.results.held() if may_share else 0,
+            is_wanted=job.is_wanted,
+            is_watched=job.tell_chunk is not None,
         )
-        yield from run.steps()
-        if inputs.are_read_in_place or isinstance(results, (InTargets, InShared)):
-            # The others may still be reading.
-            yield from self._node.board.meet()
+        if core.state == OVERLAP:
+            job.copy_inputs()
+            self._begin(job, core, identity)
+
+    def _slice_bytes(self, job: PackedReduction) -> int:
+        """Return the bytes of a slice between nodes.
+
+        Of a small message, too, several shall be on their way.
+        """
+        node = self._node
+        share = -(-job.nbytes // (node.rails * LANES_BETWEEN_NODES * _ALIGNMENT)) * _ALIGNMENT
+        return min(node.slice_bytes, max(share, _SMALLEST_SLICE_ON_WIRE))
+
+    def _settle_result(self, job: PackedReduction, core: Core) -> Steps[Array | None]:
+        """Return the result that the ranks of the node share, once they have met.
+
+        None where not all take one.
+        """
+        results = self._node.results
+        yield from core.go_on()
+        while core.state == MET and job.may_share:
+            if not core.shares():
+                core.targets(job.targets())
+                return None
+            shared = results.free(job.nbytes, core.notes())
+            if shared is not None:
+                core.targets(None, shared)
+                return shared.view(job.dtype)
+            # Its making takes meetings of its own, after which the ranks meet for this call once more.
+            job.may_share = yield from results.add(job.nbytes)
+            self._begin(job, core, 0)
+            yield from core.go_on()
+        if core.state == MET:
+            core.look()
+        return None
+
+    def _to_wire(self, job: PackedReduction) -> _InFlight:
+        slice_bytes = self._slice_bytes(job)
+        job.took, wire = self._wires.choose(min(-(-job.nbytes // self._node.rails), slice_bytes), job.options)
+        return _InFlight(job, wire)
+
+    def _finish(
+        self, job: PackedReduction, core: Core, in_flight: _InFlight | None, shared: Array | None
+    ) -> Steps[None]:
+        """Go on until this rank has its result, slices crossing between the nodes."""
+        looks = 0
+        while core.state != DONE:
+            if core.state == SLICE:
+                assert in_flight is not None
+                self._send(job, core, in_flight, shared)
+            elif core.state == CHUNK and job.tell_chunk is not None:
+                name, chunk, nanoseconds = core.event()
+                job.tell_chunk(name, chunk, time.perf_counter_ns() - nanoseconds, 0)
+            elif in_flight is None:
+                yield from core.go_on()
+                continue
+            else:
+                arrived = in_flight.move()
+                for chunk in arrived:
+                    core.crossed(chunk)
+                looks = 0 if arrived else core.pause(looks)
+                yield
+            core.look(0 if in_flight is None else None)
+
+    def _send(self, job: PackedReduction, core: Core, in_flight: _InFlight, shared: Array | None) -> None:
+        """Put a reduced slice on its way."""
+        part, slots = core.slice(), self._node.slots
+        if part.length == 0:
+            in_flight.add(part.chunk, None)
+            return
+        if shared is not None:
+            flat = shared[part.start : part.start + part.length]
+        else:
+            assert slots is not None
+            flat = slots[part.lane : part.lane + part.length * job.dtype.itemsize].view(job.dtype)
+        in_flight.add(part.chunk, in_flight.crossing(flat, flat, part.chunk, part.start))
+
+    # A rank that is alone on its node ---------------------------------------------------------------------------
+
+    def _reduce_alone(self, job: PackedReduction) -> Steps[None]:
+        if self._node.is_alone:
+            for piece, target in zip(job.pieces, job.targets(), strict=True):
+                np.copyto(target, piece)
+                divided(target, job.divisor)
+            return
+        in_flight, per_slice = self._to_wire(job), self._slice_bytes(job) // job.dtype.itemsize
+        start = looks = 0
+        while start < job.count or len(in_flight):
+            while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
+                stop = min(start + per_slice, job.count)
+                chunk = start // per_slice
+                in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop))
+                start = stop
+            looks = 0 if in_flight.move() else looks + 1
+            pause(self._comm, looks)
+            yield
+
+    def _crossing_alone(
+        self, job: PackedReduction, in_flight: _InFlight, chunk: int, start: int, stop: int
+    ) -> Steps[None]:
+        parts = pieces(job.counts, start, stop, stop - start)
+        inputs = [job.pieces[piece][begin : begin + count] for piece, begin, count, _ in parts]
+        targets = [job.targets()[piece][begin : begin + count] for piece, begin, count, _ in parts]
+        if len(parts) == 1:
+            yield from in_flight.crossing(inputs[0], targets[0], chunk, start)
+            divided(targets[0], job.divisor)
+            return
+        flat = np.concatenate(inputs)
+        yield from in_flight.crossing(flat, flat, chunk, start)
+        divided(flat, job.divisor)
+        for target, (_, _, count, offset) in zip(targets, parts, strict=True):
+            target[:] = flat[offset - start : offset - start + count]
 
     def close(self) -> None:
-        """Let go of the memory; shared memory belongs to the node."""
-        self._slots = self._buffers = None
+        """Free nothing: the memory is the node's."""
 
 
-def _rails(node: Node) -> int:
-    return min(len(ranks) for ranks in node.ranks)
+class _InFlight:
+    """The slices of one reduction on their way between the nodes.
+
+    Args:
+        job: The reduction.
+        wire: The way.
+    """
+
+    def __init__(self, job: PackedReduction, wire: Wire) -> None:
+        self._job = job
+        self._wire = wire
+        self._parts: deque[tuple[int, Steps[None] | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def crossing(self, source: Array, flat: Array, chunk: int, start: int) -> Steps[None]:
+        """Take a slice over the wire.
+
+        Args:
+            source: This rank's input.
+            flat: The result.
+            chunk: Tells it apart.
+            start: Its first element.
+        """
+        job, began = self._job, time.perf_counter_ns()
+        yield from self._wire.all_reduce(source, flat, job.op, chunk, self._residual(flat, start))
+        if job.tell_chunk is not None:
+            job.tell_chunk("chunk", chunk, began, flat.nbytes)
+
+    def _residual(self, flat: Array, start: int) -> Array | None:
+        residuals = self._job.residuals
+        if residuals is not None and start not in residuals:
+            residuals[start] = np.zeros_like(flat)
+        return None if residuals is None else residuals[start]
+
+    def add(self, chunk: int, steps: Steps[None] | None) -> None:
+        """Add a slice with the steps that it takes; None for none."""
+        self._parts.append((chunk, steps))
+
+    def move(self) -> list[int]:
+        """Move all on; return the chunks that have come since, in order."""
+        self._parts = deque((chunk, steps and _moved(steps)) for chunk, steps in self._parts)
+        arrived = []
+        while self._parts and self._parts[0][1] is None:
+            arrived.append(self._parts.popleft()[0])
+        return arrived
 
 
-def _slice_bytes(node: Node) -> int:
-    return SLICE_BYTES if node.is_alone else SLICE_BYTES_BETWEEN_NODES
+def _moved(steps: Steps[None]) -> Steps[None] | None:
+    """Take one more step; return the steps, or None when there are no more."""
+    return None if next(steps, steps) is steps else steps
 
 
-def _depth(node: Node) -> int:
-    return _DEPTH_ON_ONE_NODE if node.is_alone else _DEPTH_BETWEEN_NODES
-
-
-def _made_slots(comm: MPI.Intracomm, node: Node) -> Steps[tuple[int, ChunkBuffers]]:
-    """Return the size of slices that fits on every node, and the slots (collective)."""
-    room, size, rails, depth = room_for_segments(), _slice_bytes(node), _rails(node), _depth(node)
-    room = _MOST_SLOT_BYTES if room is None else min(room, _MOST_SLOT_BYTES)
-    while depth * size * (rails + 1) * node.size > room and size >= _SMALLEST_SLICE_BYTES:
-        size //= 2
-    size = yield from agreed_minimum(comm, size)
-    segments = None
-    if size >= _SMALLEST_SLICE_BYTES:
-        segments = yield from node.shared.segments(depth * size * (rails + 1))
-    everywhere = yield from agreed_minimum(comm, int(segments is not None))
-    if segments is None or not everywhere:
-        raise AlgorithmError(
-            "algorithm 'window' found no room in /dev/shm on every node; make it larger (docker run --shm-size=1g) or "
-            "leave algorithm out"
-        )
-    return size, ChunkBuffers(node.rank, segments, size * rails, size)
-
-
-def _by_memory(node: Node) -> str:
-    return "neighbours" if node.reads_neighbours else "window"
-
-
-for _entry in (
-    AlgorithmEntry("neighbours", partial(TwoLevel.made, in_place=True), ONE_NODE[:1], ONE_NODE[:1]),
-    AlgorithmEntry("window", partial(TwoLevel.made, in_place=False), HOST_PLACES, ONE_NODE),
-    AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, stands_for=_by_memory),
-):
-    host_algorithms.register(replace(_entry, is_ordered=True, rounds=True))
+host_algorithms.register(
+    AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, HOST_PLACES[:1], is_ordered=True, rounds=True)
+)

@@ -1,0 +1,74 @@
+"""Short calls: all-reduces that go from the method straight to the node's core and back.
+
+They take no part in what an ``Operation`` takes part in. So the way is closed while there is anything that has to see a
+call, or to come before it; what is out of the ordinary in a call, the core hands back to be carried on as an operation.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from mpidist.collectives.channel.description import Description
+from mpidist.collectives.node.core import Core
+
+# Cells of the core: whether the way is closed, short calls so far, signature of the last.
+_CLOSED, _CALLS, _LAST = range(3)
+_BY_CORE, _BY_PYTHON = 1, 2
+
+
+class ShortCalls:
+    """The short calls of one channel.
+
+    Args:
+        core: Of the node; None where there are none.
+        may_be_open: Returns whether nothing has to see a call or to come before it.
+    """
+
+    def __init__(self, core: Core | None, may_be_open: Callable[[], bool]) -> None:
+        self._core = core  # which keeps the cells
+        self._cells = memoryview(array("q", [0, 0, 0])) if core is None else core.cells
+        self._may_be_open = may_be_open
+        self._known: dict[int, Description] = {}
+        self._seen = 0
+        self.close()
+
+    def close(self) -> None:
+        """Send calls the long way from now on."""
+        self._cells[_CLOSED] |= _BY_PYTHON
+
+    def settle(self) -> None:
+        """Open or close the way, as things are."""
+        if self._may_be_open():
+            self._cells[_CLOSED] &= ~_BY_PYTHON
+        else:
+            self._cells[_CLOSED] |= _BY_PYTHON
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether another thread is in a short call."""
+        return bool(self._cells[_CLOSED] & _BY_CORE)
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return self._cells[_CALLS]
+
+    def last(self) -> Description | None:
+        """Return the description of the last call if it was a short one.
+
+        That is, if none has been ``seen`` since.
+        """
+        return None if self._seen == self.count else self._known[self._cells[_LAST]]
+
+    def seen(self) -> None:
+        """Take note that another call follows."""
+        self._seen = self.count
+
+    def learn(self, number: int, description: Description) -> None:
+        """Keep the description of a signature."""
+        self._known[number] = description
+
+    def description(self, number: int) -> Description:
+        """Return the description of a signature."""
+        return self._known[number]

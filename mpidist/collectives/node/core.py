@@ -1,0 +1,361 @@
+"""Core: the native core of one node, where its ranks meet and move data.
+
+What its functions do stands in ``mpidist/native/mpidist.h``. This is the only file that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
+from mpidist.collectives.node.mapping import address_of
+from mpidist.collectives.node.native import Functions
+from mpidist.core.enums import ReduceOp
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# As in mpidist.h: what a call does, ...
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3
+_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
+_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
+# Beside the kernel of an operation, for the short way: it tells a mean from a sum.
+_IS_MEAN = 16
+_BYTE = 4
+_DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for power in range(4)}
+_DTYPES |= {("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
+_DTYPES |= {("f", np.dtype(np.longdouble).itemsize): 12, ("c", np.dtype(np.clongdouble).itemsize): 15}
+# ... its flags, ...
+_STOP, _SHARE, _UNWANTED, _WATCH = 1, 2, 4, 8
+# ... and its states.
+DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, LOST = range(8)
+OVERLAP = -1
+_WAITING = (NOT_YET, MOVED)
+_EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
+
+# Nanoseconds for which a call goes on by itself: long enough for the others to come who are about to.
+_BEGINS, _GOES_ON = 50_000, 200_000
+# After so many of them in vain it only looks, and takes naps in between.
+_LONG_LOOKS = 20
+_ALIGNMENT = 64
+# NC_INPUTS of mpidist.h.
+MOST_INPUTS = 8192
+
+
+class Short(NamedTuple):
+    """The functions of the short way.
+
+    Each returns None for arguments that it does not know.
+
+    Attributes:
+        all_reduce: Takes operation, array, and an array for the result or None.
+        reduce_scatter: Takes operation and array.
+        all_gather: Takes the array, which it concatenates along the first axis.
+        broadcast: Takes array and root.
+    """
+
+    all_reduce: Callable[[object, object, object], Any]
+    reduce_scatter: Callable[[object, object], Any]
+    all_gather: Callable[[object], Any]
+    broadcast: Callable[[object, object], Any]
+
+
+def _nothing(*_: object) -> None:
+    """Return None: nothing is known."""
+
+
+NO_SHORT = Short(_nothing, _nothing, _nothing, _nothing)
+
+# Takes number of the signature, state, array and result.
+GoOn = Callable[[int, int, Array, Array], Array]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a rank's slots, in bytes.
+
+    Attributes:
+        small: Of each of two, for what is shown before the ranks meet.
+        chunk: Of each of two, for the inputs of others' slices.
+        piece: Of a reduced slice, at most.
+        lanes: How many reduced slices may be on their way.
+    """
+
+    small: int
+    chunk: int
+    piece: int
+    lanes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return 2 * self.small + 2 * self.chunk + self.lanes * self.piece
+
+
+class Slice(NamedTuple):
+    """A reduced slice of this rank, which has to go to the other nodes.
+
+    Attributes:
+        chunk: Its number.
+        start: Its first element.
+        length: Its elements.
+        lane: Where it lies in this rank's slots, in bytes.
+    """
+
+    chunk: int
+    start: int
+    length: int
+    lane: int
+
+
+class Core:
+    """The core of one node of several ranks (collective over them).
+
+    Args:
+        functions: Of the library.
+        comm: The ranks of the node.
+        pids: Their processes, whose memory each may read; None where that is forbidden.
+        is_alone: Whether there are no other nodes.
+        rails: How many ranks of the node reduce a slice.
+
+    Attributes:
+        state: Of the call that was begun last.
+    """
+
+    def __init__(
+        self, functions: Functions, comm: MPI.Intracomm, pids: list[int] | None, is_alone: bool, rails: int
+    ) -> None:
+        self._comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._window, memory = _control_memory(comm, functions["control_bytes"](self.size))
+        self._calls: dict[str, Any] = functions["open"](
+            address_of(memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
+        )
+        self._begin: Callable[..., int] = self._calls["begin"]
+        self._step: Callable[[int], int] = self._calls["step"]
+        self.state = DONE
+        self.cells = self._calls["cells"].cast("q")
+        """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
+
+    # Meeting ----------------------------------------------------------------------------------------------------
+
+    def meet(self, identity: int) -> None:
+        """Begin a meeting, whose ``state`` is MISMATCH where another rank passes another identity."""
+        self.state = self._calls["meet"](identity)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the call has not got as far as it can by itself."""
+        return self.state in _WAITING
+
+    def go_on(self) -> Steps[None]:
+        """Yield until the call needs something, or is done."""
+        looks = 0
+        while self.state in _WAITING:
+            looks = self.pause(looks)
+            yield
+            self.look(looks)
+
+    def look(self, looks: int | None = 0) -> None:
+        """Go on with the call, after so many looks in vain.
+
+        None if there is something else to do than to wait.
+        """
+        self.state = self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON)
+
+    def pause(self, looks: int) -> int:
+        """Let others have the core after looks in vain; return how many there are now."""
+        if self.state == MOVED:
+            return 0
+        pause(self._comm, looks + 1)
+        return looks + 1
+
+    def meeting(self) -> Steps[None]:
+        """Yield until all ranks of the node have come.
+
+        Each then sees all earlier writes of the others.
+        """
+        self.meet(0)
+        yield from self.go_on()
+
+    def tell(self, words: Sequence[int]) -> None:
+        """Tell the others whole numbers, which they read after the next meeting."""
+        self._calls["tell"](list(words))
+
+    def told(self, count: int) -> list[list[int]]:
+        """Return the first ``count`` whole numbers that each rank told before the last meeting."""
+        told: list[list[int]] = self._calls["told"](count)
+        return told
+
+    # Calls ------------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        identity: int,
+        op: ReduceOp,
+        dtype: DType,
+        inputs: list[list[Array]],
+        outs: list[Array] | None,
+        *,
+        divisor: int | None = None,
+        per_slice: int = 0,
+        held: int = 0,
+        is_wanted: bool = True,
+        is_watched: bool = False,
+    ) -> None:
+        """Begin an all-reduce of contiguous arrays.
+
+        The state is OVERLAP, and nothing has begun, where results would overwrite inputs that are still to be read.
+
+        Args:
+            identity: The same on all ranks.
+            op: The operation.
+            dtype: Of the arrays.
+            inputs: The arrays of each replica of this rank, at most ``MOST_INPUTS`` in all; ranks and replicas are
+                combined in their order.
+            outs: Those for the result; None to learn after the meeting whether it may be shared, see ``targets``.
+            divisor: By which the result is divided, if any.
+            per_slice: Elements that travel together; 0 for what the core thinks best.
+            held: Bits of the shared results that this rank still holds.
+            is_wanted: Whether this rank wants the result.
+            is_watched: Whether the state becomes MET after the meeting, and CHUNK after each step of a chunk.
+        """
+        flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
+        flags |= (_STOP | _WATCH) * is_watched
+        unit = _ALIGNMENT // dtype.itemsize or 1
+        self.state = self._begin(
+            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
+            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, _BEGINS,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, identity: int, op: ReduceOp, array: Array, row_size: int, out: Array, divisor: int | None
+    ) -> None:
+        """Begin a reduction of which each rank keeps its rows."""
+        self.state = self._begin(
+            identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, max(row_size, 1), 0, 0,
+            [array], [out], _BEGINS,
+        )  # fmt: skip
+
+    def gather(self, identity: int, given: Array, note: int) -> None:
+        """Begin to gather the bytes that each rank gives.
+
+        The state becomes MET when all ``notes`` are there.
+        """
+        self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, _BEGINS)
+
+    def notes(self) -> list[int]:
+        """Return the number that each rank gave with its call."""
+        notes: list[int] = self._calls["notes"]()
+        return notes
+
+    def shares(self) -> bool:
+        """Return whether all ranks take a result that they share."""
+        return bool(self._calls["shares"]())
+
+    def targets(self, outs: list[Array] | None, shared: Array | None = None) -> None:
+        """Say where the result goes, and go on with the call.
+
+        Into arrays of this rank, or one that all share.
+        """
+        self._calls["targets"](outs, 0 if shared is None else address_of(shared))
+        self.look()
+
+    def slice(self) -> Slice:
+        """Return the slice that is to go to the other nodes."""
+        return Slice(*self._calls["slice"]())
+
+    def crossed(self, chunk: int) -> None:
+        """Take note that the slice of a chunk has come from the other nodes.
+
+        In the order of chunks.
+        """
+        self._calls["crossed"](chunk)
+
+    def event(self) -> tuple[str, int, int]:
+        """Return name, number of the chunk, and nanoseconds of the step that was watched."""
+        what, chunk, nanoseconds = self._calls["event"]()
+        return _EVENTS[what], chunk, nanoseconds
+
+    # The short way ----------------------------------------------------------------------------------------------
+
+    def open_short(self, take: Callable[..., Array], go_on: GoOn) -> Short:
+        """Return the functions of the short way.
+
+        Args:
+            take: Returns memory for a result, given shape and dtype.
+            go_on: Carries on with a call whose ranks have not come soon, or differ: number of its signature, state,
+                value and result.
+        """
+        names: list[object] = [name for op in _OPS for name in (op, op.name)]
+        codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
+        self._calls["short"](np.ndarray, np.empty, take, go_on, names, codes)
+        return Short(*[self._calls[name] for name in Short._fields])
+
+    def learn(
+        self,
+        name: str,
+        array: Array,
+        identity: int,
+        op: ReduceOp | None = None,
+        divisor: int | None = None,
+        root: int = 0,
+    ) -> int | None:
+        """Open the short way to calls like one; return the number of its signature.
+
+        None where they cannot go it.
+
+        Args:
+            name: Of the function of ``Short``.
+            array: The one that it was given.
+            identity: The same on all ranks.
+            op: The operation, for one that reduces.
+            divisor: Of a mean.
+            root: The rank that gives, for a broadcast.
+        """
+        code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
+        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity)
+        return number
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def use_slots(self, segments: list[Array], sizes: Sizes) -> None:
+        """Take the slots of all ranks, each segment of ``sizes.nbytes``, into use."""
+        self._calls["room"]([address_of(segment) for segment in segments], *sizes)
+
+    def know(self, segments: list[Array]) -> None:
+        """Read arrays in place that lie in memory which all ranks map.
+
+        One segment of each rank, or one for all.
+        """
+        bases = [address_of(segments[rank % len(segments)]) for rank in range(self.size)]
+        self._calls["segment"](bases, segments[0].size)
+
+    def close(self) -> None:
+        """Free the memory (collective)."""
+        # But for the cells, which stay as long as this object does.
+        self._calls = {"step": self._step}
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, Array]:
+    mpi = import_mpi()
+    window = mpi.Win.Allocate_shared(nbytes if comm.Get_rank() == 0 else 0, _ALIGNMENT, comm=comm)
+    segment, _ = window.Shared_query(0)
+    memory = np.frombuffer(segment, np.uint8, nbytes)
+    if comm.Get_rank() == 0:
+        memory[:] = 0
+    window.Lock_all(mpi.MODE_NOCHECK)
+    window.Sync()
+    comm.Barrier()
+    return window, memory
+
+
+def _code_of(dtype: DType) -> int:
+    return _DTYPES[dtype.kind, dtype.itemsize]

@@ -1,0 +1,69 @@
+"""The C functions of the native core, or why this process has none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpidist.core.settings import NATIVE
+from mpidist.native.build_library import LIBRARY, SOURCES, source_id
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class _Core:
+    """The functions of the library, or the reason why there are none."""
+
+    functions: Functions | None = None
+    why_not: str | None = None
+
+
+def functions() -> Functions | None:
+    """Return the C functions by name, or None. Loads the library at the first call.
+
+    Raises:
+        RuntimeError: The library was built from other sources than those beside it.
+        ValueError: MPIDIST_NATIVE is neither 0 nor 1.
+    """
+    return _core().functions
+
+
+def why_not() -> str | None:
+    """Return why this process has no native core, or None where it has one.
+
+    Raises:
+        RuntimeError: The library was built from other sources than those beside it.
+        ValueError: MPIDIST_NATIVE is neither 0 nor 1.
+    """
+    return _core().why_not
+
+
+def _core() -> _Core:
+    return _load(SOURCES) if NATIVE.read() else _Core(why_not=f"{NATIVE.name}=0")
+
+
+@functools.cache
+def _load(folder: Path) -> _Core:
+    path = folder / LIBRARY
+    if not path.exists():
+        return _Core(why_not=f"{path} was not built (docs/install.md; the native core is for 64-bit Linux)")
+    try:
+        # Of the kind that keeps the GIL: its functions use Python's objects.
+        library = ctypes.PyDLL(str(path))
+    except OSError as error:
+        return _Core(why_not=f"it cannot be loaded: {error}")
+    library.nc_build.restype = ctypes.c_char_p
+    library.nc_functions.restype = ctypes.py_object
+    built, expected = library.nc_build().decode(), source_id(folder)
+    if built != expected:
+        raise RuntimeError(
+            f"{path} was built from other sources (id {built}) than those beside it (id {expected}). "
+            f"Type, in the checkout: make native, or {sys.executable} -m pip install -e ."
+        )
+    return _Core(functions=library.nc_functions())

@@ -1,0 +1,299 @@
+"""Compile the native core: the hooks that pip calls (PEP 517, 660), and ``python mpidist/native/build_library.py``.
+
+The hooks are those of setuptools, and bring the library where it belongs: into a wheel, whose tag then names the
+platform, or beside the sources. pip runs this file before mpidist and its requirements are there: it imports the
+standard library alone, and setuptools in the hooks.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib
+import io
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    ConfigSettings = Mapping[str, Any] | None
+    Compiler = tuple[str, list[str]]
+
+SOURCES = Path(__file__).resolve().parent
+LIBRARY = "libmpidist.so"
+
+_VARIABLE = "MPIDIST_BUILD_NATIVE"
+# Sums are the same whatever compiles them: no multiply-add in place of two operations. And no -march: the library
+# serves every CPU of its kind.
+_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+_LIBRARIES = ("-lm",)
+# By machine; without a target zig compiles for the CPU that it runs on.
+_ZIG_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "aarch64-linux"}
+_ZIG_GLIBC = "gnu.2.17"
+# Needs what the sources need: the headers of C11, those of the C library, and a linker.
+_PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
+_SHOWN_LINES = 15
+_SECONDS = 600.0
+
+
+class _CompilerError(Exception):
+    """A compiler is missing or failed. The text says how."""
+
+
+def source_id(folder: Path) -> str:
+    """Return the id of a folder's C sources, which a library built from them has."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in _c_files(folder):
+        for part in (path.name.encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _c_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.c"), *folder.glob("*.h")])
+
+
+def is_wanted() -> bool:
+    """Return whether there is to be a library: on 64-bit Linux, unless MPIDIST_BUILD_NATIVE is 0.
+
+    Raises:
+        SystemExit: MPIDIST_BUILD_NATIVE is neither 0 nor 1. It ends a hook, of which pip then shows the text alone.
+    """
+    value = os.environ.get(_VARIABLE) or "1"
+    if value not in ("0", "1"):
+        raise SystemExit(f"{_VARIABLE}={value!r}: expected 0 or 1")
+    has_platform = sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython"
+    return value == "1" and has_platform
+
+
+def compile_library(target: Path) -> None:
+    """Compile the sources into a shared library, by the first compiler that can.
+
+    Args:
+        target: The file to make. An older one is replaced as a whole, since programs may have it loaded.
+
+    Raises:
+        SystemExit: No compiler can; the text says what was tried, and what to type.
+    """
+    sources = [str(path) for path in _c_files(SOURCES) if path.suffix == ".c"]
+    define = f'-DNC_BUILD="{source_id(SOURCES)}"'
+    failures = []
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mpidist-") as folder:
+        made = Path(folder) / LIBRARY
+        for name, command in [*_compilers_of_the_system(), *_zig()]:
+            try:
+                _run([*command, *_FLAGS, define, "-o", str(made), *sources, *_LIBRARIES], Path(folder))
+                if name != "$CC" and _machine_of(made) != _machine_of(Path("/proc/self/exe")):
+                    raise _CompilerError("compiles for another machine")
+            except _CompilerError as error:
+                failures.append(f"  {name} ({shlex.join(command)}): {error}")
+                continue
+            made.replace(target)
+            print("\n".join([*failures, f"{target} was made by {name} ({shlex.join(command)})"]), file=sys.stderr)
+            return
+    raise SystemExit(_advice(failures))
+
+
+def _compilers_of_the_system() -> list[Compiler]:
+    """Return the compilers to try first, each a name and how a command begins."""
+    named = os.environ.get("CC")
+    # The cc of an HPE Cray may compile for the CPU of other nodes.
+    return [*([("$CC", shlex.split(named))] if named else []), *((name, [name]) for name in ("gcc", "clang", "cc"))]
+
+
+def _zig() -> list[Compiler]:
+    """Return the compiler of PyPI, where it has a wheel for this machine."""
+    target = _ZIG_TARGETS.get(platform.machine())
+    if target is None:
+        return []
+    libc = _ZIG_GLIBC if platform.libc_ver()[0] == "glibc" else "musl"
+    return [("ziglang", [sys.executable, "-m", "ziglang", "cc", "-target", f"{target}-{libc}", "-s"])]
+
+
+def _machine_of(file: Path) -> tuple[bytes, bytes]:
+    """Return bits and byte order of an ELF file, and its kind of CPU."""
+    with file.open("rb") as opened:
+        header = opened.read(20)
+    return header[4:6], header[18:]
+
+
+def _run(command: list[str], scratch: Path) -> None:
+    """Run a compiler, and show what it says: it may have warnings."""
+    try:
+        done = subprocess.run(
+            command,
+            # The home folder, where zig has its cache by default, may be full or not be there.
+            env={"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        raise _CompilerError(error.strerror) from None
+    except subprocess.TimeoutExpired:
+        raise _CompilerError(f"not done after {_SECONDS:.0f} s") from None
+    said = done.stdout.decode(errors="replace")
+    if done.returncode != 0:
+        lines = said.splitlines()[:_SHOWN_LINES]
+        raise _CompilerError("\n    ".join([f"exit status {done.returncode}", *lines]))
+    sys.stderr.write(said)
+
+
+def _advice(failures: list[str]) -> str:
+    return "\n".join(
+        [
+            "mpidist: no compiler could build the native core. Tried, in this order:",
+            *failures,
+            "Type one of these, and install again:",
+            "  apt-get install gcc libc6-dev      or the like of your system",
+            "  export CC=/path/to/compiler        one that knows C11",
+            f"  {sys.executable} -m pip install ziglang      with --no-build-isolation; x86_64 and aarch64",
+            f"  export {_VARIABLE}=0      without it: collectives inside a node are slower (docs/install.md)",
+        ]
+    )
+
+
+def build_in_place() -> None:
+    """Build the library beside its sources, or remove it where none is wanted."""
+    if is_wanted():
+        compile_library(SOURCES / LIBRARY)
+    else:
+        (SOURCES / LIBRARY).unlink(missing_ok=True)
+
+
+def requirements() -> list[str]:
+    """Return what the build needs from PyPI: ziglang where no other compiler works."""
+    if not is_wanted() or not _zig():
+        return []
+    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(_PROBE)
+        for _, command in _compilers_of_the_system():
+            try:
+                _run([*command, *_FLAGS, "-o", str(source.with_suffix(".so")), str(source), *_LIBRARIES], source.parent)
+            except _CompilerError:
+                continue
+            return []
+    return ["ziglang"]
+
+
+def add_library(wheel: Path, library: bytes) -> Path:
+    """Put the library into a wheel of setuptools and the platform into its tag.
+
+    Its C sources become those that were compiled: setuptools also takes what an earlier build left in ``build/``.
+
+    Returns:
+        The wheel's new path.
+    """
+    *first, python, abi, system = wheel.stem.split("-")
+    # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".
+    system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
+    tag = f"{python}-{abi}-{system}"
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {info.filename: archive.read(info) for info in archive.infolist()}
+    contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
+    contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
+    contents[f"mpidist/native/{LIBRARY}"] = library
+    (about,) = (name for name in contents if name.endswith(".dist-info/WHEEL"))
+    text = re.sub(r"^Tag: .*$", f"Tag: {tag}", contents[about].decode(), flags=re.MULTILINE)
+    contents[about] = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
+    wheel.unlink()
+    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
+    _write_wheel(tagged, contents)
+    return tagged
+
+
+def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
+    (record,) = (name for name in contents if name.endswith(".dist-info/RECORD"))
+    del contents[record]
+    rows = io.StringIO()
+    writer = csv.writer(rows, lineterminator="\n")
+    for name, data in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        writer.writerow([name, f"sha256={digest}", len(data)])
+    writer.writerow([record, "", ""])
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in [*contents.items(), (record, rows.getvalue().encode())]:
+            # Of one time, so that the same files make the same wheel.
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            archive.writestr(entry, data)
+
+
+# The hooks, with the names and arguments that PEP 517 and 660 give them.
+
+
+def _setuptools() -> ModuleType:
+    # Here, since programs import this file for source_id, and many have no setuptools.
+    return importlib.import_module("setuptools.build_meta")
+
+
+def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
+    """Return the packages that building a wheel needs."""
+    return [*requirements(), *_setuptools().get_requires_for_build_wheel(config_settings)]
+
+
+def get_requires_for_build_editable(config_settings: ConfigSettings = None) -> list[str]:
+    """Return the packages that an editable installation needs."""
+    return [*requirements(), *_setuptools().get_requires_for_build_editable(config_settings)]
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
+    """Write the metadata of the wheel, and return the name of their folder."""
+    folder: str = _setuptools().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    return folder
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
+    """Write the metadata of an editable installation, and return the name of their folder."""
+    folder: str = _setuptools().prepare_metadata_for_build_editable(metadata_directory, config_settings)
+    return folder
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
+) -> str:
+    """Build a wheel, with the library where it is wanted, and return its name."""
+    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
+        library = Path(folder) / LIBRARY
+        if is_wanted():
+            compile_library(library)
+        name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
+        return add_library(Path(wheel_directory) / name, library.read_bytes()).name if library.exists() else name
+
+
+def build_editable(
+    wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
+) -> str:
+    """Build the wheel of an editable installation, and the library beside the sources."""
+    build_in_place()
+    name: str = _setuptools().build_editable(wheel_directory, config_settings, metadata_directory)
+    return name
+
+
+def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
+    """Pack the sources, and return the archive's name."""
+    name: str = _setuptools().build_sdist(sdist_directory, config_settings)
+    return name
+
+
+if __name__ == "__main__":
+    # make asks for the requirements first, installs them, and builds.
+    if sys.argv[1:] == ["requirements"]:
+        print(*requirements())
+    else:
+        build_in_place()
