@@ -1,4 +1,4 @@
-"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, the core in C."""
+"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64."""
 
 from __future__ import annotations
 
