@@ -163,7 +163,7 @@ class ArrayCollectives:
         call = self._device_call(plan, arrays, out, options) if plan.on_device else None
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if options is None and plan.may_be_short and divisor == self.size and not more:
+        if self._engine.has_core and options is None and plan.may_be_short and divisor == self.size and not more:
             operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
         return operation
 
@@ -431,9 +431,9 @@ class ArrayCollectives:
                 if are_copies and merged.algorithm in gpu_names():
                     merged = replace(merged, algorithm=None)
                 most_inline = self._channel.handshake.most_numbers
-                joins = not self._engine.takes_pieces
+                by_core = self._engine.has_core
                 plan = ReductionPlan(
-                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, joins
+                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, by_core
                 )
                 self._keep(key, plan)
         return plan

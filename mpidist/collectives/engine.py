@@ -75,8 +75,8 @@ class Engine:
         return node.core if node.is_alone else None
 
     @property
-    def takes_pieces(self) -> bool:
-        """Whether small arrays travel from where they are."""
+    def has_core(self) -> bool:
+        """Whether the core of a node takes all arrays in host memory."""
         return self._core is not None
 
     def learn(

@@ -250,8 +250,7 @@ static int by_address(const void *a, const void *b)
 int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
 {
     qsort(outs, (size_t)m, sizeof *outs, by_address);
-    /* Ends in their order, too: a result of strides may reach beyond those that begin behind it. */
-    for (int i = 1; i < m; i++)
+    for (int i = 1; i < m; i++) /* inside the one before: together they reach no further */
         if (outs[i].end < outs[i - 1].end)
             outs[i].end = outs[i - 1].end;
     for (int i = 0; i < n; i++) {

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from mpidist import Communicator
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.reduce.registry import wire_algorithms
+from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.experimental import CommunicationOptions
+from tests.support.ranks.cores import needs_core
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.powers]
 
@@ -288,6 +290,14 @@ def calls_of(comm: Communicator, value: Any, out: Any = None) -> int:
 def test_one_array_takes_few_calls() -> None:
     with Communicator() as comm:
         assert calls_of(comm, np.ones(4)) <= 58
+
+
+@needs_core
+@pytest.mark.min_ranks(2)
+@pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node")
+def test_an_array_like_the_one_before_takes_hardly_any_calls(comm: Communicator) -> None:
+    assert calls_of(comm, np.ones(4)) <= 4
+    assert calls_of(comm, np.ones(300), np.empty(300)) <= 4
 
 
 @pytest.mark.one_rank

@@ -192,9 +192,7 @@ def test_one_that_was_cut_off_is_passed_over_and_named_once(tmp_path: Path, capl
     found.evaluate_if_due()
     found.evaluate_last(None)
     assert steps_of(found) == [1]
-    assert [record.message.split(":")[1] for record in caplog.records] == [
-        f" checkpoint {cut.parent} is not evaluated"
-    ]
+    assert [record.message.split(":")[1] for record in caplog.records] == [f" checkpoint {cut.parent} is not evaluated"]
 
 
 def test_a_training_without_a_checkpoint(tmp_path: Path) -> None:

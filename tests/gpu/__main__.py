@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Part -> seconds; with the jobs of `make bench-gpu` half an hour. Ranks that share a GPU take it in turns: milliseconds
 # for each call of NCCL.
 PARTS = {"kernels": 240, "cupy_ops": 60, "nccl": 300, "collectives": 420, "training": 240}
-_NEXT = "next: make bench-gpu   (docs/gpu.md, \"The first hour on a GPU\")"
+_NEXT = 'next: make bench-gpu   (docs/gpu.md, "The first hour on a GPU")'
 _GRACE_SECONDS = 10.0
 
 
@@ -68,7 +68,7 @@ def verdict(results: list[dict[str, Any]]) -> str:
     failed = [result["part"] for result in results if result["outcome"] not in ("passed", "skipped")]
     nothing = [result["part"] for result in results if result["outcome"] == "skipped"]
     if failed:
-        return f"make test-gpu: FAILED: {', '.join(failed)}; docs/gpu.md, \"The first hour on a GPU\", says what to do"
+        return f'make test-gpu: FAILED: {", ".join(failed)}; docs/gpu.md, "The first hour on a GPU", says what to do'
     skips = any(result["skipped"] for result in results)
     what = "passed but for what was skipped, see above" if skips else "everything passed"
     return f"make test-gpu: {what}{'; nothing was run of: ' if nothing else ''}{', '.join(nothing)}\n{_NEXT}"

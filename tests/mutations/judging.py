@@ -15,7 +15,7 @@ _NO_TESTS = {
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::\w+)*(?:\[.*?\])?)(?: - (.*))?$", re.MULTILINE)
 # What tests.support.ranks.sessions and faulthandler say where a rank does not come to the end of its test.
 _HANG = re.compile(r"never finished tests/|^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
-_ANY_TEST = re.compile(r"tests/\w[\w/]*\.py(?:::\w+(?:\[[^\]\s]*\])?)?")
+_ANY_TEST = re.compile(r"tests/(?:\w+/)*test_\w+\.py(?:::\w+(?:\[[^\]\s]*\])?)?")
 
 
 class RunError(Exception):

@@ -47,6 +47,7 @@ def test_every_room_has_two() -> None:
 
 
 NEST = "tests/core/test_nest.py"
+JOBS = "tests/support/ranks/sessions.py"
 FAILURE = f"FAILED {NEST}::test_map[a - b] - AssertionError: 1 != 2\n1 failed in 0.1s\n"
 
 
@@ -63,6 +64,8 @@ FAILURE = f"FAILED {NEST}::test_map[a - b] - AssertionError: 1 != 2\n1 failed in
             Sighting(True, "hang", f"{NEST}::test_a", "ended with status 3"),
         ),
         (-11, f'File "/tree/{NEST}", line 3', Sighting(True, "crash", NEST, "ended with status -11")),
+        # Around the test is what runs it.
+        (139, f'File "/tree/{NEST}"\nFile "/tree/{JOBS}"', Sighting(True, "crash", NEST, "ended with status 139")),
     ],
 )
 def test_runs_are_judged(status: int | None, output: str, sighting: Sighting) -> None:

@@ -75,9 +75,7 @@ say("b", b.numpy()[0] > 0)
 )
 
 
-def losing(
-    who: str, how: str = "kill", ranks: int = 5, flags: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def losing(who: str, how: str = "kill", ranks: int = 5, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     # Whoever waited for what was lost would be killed at this limit.
     with tempfile.TemporaryDirectory() as ready:
         return run_script(LOSING, ranks, who, how, flags=flags, timeout=60, env={"READY": ready})

@@ -98,7 +98,6 @@ def test_large_variables_are_told_apart_by_pieces(strategy: Any) -> None:
     with pytest.raises(mpidist.MismatchError, match="weights"):
         strategy.reduce("SUM", 1.0, axis=None)
 
-
     row = mpidist.IndexedSlices([float(RANK)], [300_000], (1_000_000,))
     variable.scatter_add(row)
     with pytest.raises(mpidist.MismatchError, match="SCATTER_ADD|scatter_add|ADD"):

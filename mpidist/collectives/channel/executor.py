@@ -187,7 +187,7 @@ class Executor:
     def _number(self, operation: Operation[object]) -> None:
         self.short.seen()
         self._issued += 1
-        operation.number = self.issued
+        operation.number = self._issued + self.short.count
         operation.tally, self._tally = self._tally, None
 
     def advance(self) -> None:

@@ -63,7 +63,7 @@ class ShortCalls:
 
     def seen(self) -> None:
         """Take note that another call follows."""
-        self._seen = self.count
+        self._seen = self._cells[_CALLS]
 
     def learn(self, number: int, description: Description) -> None:
         """Keep the description of a signature."""

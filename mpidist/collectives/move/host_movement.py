@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description
 from mpidist.collectives.channel.observers import MOVE, REDUCE
@@ -127,6 +127,8 @@ class HostMovement:
         core = yield from self._open(plan.description, begin)
         channel.phase(REDUCE)
         if core is None:
+            wide, _ = reduction_dtypes(array.dtype, plan.op)
+            send, flat = send.astype(wide, copy=False), flat.astype(wide, copy=False)
             yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
             divided(flat, plan.divisor)
         return [flat.astype(result_dtype, copy=False)]

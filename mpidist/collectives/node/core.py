@@ -27,7 +27,7 @@ _KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gat
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
 _IS_MEAN = 16
-_BYTE = 4
+_BYTE, _BFLOAT16 = 4, 9
 _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for power in range(4)}
 _DTYPES |= {("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
 _DTYPES |= {("f", np.dtype(np.longdouble).itemsize): 12, ("c", np.dtype(np.clongdouble).itemsize): 15}
@@ -228,6 +228,9 @@ class Core:
         flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
         flags |= (_STOP | _WATCH) * is_watched
         unit = _ALIGNMENT // dtype.itemsize or 1
+        if _code_of(dtype) == _BFLOAT16:
+            inputs = [[_lending(array) for array in arrays] for arrays in inputs]
+            outs = outs and [_lending(array) for array in outs]
         self.state = self._begin(
             identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
             inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, _BEGINS,
@@ -237,10 +240,11 @@ class Core:
         self, identity: int, op: ReduceOp, array: Array, row_size: int, out: Array, divisor: int | None
     ) -> None:
         """Begin a reduction of which each rank keeps its rows."""
+        code, unit = _code_of(array.dtype), max(row_size, 1)
+        given, kept = (_lending(array), _lending(out))
         self.state = self._begin(
-            identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, max(row_size, 1), 0, 0,
-            [array], [out], _BEGINS,
-        )  # fmt: skip
+            identity, _REDUCE_SCATTER, _OPS[op], code, divisor or 0, 0, 1, unit, 0, 0, [given], [kept], _BEGINS
+        )
 
     def gather(self, identity: int, given: Array, note: int) -> None:
         """Begin to gather the bytes that each rank gives.
@@ -357,5 +361,10 @@ def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, Array]:
     return window, memory
 
 
+def _lending(array: Array) -> Array:
+    """Return an array that lends its memory, as those of bfloat16 do not."""
+    return array.view(np.uint16) if _code_of(array.dtype) == _BFLOAT16 else array
+
+
 def _code_of(dtype: DType) -> int:
-    return _DTYPES[dtype.kind, dtype.itemsize]
+    return _BFLOAT16 if dtype.name == "bfloat16" else _DTYPES[dtype.kind, dtype.itemsize]

@@ -161,7 +161,7 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
 
 
 def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
-    """Return the functions of the native core, or None on all ranks where a rank has none.
+    """Return the functions of the native core; None where any rank has none.
 
     Raises:
         RuntimeError: A rank cannot use its library, or ranks have libraries of different sources; on all ranks.

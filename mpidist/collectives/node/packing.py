@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
-from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.dtypes import HALF, Array, DType
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node import native
 from mpidist.collectives.node.memory import Pool
@@ -286,6 +286,7 @@ class PackedReduction:
         self.pool = pool
         self.residuals = pack.residuals if options.error_feedback else None
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
+        self._flat_dtype = np.dtype(np.float32) if self.dtype.name in HALF else self.dtype
         self.is_wanted = True
         self.may_share = self.has_begun = False
         self.took: str | None = None
@@ -309,16 +310,19 @@ class PackedReduction:
         ]
 
     def flat_input(self) -> Array:
-        """Return the input in one piece."""
+        """Return the input in one piece, in a dtype that MPI can reduce."""
         if len(self.pieces) == 1:
-            return self.pieces[0]
-        return np.concatenate(self.pieces, out=self.pool.take(self.count, self.dtype))
+            return self.pieces[0].astype(self._flat_dtype, copy=False)
+        return np.concatenate(self.pieces, out=self.pool.take(self.count, self._flat_dtype))
 
     def flat_result(self) -> Array:
-        """Return memory for the result in one piece, a single target itself."""
-        if self.given is not None and len(self.given) == 1:
+        """Return memory for the reduction of ``flat_input``.
+
+        It is a single target itself where that has its dtype.
+        """
+        if self.given is not None and len(self.given) == 1 and self.dtype == self._flat_dtype:
             return self.given[0]
-        return self.pool.take(self.count, self.dtype)
+        return self.pool.take(self.count, self._flat_dtype)
 
     def targets(self) -> list[Array]:
         """Return memory for each piece of the result, the same each time.
@@ -344,7 +348,7 @@ class PackedReduction:
 
     def finish(self, flat: Array) -> list[Array]:
         """Divide a flat result by the divisor; return its pieces, in the targets if any."""
-        pieces = self.cut(divided(flat, self.divisor))
+        pieces = self.cut(divided(flat, self.divisor).astype(self.dtype, copy=False))
         if self.given is None:
             return pieces
         for piece, target in zip(pieces, self.given, strict=True):

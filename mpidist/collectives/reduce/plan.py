@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
+from mpidist.arrays.dtypes import HALF, Array, DType, reduction_dtypes
 from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
@@ -44,7 +44,7 @@ class ReductionPlan:
         on_device: See :func:`which_on_device`.
         note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         root: The rank that gets the result; None for all.
-        joins_small: Whether small arrays are copied into one buffer.
+        by_core: Whether the core of a node takes small arrays from where they are, and 16-bit ones as they are.
 
     Attributes:
         description: The text and id that all ranks have to agree on.
@@ -67,7 +67,7 @@ class ReductionPlan:
         on_device: tuple[bool, ...] = (),
         note: str = "",
         root: int | None = None,
-        joins_small: bool = True,
+        by_core: bool = False,
     ) -> None:
         self.op = op
         self.on_device = on_device
@@ -80,6 +80,13 @@ class ReductionPlan:
         self.description = describe(f"{operation}{to} {op.name}{over}", of, operation=operation, nbytes=nbytes)
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
+        if by_core:
+            # Of arrays on a GPU it gets nothing.
+            devices = on_device or (False,) * len(signature)
+            self.formed = formed = [
+                (to, to) if to.name in HALF and not is_on_device else (wire, to)
+                for (wire, to), is_on_device in zip(formed, devices, strict=True)
+            ]
         self.result_dtypes = [result for _, result in formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
@@ -98,7 +105,7 @@ class ReductionPlan:
         )
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
-        self._make_packs(signature, formed, options.bytes_per_pack, joins_small)
+        self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
         as_they_are = [(dtype, dtype) for _, dtype in signature] == formed
         self.may_be_short = len(signature) == 1 and as_they_are and not (note or on_device)
         self.in_memory = [index for pack in self.packs for index in pack.indices]

@@ -237,6 +237,6 @@ void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)
              "slice %zu, flags %d; %d + %d ranks, %d rails, small %zu, chunk %zu, slice %zu x %d, spins %d%s",
              (unsigned long long)w->seed, p->number, kinds[p->call.kind], op_names[p->call.op],
              dtype_names[p->call.dtype], count_of(p), p->call.pieces, p->replicas[0], p->replicas[1], p->call.divisor,
-             p->call.unit, p->call.slice, p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small, w->sizes.chunk,
-             w->sizes.slice, w->sizes.lanes, w->spins, w->reads_memory ? ", reads memory" : "");
+             p->call.unit, p->call.slice, p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small,
+             w->sizes.chunk, w->sizes.slice, w->sizes.lanes, w->spins, w->reads_memory ? ", reads memory" : "");
 }

@@ -57,7 +57,7 @@ def _run(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: tu
         device: The GPU of the launch, which has to own all the memory.
     """
     table, count, flat, into_flat, divisor = args
-    if tuple(block) + (1, 1) [: 3 - len(block)] != (THREADS, 1, 1):
+    if tuple(block) + (1, 1)[: 3 - len(block)] != (THREADS, 1, 1):
         raise ValueError(f"{kernel.name} was launched with blocks of {block} threads; expected {THREADS}")
     for argument, kind in zip((count, into_flat, divisor), (np.int32, np.int32, np.float64), strict=True):
         if not isinstance(argument, kind):

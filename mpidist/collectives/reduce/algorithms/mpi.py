@@ -27,7 +27,7 @@ class Mpi:
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
         send, result = job.flat_input(), job.flat_result()
-        datatype, operation = mpi_datatype(job.dtype), mpi_op(job.op, job.dtype)
+        datatype, operation = mpi_datatype(send.dtype), mpi_op(job.op, send.dtype)
         for a, b in chunks(job.count):
             request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
             yield from until_done(request)
