@@ -106,7 +106,7 @@ struct nc {
     size_t reader_at;
     nc_event event;
     nc_piece piece[NC_PIECES];
-    const char *in[NC_INPUTS];
+    const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* of this rank; of all */
 };
 
 static int64_t now(void)
@@ -531,7 +531,6 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
 /* Reduce this rank's slice, block by block, so that a second copy is written out of the cache. */
 static void reduce_slice(nc *c, uint64_t chunk)
 {
-    const char *in[NC_INPUTS];
     _Alignas(64) char streamed[REDUCED_AT_ONCE];
     size_t start, n = slice_of(c, c->rank, chunk, &start), block = REDUCED_AT_ONCE / c->itemsize;
     char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
@@ -545,18 +544,18 @@ static void reduce_slice(nc *c, uint64_t chunk)
         for (int r = 0; r < c->ranks; r++) {
             const char *slot = c->slots[r] + chunk_at(c, chunk) + (size_t)c->rank * c->slice * c->itemsize;
             for (int q = 0; q < replicas_of(c, r); q++)
-                in[inputs++] = input_at(c, r, q, piece, e, start, slot);
+                c->combined[inputs++] = input_at(c, r, q, piece, e, start, slot);
         }
         char *to = target(c, piece, e, start, chunk), *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
         int in_place = to == input_at(c, c->rank, 0, piece, e, start, NULL);
         if (streams(c) && to != shown && !in_place) {
-            nc_combine(shown, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            nc_combine(shown, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
             copy(to, shown, m * c->itemsize, 1);
         } else if (c->whole >= 4 * (size_t)STREAMED_BYTES && own_lane == NULL && !in_place) {
-            nc_combine(streamed, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            nc_combine(streamed, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
             copy(to, streamed, m * c->itemsize, 1);
         } else {
-            nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, divisor);
+            nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
             if (shown != to)
                 memcpy(shown, to, m * c->itemsize);
         }
@@ -666,8 +665,6 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
 static nc_state end_chunks(nc *c)
 {
     c->chunks = c->end;
-    count(c, FILLED, c->end);
-    count(c, READ, c->end);
     c->phase = IDLE;
     return NC_DONE;
 }
@@ -691,7 +688,6 @@ static nc_state move_chunks(nc *c)
 
 static void reduce_shown(nc *c)
 {
-    const char *in[NC_INPUTS];
     size_t start = 0, end = c->count;
     if (c->call.kind == NC_REDUCE_SCATTER)
         start = c->border[c->rank], end = c->border[c->rank + 1];
@@ -701,10 +697,10 @@ static void reduce_shown(nc *c)
         int inputs = 0;
         for (int r = 0; r < c->ranks; r++)
             for (int q = 0; q < replicas_of(c, r); q++)
-                in[inputs++] = shown_by(c, r) + (size_t)q * c->bytes + e * c->itemsize;
+                c->combined[inputs++] = shown_by(c, r) + (size_t)q * c->bytes + e * c->itemsize;
         char *to = c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
                                                      : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
-        nc_combine(to, in, inputs, m, c->call.dtype, c->call.op, c->call.divisor);
+        nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, c->call.divisor);
         e += m;
     }
 }

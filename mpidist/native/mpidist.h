@@ -134,7 +134,8 @@ typedef struct {
     int piece;
 } nc_range;
 
-/* Whether any input overlaps a result, unless it is that of the same piece and begins where that does. Sorts results. */
+/* Whether any input may overlap a result, unless it is that of the same piece and begins where that does. Exact where
+   results are apart. Changes the list of results. */
 int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m);
 
 nc_piece *nc_pieces(nc *core);

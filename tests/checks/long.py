@@ -1,4 +1,4 @@
-"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts with Slurm, CuPy's binding, MPICH, types."""
+"""The long parts, of which CI runs a share: chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SHARES = [
     ["binding"],
     ["MPICH"],
     ["types"],
+    ["core in C, more", "aarch64"],
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
     ["hosts: slurm_scripts"],
@@ -35,6 +36,8 @@ def everything() -> list[Part]:
         _make("binding", "test-binding"),
         _make("MPICH", "test-mpich"),
         _make("types", "test-types"),
+        one_rank("core in C, more", GROUPS["core in C"], "--long", "-m", "long", seconds=_SECONDS),
+        one_rank("aarch64", [_AARCH64], "--long", seconds=_SECONDS),
         *hosts,
     ]
 
@@ -62,12 +65,13 @@ def share_of(commit: str) -> list[str]:
     return SHARES[int(commit, 16) % len(SHARES)]
 
 
+_AARCH64 = "tests/native/test_aarch64.py"
 # Half of the long variants, by the time that they take.
 _LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
 
 
 def _others_than_long_1() -> list[str]:
-    return [f"--ignore={path}" for path in (*_LONG_1, "tests/chaos")]
+    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, "tests/chaos")]
 
 
 _HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "slurm_scripts")

@@ -97,6 +97,11 @@ GROUPS = {
         "tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops",
         "tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py",
     ],
+    # Without a compiler all of these are skipped, which the summary then says.
+    "core in C": [
+        "tests/native/test_kernels.py", "tests/native/test_kills.py", "tests/native/test_sources.py",
+        "tests/native/test_threads.py",
+    ],
 }  # fmt: skip
 
 

@@ -93,8 +93,8 @@ _NATIVE = (
     Fault(
         "small sums begin with the last rank",
         "mpidist/native/core.c",
-        "in[inputs++] = shown_by(c, r) + ",
-        "in[inputs++] = shown_by(c, c->ranks - 1 - r) + ",
+        "combined[inputs++] = shown_by(c, r) + ",
+        "combined[inputs++] = shown_by(c, c->ranks - 1 - r) + ",
         ("tests/collectives/test_order_of_sums.py",),
         ranks=3,
     ),
@@ -114,6 +114,27 @@ _NATIVE = (
         "        c->phase = IDLE;\n    c->phase = IDLE;\n    return NC_DONE;\n",
         ("tests/collectives/test_movement.py",),
         ranks=2,
+    ),
+    Fault(
+        "a slice is shown where others may still take one of before",
+        "mpidist/native/core.c",
+        "reached(c, TAKEN, k - depth + 1, c->ranks))",
+        "reached(c, TAKEN, k - depth, c->ranks))",
+        ("tests/native/test_threads.py",),
+    ),
+    Fault(
+        "what a rank counts may be seen before what it has written",
+        "mpidist/native/core.c",
+        ".value, value, memory_order_release);",
+        ".value, value, memory_order_relaxed);",
+        ("tests/native/test_threads.py",),
+    ),
+    Fault(
+        "ties are rounded up to bfloat16",
+        "mpidist/native/kernels_table.h",
+        "0x7fffu + (bits >> 16 & 1)",
+        "0x8000u",
+        ("tests/native/test_kernels.py",),
     ),
 )
 

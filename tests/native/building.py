@@ -19,8 +19,9 @@ FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", f
 _CORE = (NATIVE / "core.c", NATIVE / "kernels.c")
 _SOURCES = {
     "check_kernels": (),  # includes the kernels
-    "check_threads": (PROGRAMS / "plans.c", *_CORE),
+    "check_threads": (PROGRAMS / "plans.c", PROGRAMS / "worlds.c", *_CORE),
     "check_kills": _CORE,
+    "check_overlap": _CORE,
 }
 _COMPILER_SECONDS, _RUN_SECONDS = 120, 900
 

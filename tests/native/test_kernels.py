@@ -1,4 +1,4 @@
-"""The element-wise operations of the native core against a naive reference, in C."""
+"""The native core's element-wise operations and its search for overlaps, against naive references in C."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.building import ADDRESSES, BASE, CLANG, GCC, Variant, compiled, run
+from tests.native.building import ADDRESSES, BASE, CLANG, GCC, PLAIN, Variant, compiled, run
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
 
@@ -17,6 +17,10 @@ def test_every_dtype_and_operation(variant: Variant, built: Path) -> None:
     assert printed.endswith(": right\n")
     if variant is BASE:
         assert printed == "base: right\n"
+
+
+def test_overlapping_arrays(built: Path) -> None:
+    assert run(compiled("check_overlap", PLAIN, built)) == "right\n"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.all_cores, pyt
 
 SEED = int(os.environ.get("TESTS_NATIVE_SEED", "1"))
 # In a call of one rank. LARGE: results go past the cache, and memory is read in parts.
-SMALL, LARGE = 40_000, 9_500_000
+SMALL, LARGE = 40_000, 34_000_000
 
 
 def check(built: Path, variant: Variant, worlds: int, most_bytes: int = SMALL, reads: str = "no") -> None:

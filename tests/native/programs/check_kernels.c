@@ -1,7 +1,7 @@
 /* The kernels of every table against the naive reference.
 
-   check_kernels ROUNDS: halves exhaustively, 8-bit operands exhaustively, all else at random. Includes the source, so that
-   each table is reached, whatever this processor would choose. */
+   check_kernels ROUNDS: halves exhaustively, 8-bit operands exhaustively, all else at random. Includes the source, so
+   that each table is reached, whatever this processor would choose. */
 
 #include "kernels.c"
 
@@ -42,7 +42,8 @@ static void check_widening(const nc_table *t, const char *name, nc_dtype dtype)
             double expected = value_of_half((uint16_t)i, dtype);
             float found = wide[i - cut];
             if (isnan(expected) ? !isnan(found) : !(expected == (double)found && !signbit(expected) == !signbit(found)))
-                fail("%s: %s %04x became %a; expected %a", name, dtype_names[dtype], (unsigned)i, (double)found, expected);
+                fail("%s: %s %04x became %a; expected %a", name, dtype_names[dtype], (unsigned)i, (double)found,
+                     expected);
         }
     }
     free(all), free(wide);
@@ -63,7 +64,8 @@ static void check_rounded(const nc_table *t, const char *name, nc_dtype dtype, c
         uint16_t expected = half_of_value(values[i], dtype);
         int is_right = isnan(values[i]) ? isnan(value_of_half(found[i], dtype)) : found[i] == expected;
         if (!is_right)
-            fail("%s: %a rounded to %s %04x; expected %04x", name, (double)values[i], dtype_names[dtype], found[i], expected);
+            fail("%s: %a rounded to %s %04x; expected %04x", name, (double)values[i], dtype_names[dtype], found[i],
+                 expected);
     }
 }
 
@@ -72,7 +74,8 @@ static void check_rounding(const nc_table *t, const char *name, nc_dtype dtype, 
 {
     dice d = dice_of(1, dtype);
     for (unsigned half = 0; half < 65536; half++) {
-        float value = (float)value_of_half((uint16_t)half, dtype), next = (float)value_of_half((uint16_t)(half + 1), dtype);
+        float value = (float)value_of_half((uint16_t)half, dtype);
+        float next = (float)value_of_half((uint16_t)(half + 1), dtype);
         float middle = isinf(next) ? value * (dtype == NC_F16 ? 1 + 0x1p-11f / (2 - 0x1p-10f) : 1) : (value + next) / 2;
         float values[8] = {value, middle, nextafterf(middle, 0), nextafterf(middle, INFINITY),
                            nextafterf(middle, -INFINITY), -middle, float_of((uint32_t)draw(&d)), next};
@@ -96,7 +99,7 @@ static void check_same(const char *what, const char *name, const char *found, co
 {
     size_t at = first_difference(found, expected, n, dtype);
     if (at != n)
-        fail("%s: %s of %s, %zu elements: element %zu differs from the reference", name, what, dtype_names[dtype], n, at);
+        fail("%s: %s of %s, %zu elements: element %zu is wrong", name, what, dtype_names[dtype], n, at);
 }
 
 /* Operands of one byte: each with each. */
@@ -168,7 +171,8 @@ int main(int argc, char **argv)
                 dice d = dice_of(2, (uint64_t)(dtype * NC_OPS + op));
                 int is_there = tables[t]->combine[dtype][op] != NULL, is_half_type = is_half(dtype);
                 if (is_there != (reference_combines(dtype, op) && !is_half_type))
-                    fail("%s: %s of %s: %s", table_names[t], op_names[op], dtype_names[dtype], is_there ? "there" : "missing");
+                    fail("%s: %s of %s: %s", table_names[t], op_names[op], dtype_names[dtype],
+                         is_there ? "there" : "missing");
                 if (is_there && nc_itemsize(dtype) == 1)
                     check_bytes(tables[t], table_names[t], dtype, op);
                 for (size_t i = 0; is_there && i < 40 * rounds; i++)

@@ -1,9 +1,9 @@
 /* The core with ranks as processes, one of which is killed in the middle of its calls.
 
-   check_kills JOBS SEED: so many jobs of 2 to 8 ranks. Sums of whole numbers and what is gathered follow from rank and call, so
-   each rank checks them. In most jobs one rank is killed after a random time; the others must go on coming back from the
-   core in the time that they gave it, without data that are wrong: they end once they know of the kill, and their core
-   has said again and again that it waits (or that memory is gone, where they read it). */
+   check_kills JOBS SEED: so many jobs of 2 to 8 ranks. Sums of whole numbers and what is gathered follow from rank and
+   call, so each rank checks them. In most jobs one rank is killed after a random time. The others must go on coming
+   back from the core in the time that they gave it, without data that are wrong. They end once they know of the kill,
+   and their core has said again and again that it waits, or that memory is gone where they read it. */
 
 #define _GNU_SOURCE
 #include "reference.h"
@@ -66,7 +66,8 @@ static void finish(const job *j, nc *core, int rank, const nc_call *call, dice *
         double took = seconds() - begin;
         if (took > LATE_SECONDS)
             fail("rank %d: a step of a millisecond took %.1f s", rank, took);
-        if (state == NC_LOST && j->reads_memory && j->victim >= 0 && (errno == ESRCH || errno == EFAULT || errno == EPERM))
+        int is_gone = errno == ESRCH || errno == EFAULT || errno == EPERM;
+        if (state == NC_LOST && j->reads_memory && j->victim >= 0 && is_gone)
             exit(0);
         if (state != NC_NOT_YET && state != NC_MOVED)
             fail("rank %d: state %d, errno %d", rank, (int)state, errno);
@@ -155,7 +156,8 @@ static void await(const job *j, int rank, double until)
     if (done == 0 || !WIFEXITED(status) || WEXITSTATUS(status) != 0) {
         end_all(j);
         fail("seed %llu: rank %d of %d %s; its last call was %llu, the victim %d", (unsigned long long)j->seed, rank,
-             j->ranks, done == 0 ? "hangs" : "failed", (unsigned long long)atomic_load(&j->board->calls[rank]), j->victim);
+             j->ranks, done == 0 ? "hangs" : "failed", (unsigned long long)atomic_load(&j->board->calls[rank]),
+             j->victim);
     }
 }
 

@@ -1,11 +1,11 @@
 /* The core with ranks as threads of this process, which make random calls and compare with the reference.
 
-   check_threads WORLDS SEED BYTES reads|no: so many worlds of 2 to 8 ranks from this seed on, with at most so many bytes in a
-   call; "reads" lets ranks read one another's private memory. Ranks have nothing but the core between their calls, so
-   that a thread sanitizer sees what the core alone orders. */
+   check_threads WORLDS SEED BYTES reads|no: so many worlds of 2 to 8 ranks from this seed on, at most so many bytes in
+   a call; "reads" lets ranks read one another's private memory. Ranks have nothing but the core between their calls,
+   so that a thread sanitizer sees what the core alone orders. */
 
 #define _GNU_SOURCE
-#include "plans.h"
+#include "worlds.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -16,24 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HANGS_SECONDS = 100, WIRE_SLOTS = 16 };
-
-/* What a rank has put on the wire to the rank of the same number on the other node. */
-typedef struct {
-    _Atomic uint64_t posted;
-    char *data[WIRE_SLOTS];
-} mailbox;
-
-typedef struct {
-    char *control, *slots[MOST_RANKS], *own[MOST_RANKS], *common, *expected[2];
-    size_t own_bytes;
-} node_memory;
-
-typedef struct {
-    world_plan plan;
-    node_memory node[NODES];
-    mailbox wire[NODES][MOST_RANKS];
-} world;
+enum { HANGS_SECONDS = 100 };
 
 typedef struct {
     world *world;
@@ -58,8 +41,8 @@ static void report_and_fail(const member *m, const call *c, const char *what, si
 {
     char text[600];
     describe(&m->world->plan, &c->plan, text, sizeof text);
-    fail("rank %d of node %d: %s (%zu)\n  %s\n  its flags %d, place %d, %d %% in own memory", m->rank, m->node, what, at,
-         text, c->own.flags, (int)c->own.place, c->own.in_own_memory);
+    fail("rank %d of node %d: %s (%zu)\n  %s\n  its flags %d, place %d, %d %% in own memory", m->rank, m->node, what,
+         at, text, c->own.flags, (int)c->own.place, c->own.in_own_memory);
 }
 
 static void delay(dice *d)
@@ -91,6 +74,31 @@ static char *place(member *m, call *c, size_t bytes, int in_own, char **private)
     return *private + shift;
 }
 
+/* Inputs in memory that all ranks map, but for small ones. */
+static int may_share(const member *m, const call *c)
+{
+    int replicas = c->plan.replicas[m->rank], any = 0;
+    for (int n = 0; n < c->plan.call.pieces * replicas; n++) {
+        if (c->private[n] != NULL && input_bytes(&c->plan, m->rank, n / replicas) >= NC_SMALL_ARRAY)
+            return 0;
+        any = any || c->private[n] == NULL;
+    }
+    return any && c->own.flags & NC_SHARE && c->plan.call.pieces * replicas <= NC_WORDS;
+}
+
+/* What lies where all can read it has a shared result, unless it was small enough to be shown. */
+static void check_sharing(const member *m, const call *c)
+{
+    const node_memory *node = &m->world->node[m->node];
+    const nc_sizes *sizes = &m->world->plan.sizes;
+    int all = 1;
+    for (int r = 0; r < m->world->plan.ranks[m->node]; r++)
+        all = all && node->may_share[c->plan.number % 2][r];
+    size_t bytes = count_of(&c->plan) * nc_itemsize(c->plan.call.dtype);
+    if (nc_shares(m->core) ? !all : all && bytes > 96 && bytes > sizes->small + 64)
+        report_and_fail(m, c, all ? "no shared result" : "a shared result", bytes);
+}
+
 static void place_inputs(member *m, call *c)
 {
     int replicas = c->plan.replicas[m->rank];
@@ -104,6 +112,7 @@ static void place_inputs(member *m, call *c)
             fill_input(&m->world->plan, &c->plan, m->node, m->rank, i, q, c->in[n]);
             nc_inputs(m->core)[n] = c->in[n];
         }
+    m->world->node[m->node].may_share[c->plan.number % 2][m->rank] = may_share(m, c);
 }
 
 /* One flat memory behind all pieces of the result; or the first replica's inputs. */
@@ -184,8 +193,10 @@ static void met(member *m, call *c)
 {
     node_memory *node = &m->world->node[m->node];
     int wants_one = c->own.flags & NC_SHARE && nc_shares(m->core);
+    if (c->own.flags & NC_SHARE)
+        check_sharing(m, c);
     m->shared = wants_one ? node->common : NULL;
-    if (!wants_one && !(c->own.flags & NC_UNWANTED))
+    if (!wants_one && c->own.place == LATER && !(c->own.flags & NC_UNWANTED))
         place_outs(m, c);
     nc_targets(m->core, wants_one ? NULL : c->out, m->shared);
 }
@@ -203,10 +214,18 @@ static void note_event(member *m, const call *c, size_t *events)
     *next = event.chunk + 1;
 }
 
+static int has_to_stop(const member *m, const call *c)
+{
+    size_t same = c->plan.length[m->rank] * (size_t)m->world->plan.ranks[m->node];
+    int differ = c->own.flags & NC_EQUAL && result_bytes(&m->world->plan, &c->plan, m->node) != same;
+    return c->plan.call.kind != NC_MEET && (differ || c->own.flags & (NC_STOP | NC_SHARE));
+}
+
 /* Take a call to its end; return whether the ranks did pass one id. */
 static int carry_out(member *m, call *c)
 {
     size_t events[3] = {0};
+    int was_met = 0;
     double begin = seconds();
     nc_state state = nc_begin(m->core, &c->plan.call, some_time(m));
     while (state != NC_DONE) {
@@ -215,7 +234,7 @@ static int carry_out(member *m, call *c)
         if (state == NC_LOST)
             report_and_fail(m, c, "its core says that memory is lost", 0);
         if (state == NC_MET)
-            met(m, c);
+            was_met += 1, met(m, c);
         if (state == NC_SLICE)
             post(m, c);
         if (state == NC_CHUNK)
@@ -228,6 +247,8 @@ static int carry_out(member *m, call *c)
     }
     if (m->slices)
         report_and_fail(m, c, "ended with slices on the wire", (size_t)m->slices);
+    if (was_met != has_to_stop(m, c))
+        report_and_fail(m, c, "stops after the meeting", (size_t)was_met);
     return 1;
 }
 
@@ -305,7 +326,7 @@ static void make_call(member *m, int number)
     delay(&m->dice);
     int is_one_id = carry_out(m, c);
     if (is_one_id != (c->plan.stranger < 0))
-        report_and_fail(m, c, is_one_id ? "did not see that an id differs" : "saw an id that differs where none does", 0);
+        report_and_fail(m, c, is_one_id ? "did not see another id" : "saw another id where all are the same", 0);
     verify_told(m, c);
     if (is_one_id && c->plan.call.kind != NC_MEET)
         verify(m, c, expected);
@@ -330,29 +351,6 @@ static void *live(void *argument)
 
 /* Worlds ---------------------------------------------------------------------------------------------------------- */
 
-static char *aligned(size_t bytes)
-{
-    char *found = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    if (found == NULL)
-        fail("no memory for %zu bytes", bytes);
-    return memset(found, 0, (bytes + 4095) / 4096 * 4096);
-}
-
-static void make_node(world *w, int n)
-{
-    node_memory *node = &w->node[n];
-    size_t most = w->plan.most_bytes * MOST_RANKS;
-    node->control = aligned(nc_control_bytes(w->plan.ranks[n]));
-    node->own_bytes = w->plan.most_bytes * 2;
-    node->common = aligned(w->plan.most_bytes + 64);
-    for (int i = 0; i < 2; i++)
-        node->expected[i] = aligned(most);
-    for (int r = 0; r < w->plan.ranks[n]; r++) {
-        node->slots[r] = aligned(nc_segment_bytes(&w->plan.sizes));
-        node->own[r] = aligned(node->own_bytes);
-    }
-}
-
 static void open_core(member *m)
 {
     const world_plan *p = &m->world->plan;
@@ -370,34 +368,17 @@ static void open_core(member *m)
         fail("segments have wrong numbers");
 }
 
-static void free_world(world *w)
-{
-    for (int n = 0; n < w->plan.nodes; n++) {
-        node_memory *node = &w->node[n];
-        for (int r = 0; r < w->plan.ranks[n]; r++) {
-            free(node->slots[r]), free(node->own[r]);
-            for (int i = 0; i < WIRE_SLOTS; i++)
-                free(w->wire[n][r].data[i]);
-        }
-        free(node->control), free(node->common), free(node->expected[0]), free(node->expected[1]);
-    }
-    free(w);
-}
-
 static void run_world(uint64_t seed, size_t most_bytes, int reads_memory)
 {
-    world *w = memory(sizeof *w);
     member members[NODES * MOST_RANKS];
     pthread_t threads[NODES * MOST_RANKS];
     int n = 0;
-    w->plan = plan_world(seed, most_bytes, reads_memory);
-    for (int node = 0; node < w->plan.nodes; node++) {
-        make_node(w, node);
+    world *w = make_world(plan_world(seed, most_bytes, reads_memory));
+    for (int node = 0; node < w->plan.nodes; node++)
         for (int r = 0; r < w->plan.ranks[node]; r++, n++) {
             members[n] = (member){.world = w, .node = node, .rank = r, .dice = dice_of(seed, 77 + (uint64_t)n)};
             open_core(&members[n]);
         }
-    }
     for (int i = 0; i < n; i++)
         if (pthread_create(&threads[i], NULL, live, &members[i]))
             fail("no thread for a rank");

@@ -15,7 +15,8 @@ static int is_large(const world_plan *w) { return w->most_bytes >= 4 << 20; }
 world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory)
 {
     dice d = dice_of(seed, 1);
-    world_plan w = {.seed = seed, .nodes = chance(&d, 30) ? 2 : 1, .reads_memory = reads_memory, .most_bytes = most_bytes};
+    world_plan w = {.seed = seed, .nodes = chance(&d, 30) ? 2 : 1, .reads_memory = reads_memory};
+    w.most_bytes = most_bytes;
     for (int n = 0; n < w.nodes; n++)
         w.ranks[n] = w.nodes == 1 ? 2 + (int)below(&d, is_large(&w) ? 2 : 7) : 1 + (int)below(&d, 4);
     int fewest = w.nodes == 2 && w.ranks[1] < w.ranks[0] ? w.ranks[1] : w.ranks[0];
@@ -35,7 +36,7 @@ static size_t draw_bytes(const world_plan *w, dice *d, size_t size, int ranks, i
 {
     size_t r = (size_t)ranks, q = (size_t)replicas, chunk = w->sizes.chunk, slice = w->sizes.slice;
     size_t bytes = ONE_OF(d, 0, size, 96, 96 / q, w->sizes.small, w->sizes.small / q, (256 << 10) / r, slice, slice * r,
-                          chunk / q, 2 * chunk, 5 * chunk, 32 << 10, below(d, 2000), below(d, w->most_bytes));
+                          chunk / q, 2 * chunk, 5 * chunk, 8 << 10, 32 << 10, below(d, 2000), below(d, w->most_bytes));
     if (is_large(w))
         bytes = ONE_OF(d, 128 << 10, 1 << 20, 2 << 20, 8 << 20, w->most_bytes);
     bytes += size * below(d, 3);
@@ -45,7 +46,7 @@ static size_t draw_bytes(const world_plan *w, dice *d, size_t size, int ranks, i
 
 static void cut_pieces(call_plan *p, dice *d, size_t count)
 {
-    p->call.pieces = chance(d, 60) ? 1 : 1 + (int)below(d, MOST_PIECES);
+    p->call.pieces = chance(d, 60) ? 1 : 1 + (int)below(d, chance(d, 5) ? MOST_PIECES : 40);
     for (int i = 0; i < p->call.pieces - 1; i++) {
         p->count[i] = chance(d, 20) ? 0 : below(d, count / 2 + 2);
         p->count[i] = p->count[i] < count ? p->count[i] : count;
@@ -56,12 +57,12 @@ static void cut_pieces(call_plan *p, dice *d, size_t count)
 
 static void plan_gather(const world_plan *w, int node, call_plan *p, dice *d)
 {
-    int root = chance(d, 30) ? (int)below(d, (size_t)w->ranks[node]) : -1;
+    int root = chance(d, 30) ? (int)below(d, (size_t)w->ranks[node]) : -1, are_equal = chance(d, 40);
     p->call.dtype = NC_U8, p->call.pieces = 1;
     for (int r = 0; r < w->ranks[node]; r++) {
         p->replicas[r] = 1;
         if (root < 0 || r == root)
-            p->length[r] = draw_bytes(w, d, 1, 1, 1);
+            p->length[r] = r && root < 0 && are_equal ? p->length[0] : draw_bytes(w, d, 1, 1, 1);
     }
 }
 
@@ -76,7 +77,8 @@ static void plan_reduction(const world_plan *w, int node, call_plan *p, dice *d)
     for (int r = 0; r < w->ranks[node]; r++)
         p->replicas[r] = differ ? 1 + (int)below(&own, (size_t)most) : most;
     cut_pieces(p, d, draw_bytes(w, d, size, w->rails, most) / size);
-    p->call.divisor = p->call.op == NC_SUM && takes_divisor(p->call.dtype) && chance(d, 50) ? (double)ONE_OF(d, 1, 2, 3, 7) : 0;
+    if (p->call.op == NC_SUM && takes_divisor(p->call.dtype) && chance(d, 50))
+        p->call.divisor = (double)ONE_OF(d, 1, 2, 3, 7);
     p->call.unit = ONE_OF(d, 0, 1, 3, 64);
     p->call.slice = chance(d, 70) ? 0 : 1 + below(d, 3000);
     if (w->nodes > 1 && most > 1) {
@@ -93,7 +95,10 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     memset(p, 0, sizeof *p);
     size_t kind = below(&d, 100), barred = w->nodes > 1;
     p->number = number;
-    p->call.kind = kind < 10 ? NC_MEET : kind < 35 ? NC_ALL_GATHER : kind < 55 && !barred ? NC_REDUCE_SCATTER : NC_ALL_REDUCE;
+    p->call.kind = kind < 10               ? NC_MEET
+                   : kind < 35             ? NC_ALL_GATHER
+                   : kind < 55 && !barred  ? NC_REDUCE_SCATTER
+                                           : NC_ALL_REDUCE;
     p->call.id = draw(&d);
     p->nasty = chance(&d, 30);
     int is_alone = w->ranks[0] == 1 || (w->nodes > 1 && w->ranks[1] == 1);
@@ -121,6 +126,8 @@ rank_plan plan_rank(const world_plan *w, const call_plan *p, int node, int rank)
         own.flags |= NC_UNWANTED;
     if (chance(&d, 30))
         own.flags |= NC_WATCH;
+    if (chance(&d, 50) && p->call.kind == NC_ALL_GATHER)
+        own.flags |= NC_EQUAL;
     if (own.place == IN_PLACE && p->call.kind == NC_REDUCE_SCATTER)
         own.place = NEW;
     return own;
@@ -149,7 +156,7 @@ size_t input_bytes(const call_plan *p, int rank, int piece)
 
 void fill_input(const world_plan *w, const call_plan *p, int node, int rank, int piece, int replica, char *to)
 {
-    uint64_t place = ((uint64_t)(node * MOST_RANKS + rank) * MOST_PIECES + (uint64_t)piece) * MOST_REPLICAS + (uint64_t)replica;
+    uint64_t place = (uint64_t)((node * MOST_RANKS + rank) * MOST_PIECES + piece) * MOST_REPLICAS + (uint64_t)replica;
     dice d = dice_of(w->seed ^ 0xABCD, (uint64_t)p->number * 100000 + place);
     fill(&d, to, input_bytes(p, rank, piece) / nc_itemsize(p->call.dtype), p->call.dtype, p->nasty);
 }
@@ -226,10 +233,10 @@ void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)
 {
     static const char *const kinds[] = {"meeting", "all_reduce", "reduce_scatter", "all_gather"};
     snprintf(text, bytes,
-             "seed %llu, call %d: %s %s of %s, %zu elements in %d pieces, replicas %d %d, divisor %g, unit %zu, slice %zu, "
-             "flags %d; %d + %d ranks, %d rails, small %zu, chunk %zu, slice %zu x %d, spins %d%s",
-             (unsigned long long)w->seed, p->number, kinds[p->call.kind], op_names[p->call.op], dtype_names[p->call.dtype],
-             count_of(p), p->call.pieces, p->replicas[0], p->replicas[1], p->call.divisor, p->call.unit, p->call.slice,
-             p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small, w->sizes.chunk, w->sizes.slice,
-             w->sizes.lanes, w->spins, w->reads_memory ? ", reads memory" : "");
+             "seed %llu, call %d: %s %s of %s, %zu elements in %d pieces, replicas %d %d, divisor %g, unit %zu, "
+             "slice %zu, flags %d; %d + %d ranks, %d rails, small %zu, chunk %zu, slice %zu x %d, spins %d%s",
+             (unsigned long long)w->seed, p->number, kinds[p->call.kind], op_names[p->call.op],
+             dtype_names[p->call.dtype], count_of(p), p->call.pieces, p->replicas[0], p->replicas[1], p->call.divisor,
+             p->call.unit, p->call.slice, p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small,
+             w->sizes.chunk, w->sizes.slice, w->sizes.lanes, w->spins, w->reads_memory ? ", reads memory" : "");
 }
