@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
+_POLLS_BETWEEN_CHECKS, _SECONDS_BETWEEN_CHECKS = 256, 0.02
 _POLLS_BETWEEN_CLOCK_READS = 256
 # Looks in vain, one after the other, after which others may have the core: for as long as they wish, and then, as a
 # wait so long is no longer about latency, also those that the operating system would not give it to for a mere yield.
@@ -129,13 +130,20 @@ def until_event(event: Event, relaxes: bool = True) -> Steps[None]:
 def drive(steps: Steps[T], make_deadline: Callable[[], Deadline]) -> T:
     """Run ``steps`` and return their value; a deadline is made if that takes long."""
     try:
-        for _ in range(_POLLS_BETWEEN_CLOCK_READS):
-            next(steps)
+        _poll(steps)
         deadline = make_deadline()
         while True:
             deadline.check()
-            for _ in range(_POLLS_BETWEEN_CLOCK_READS):
-                next(steps)
+            _poll(steps)
     except StopIteration as stop:
         value: T = stop.value
         return value
+
+
+def _poll(steps: Steps[object]) -> None:
+    """Take steps for a while, which is short also where each takes its time."""
+    end = time.monotonic() + _SECONDS_BETWEEN_CHECKS
+    for _ in range(_POLLS_BETWEEN_CHECKS):
+        next(steps)
+        if time.monotonic() > end:
+            return
