@@ -348,6 +348,8 @@ static int all_came(nc *c)
 static const char *shown_by(const nc *c, int rank)
 {
     size_t all = nc_length(c, rank) * (size_t)replicas_of(c, rank);
+    if (rank == c->rank && c->inputs == 1)
+        return c->in[0]; /* which is nearer */
     return all <= IN_PAGE ? page_of(c, rank)->data : c->slots[rank] + small_at(c);
 }
 
@@ -715,7 +717,8 @@ static nc_state take_shown(nc *c)
         return NC_DONE;
     }
     for (int r = 0; r < c->ranks; r++)
-        memcpy(c->piece[0].out + c->border[r], shown_by(c, r), nc_length(c, r));
+        if (c->piece[0].out + c->border[r] != shown_by(c, r))
+            memcpy(c->piece[0].out + c->border[r], shown_by(c, r), nc_length(c, r));
     return NC_DONE;
 }
 
