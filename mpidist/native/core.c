@@ -69,8 +69,8 @@ enum { SEGMENT_SHIFT = 44 };
 
 /* Private data this small is shown rather than read out of the memory of another rank. */
 enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
-/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns on a
-   processor had better have fewer turns. */
+/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns on
+   a processor had better have fewer turns. */
 enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
@@ -227,7 +227,8 @@ static void copy(char *to, const char *from, size_t bytes, int streamed)
         to += head, from += head, bytes -= head;
         for (; bytes >= 64; to += 64, from += 64, bytes -= 64) {
             __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
-            __m128i d = _mm_loadu_si128((const __m128i *)(from + 32)), e = _mm_loadu_si128((const __m128i *)(from + 48));
+            __m128i d = _mm_loadu_si128((const __m128i *)(from + 32));
+            __m128i e = _mm_loadu_si128((const __m128i *)(from + 48));
             _mm_stream_si128((__m128i *)to, a);
             _mm_stream_si128((__m128i *)(to + 16), b);
             _mm_stream_si128((__m128i *)(to + 32), d);
@@ -241,15 +242,25 @@ static void copy(char *to, const char *from, size_t bytes, int streamed)
     memcpy(to, from, bytes);
 }
 
-static int by_address(const void *a, const void *b)
+/* Shell's sort: that of the C library may allocate memory. */
+static void sort_by_address(nc_range *ranges, int n)
 {
-    const char *x = ((const nc_range *)a)->begin, *y = ((const nc_range *)b)->begin;
-    return (x > y) - (x < y);
+    int gap = 1;
+    while (gap < n / 3)
+        gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (int i = gap; i < n; i++) {
+            nc_range moved = ranges[i];
+            int at = i;
+            for (; at >= gap && ranges[at - gap].begin > moved.begin; at -= gap)
+                ranges[at] = ranges[at - gap];
+            ranges[at] = moved;
+        }
 }
 
 int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
 {
-    qsort(outs, (size_t)m, sizeof *outs, by_address);
+    sort_by_address(outs, m);
     for (int i = 1; i < m; i++) /* inside the one before: together they reach no further */
         if (outs[i].end < outs[i - 1].end)
             outs[i].end = outs[i - 1].end;
@@ -297,8 +308,8 @@ static int show(nc *c, page *p)
     return SHOWN;
 }
 
-/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays lie in memory that
-   all ranks map, but for small ones. */
+/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays but small ones lie
+   in memory that all ranks map. */
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
@@ -548,7 +559,8 @@ static void reduce_slice(nc *c, uint64_t chunk)
             for (int q = 0; q < replicas_of(c, r); q++)
                 c->combined[inputs++] = input_at(c, r, q, piece, e, start, slot);
         }
-        char *to = target(c, piece, e, start, chunk), *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
+        char *to = target(c, piece, e, start, chunk);
+        char *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
         int in_place = to == input_at(c, c->rank, 0, piece, e, start, NULL);
         if (streams(c) && to != shown && !in_place) {
             nc_combine(shown, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
@@ -608,7 +620,8 @@ static nc_state try_reduce(nc *c)
     uint64_t k = c->reduced, depth = (uint64_t)c->sizes.lanes;
     if (k == c->end || (c->any_private && !(c->filled > k && reached(c, FILLED, k + 1, c->ranks))))
         return NC_NOT_YET;
-    if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= k - depth + 1 && reached(c, TAKEN, k - depth + 1, c->ranks)))
+    uint64_t free = k + 1 - depth; /* chunks that all have to have taken before this one has a lane */
+    if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= free && reached(c, TAKEN, free, c->ranks)))
         return NC_NOT_YET;
     c->reduced++;
     if (c->call.kind == NC_ALL_GATHER) {

@@ -90,7 +90,8 @@ int nc_combines(nc_dtype dtype, nc_op op)
 /* What is combined in one go stays in the first cache. */
 enum { BLOCK = 8192 };
 
-static void combine_halves(char *d, const char *const *in, int n, size_t count, nc_dtype dtype, nc_op op, double divisor)
+static void combine_halves(char *d, const char *const *in, int n, size_t count, nc_dtype dtype, nc_op op,
+                           double divisor)
 {
     const nc_table *t = table();
     float total[BLOCK / 8], next[BLOCK / 8];

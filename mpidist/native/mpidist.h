@@ -43,7 +43,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_EQUAL = 16      /* ALL_GATHER: return NC_MET if a rank does not give as much as this one */
+    NC_EQUAL = 16      /* ALL_GATHER: return NC_MET unless all give as much as if each gave what this rank does */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */

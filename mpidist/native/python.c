@@ -75,8 +75,9 @@ enum { BUSY = 1 };
 enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
 enum { KEEPS_LOCK = 30000, WAITS = 2000000 };
-enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32,
-       KERNEL = 15 /* the bits of an operation's code that say how elements are combined; the others tell a mean from a sum */ };
+enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 32 };
+/* The bits of an operation's code that say how elements are combined; the others tell a mean from a sum. */
+enum { KERNEL = 15 };
 
 typedef struct {
     int is_known, kind, op, dtype, axes, root;
@@ -163,7 +164,8 @@ static int results_overlap(face *f, const nc_call *call)
     int n = call->pieces * call->replicas, m = 0;
     for (int i = 0; i < n; i++) {
         const char *begin = nc_inputs(f->core)[i];
-        f->given[i] = (nc_range){begin, begin + nc_pieces(f->core)[i / call->replicas].count * itemsize, i / call->replicas};
+        int piece = i / call->replicas;
+        f->given[i] = (nc_range){begin, begin + nc_pieces(f->core)[piece].count * itemsize, piece};
     }
     for (int i = 0; i < call->pieces; i++) {
         nc_piece p = nc_pieces(f->core)[i];
@@ -175,8 +177,8 @@ static int results_overlap(face *f, const nc_call *call)
 
 /* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state, or
-   -1 where nothing has begun as results overlap inputs that are still to be read */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state,
+   or -1 where nothing has begun as results overlap inputs that are still to be read */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
@@ -708,7 +710,8 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     }
     dict = PyDict_New();
     PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
-    if (dict == NULL || add_functions(dict, of_core, capsule) < 0 || add(dict, "cells", cells) < 0 || PyErr_Occurred()) {
+    int failed = dict == NULL || add_functions(dict, of_core, capsule) < 0 || add(dict, "cells", cells) < 0;
+    if (failed || PyErr_Occurred()) {
         if (dict != NULL)
             Py_DecRef(dict);
         dict = NULL;
@@ -757,7 +760,7 @@ static int range_of(PyObject *array, nc_range *range)
     return 0;
 }
 
-/* overlap(list of arrays, list of arrays) -> 0 if none of the first shares memory with any of the second; 1 if one may */
+/* overlap(list of arrays, list of arrays) -> 0 if none of the first shares memory with any of the second, 1 if one may */
 static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
 {
     (void)self, (void)count;
