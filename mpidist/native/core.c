@@ -69,8 +69,8 @@ enum { SEGMENT_SHIFT = 44 };
 
 /* Private data this small is shown rather than read out of the memory of another rank. */
 enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
-/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns on
-   a processor had better have fewer turns. */
+/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns
+   on a processor had better have fewer turns. */
 enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
@@ -308,8 +308,8 @@ static int show(nc *c, page *p)
     return SHOWN;
 }
 
-/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays but small ones lie
-   in memory that all ranks map. */
+/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays, but for small ones,
+   lie in memory that all ranks map. */
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;

@@ -760,7 +760,7 @@ static int range_of(PyObject *array, nc_range *range)
     return 0;
 }
 
-/* overlap(list of arrays, list of arrays) -> 0 if none of the first shares memory with any of the second, 1 if one may */
+/* overlap(arrays, other arrays) -> 0 if none of the first list shares memory with any of the second, 1 if one may */
 static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
 {
     (void)self, (void)count;

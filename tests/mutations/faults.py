@@ -118,8 +118,8 @@ _NATIVE = (
     Fault(
         "a slice is shown where others may still take one of before",
         "mpidist/native/core.c",
-        "reached(c, TAKEN, k - depth + 1, c->ranks))",
-        "reached(c, TAKEN, k - depth, c->ranks))",
+        "reached(c, TAKEN, free, c->ranks))",
+        "reached(c, TAKEN, free - 1, c->ranks))",
         ("tests/native/test_threads.py",),
     ),
     Fault(
