@@ -308,8 +308,8 @@ static int show(nc *c, page *p)
     return SHOWN;
 }
 
-/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays, but for small ones,
-   lie in memory that all ranks map. */
+/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays, but for small
+   ones, lie in memory that all ranks map. */
 static int tell_places(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE;
