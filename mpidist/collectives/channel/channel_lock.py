@@ -33,7 +33,7 @@ class ChannelLock:
             )
         try:
             self._anyone.acquire()
-            self._short.close()
+            self._short.lock()
         except BaseException:  # a signal handler that raises while the other thread takes its step
             self._program.release()
             raise
@@ -44,7 +44,7 @@ class ChannelLock:
         return self._is_over
 
     def __exit__(self, *_: object) -> None:
-        self._short.settle()
+        self._short.unlock()
         self._anyone.release()
         self._program.release()
 

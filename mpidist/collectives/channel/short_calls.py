@@ -31,15 +31,22 @@ class ShortCalls:
         self._may_be_open = may_be_open
         self._known: dict[int, Description] = {}
         self._seen = 0
-        self.close()
-
-    def close(self) -> None:
-        """Send calls the long way from now on."""
+        self._is_locked = False
         self._cells[_CLOSED] |= _BY_PYTHON
+
+    def lock(self) -> None:
+        """Send calls the long way until ``unlock``: there is an operation under way."""
+        self._is_locked = True
+        self._cells[_CLOSED] |= _BY_PYTHON
+
+    def unlock(self) -> None:
+        """Open the way again, as far as things are so."""
+        self._is_locked = False
+        self.settle()
 
     def settle(self) -> None:
         """Open or close the way, as things are."""
-        if self._may_be_open():
+        if not self._is_locked and self._may_be_open():
             self._cells[_CLOSED] &= ~_BY_PYTHON
         else:
             self._cells[_CLOSED] |= _BY_PYTHON
