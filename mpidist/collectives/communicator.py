@@ -338,10 +338,10 @@ class Communicator(ArrayCollectives):
         """Return a new uninitialized array in memory that collectives handle best (collective).
 
         Where several ranks share a node it lies in shared memory, and the all-reduce of such arrays copies nothing:
-        each rank reduces its share straight out of its neighbours' memory. The result is then a read-only array that
-        the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the communicator: it
-        is not used for other arrays before ``close()``. Small arrays, and all where there is no room (which is said),
-        are ordinary memory.
+        each rank reduces its share straight out of its neighbours' memory. From 2 MiB on the result is a read-only
+        array that the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the
+        communicator: it is not used for other arrays before ``close()``. Small arrays, and all where there is no room
+        (which is said), are ordinary memory.
 
         Args:
             shape: The same on every rank.

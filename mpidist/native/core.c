@@ -74,6 +74,7 @@ enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
 enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
+enum { SHOWN_BY_ALL = 256 << 10 };
 enum { REDUCED_AT_ONCE = 32 << 10 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
 
@@ -282,6 +283,13 @@ int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
 
 /* Before the meeting ------------------------------------------------------------------------------------------- */
 
+/* Every rank reads all of what is shown. */
+static size_t most_shown(const nc *c)
+{
+    size_t most = (size_t)SHOWN_BY_ALL / (size_t)c->ranks;
+    return most < c->sizes.small ? most : c->sizes.small;
+}
+
 /* Show what is small: on the page, or in the small slot of the next meeting. */
 static int show(nc *c, page *p)
 {
@@ -290,9 +298,7 @@ static int show(nc *c, page *p)
     if (c->on_wire)
         return 0;
     if (all > IN_PAGE) {
-        size_t most = c->sizes.small;
-        if (c->call.kind == NC_ALL_REDUCE && most > (size_t)(256 << 10) / (size_t)c->ranks)
-            most = (size_t)(256 << 10) / (size_t)c->ranks;
+        size_t most = c->call.kind == NC_ALL_REDUCE ? most_shown(c) : c->sizes.small;
         if (c->call.kind == NC_ALL_GATHER && c->pids != NULL && most > SMALLEST_READ)
             most = SMALLEST_READ;
         if (!c->has_room || all > most)

@@ -125,6 +125,9 @@ int nc_segment(nc *core, char *const *bases, size_t bytes);
 /* Arrays smaller than this need not lie in shared memory for a result to be shared. */
 enum { NC_SMALL_ARRAY = 32 << 10 };
 
+/* Results smaller than this are not worth sharing: each rank had better have one of its own. */
+enum { NC_SHARED_BYTES = 2 << 20 };
+
 /* Whether bytes lie in such memory. */
 int nc_is_shared(const nc *core, const void *address, size_t bytes);
 

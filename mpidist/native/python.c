@@ -532,8 +532,10 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
     Py_buffer view;
     nc_call call;
     const signature *k = known_array(f, a[1], &s, &view, &call);
-    if (k == NULL || nc_is_shared(f->core, view.buf, (size_t)view.len) || (a[2] != NONE && !fits(f, a[2], &view, &s)))
+    if (k == NULL || (a[2] != NONE && !fits(f, a[2], &view, &s)))
         return none();
+    if (view.len >= NC_SHARED_BYTES && nc_is_shared(f->core, view.buf, (size_t)view.len))
+        return none(); /* the result may be shared */
     PyObject *result = a[2];
     if (result == NONE)
         result = new_array(f, a[1], NULL, 0, (size_t)view.len);

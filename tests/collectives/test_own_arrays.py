@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="arrays are shared on one node only"),
 ]
 
-COUNT = 50_000
+# Results of 2 MiB and more are shared.
+COUNT = 300_000
 
 
 def filled(comm: Communicator, value: float, count: int = COUNT) -> np.ndarray:

@@ -44,8 +44,9 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
-# NC_INPUTS of mpidist.h.
+# NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
+SHARED_BYTES = 2 << 20
 
 
 class Short(NamedTuple):

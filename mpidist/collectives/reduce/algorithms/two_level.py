@@ -21,7 +21,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, pause
 from mpidist.collectives.node.chunks import pieces
-from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SLICE, Core
+from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
 from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
@@ -129,18 +129,18 @@ class TwoLevel:
         return job.cut(shared)
 
     def _begin(self, job: PackedReduction, core: Core, identity: int) -> None:
-        may_share = job.may_share and self._node.shared.has_arrays
-        outs = job.targets() if job.is_wanted and not may_share else []
+        job.may_share = job.may_share and job.nbytes >= SHARED_BYTES and self._node.shared.has_arrays
+        outs = job.targets() if job.is_wanted and not job.may_share else []
         job.has_begun = True
         core.reduce(
             identity,
             job.op,
             job.dtype,
             [job.pieces, *job.more],
-            None if may_share else outs,
+            None if job.may_share else outs,
             divisor=job.divisor,
             per_slice=0 if self._node.is_alone else self._slice_bytes(job) // job.dtype.itemsize,
-            held=self._node.results.held() if may_share else 0,
+            held=self._node.results.held() if job.may_share else 0,
             is_wanted=job.is_wanted,
             is_watched=job.tell_chunk is not None,
         )
