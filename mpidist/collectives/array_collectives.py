@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -24,13 +25,14 @@ from mpidist.collectives.channel.description import (
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.engine import Engine
+from mpidist.collectives.engine import BY_CORE, Engine
 from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.core import GoOn
 from mpidist.collectives.reduce.choice import check_options
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import gpu_names
@@ -92,14 +94,14 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
-        self.short = self._engine.open_short(self._go_on)
+        self.short = self._engine.open_short(_weakly(self._go_on))
         """The collectives of one small array whose like there has been before."""
 
     @property
     def last_algorithm(self) -> str:
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
         was_short = self._channel.executor.short.last() is not None
-        return "hierarchical" if was_short else self._engine.last_algorithm
+        return BY_CORE if was_short else self._engine.last_algorithm
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
@@ -164,14 +166,14 @@ class ArrayCollectives:
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
         if self._engine.has_core and options is None and plan.may_be_short and divisor == self.size and not more:
-            operation.then(self._learns("all_reduce", arrays[0], plan.description, op, plan.divisor))
+            operation.then(self._learns("all_reduce", arrays[0], operation, op, plan.divisor))
         return operation
 
     def _learns(
         self,
         name: str,
         array: Array,
-        description: Description,
+        operation: Operation[Any],
         op: ReduceOp | None = None,
         divisor: int | None = None,
         root: int = 0,
@@ -179,7 +181,8 @@ class ArrayCollectives:
         """Return a function of a result that opens the short way to calls like it."""
 
         def learn(result: T) -> T:
-            self._engine.learn(name, array, description, op, divisor, root)
+            if operation.algorithms == ([BY_CORE] if name == "all_reduce" else []):
+                self._engine.learn(name, array, operation.description, op, divisor, root)
             return result
 
         return learn
@@ -187,8 +190,9 @@ class ArrayCollectives:
     def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
         """Carry on with a short call whose ranks have not come soon, or differ."""
         description = self._channel.executor.short.description(number)
-        steps = self._engine.rest_of_short(description, state, value, result)
-        reduced: Array = self._channel.run(Operation(steps, description))
+        rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
+        rest.is_rest = True
+        reduced: Array = self._channel.run(rest)
         return reduced
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
@@ -256,7 +260,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             operation = self._operation(engine.on_host.all_gather(plan, copies), plan.description, options)
             if options is None and axis == 0 and len(arrays) == 1:
-                operation.then(self._learns("all_gather", arrays[0], plan.description))
+                operation.then(self._learns("all_gather", arrays[0], operation))
             return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
         return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
@@ -277,7 +281,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             operation = self._operation(engine.on_host.broadcast(plan, copies), plan.description, options)
             if options is None and len(arrays) == 1:
-                operation.then(self._learns("broadcast", arrays[0], plan.description, root=root))
+                operation.then(self._learns("broadcast", arrays[0], operation, root=root))
             return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
         return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
@@ -477,6 +481,19 @@ class ArrayCollectives:
             return None
         self._check_options(options)
         return options.timeout_seconds
+
+
+def _weakly(method: GoOn) -> GoOn:
+    """Return a function that calls a method, and does not keep its object: the garbage collector cannot see into C."""
+    reference: WeakMethod[Any] = WeakMethod(method)
+
+    def call(number: int, state: int, value: Array, result: Array) -> Array:
+        found = reference()
+        assert found is not None, "a call of a communicator that is gone"
+        carried_on: Array = found(number, state, value, result)
+        return carried_on
+
+    return call
 
 
 def _keeps_nccl_out(options: CommunicationOptions) -> bool:

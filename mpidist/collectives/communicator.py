@@ -241,7 +241,7 @@ class Communicator(ArrayCollectives):
         plan = self._plan("reduce_scatter", op, copies, self.size, options, "", are_copies=are_copies)
         operation = self._operation(engine.reduce_scatter(plan, copies[0]), plan.description, options)
         if options is None and plan.may_be_short:
-            operation.then(self._learns("reduce_scatter", given, plan.description, op, plan.divisor))
+            operation.then(self._learns("reduce_scatter", given, operation, op, plan.divisor))
         return operation.then(lambda flats: restore(value, bring_back([flats[0].reshape(shape)])[0]))
 
     # Movement ---------------------------------------------------------------------------------------------

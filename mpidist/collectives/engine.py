@@ -28,8 +28,8 @@ from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
-# The algorithm of the core.
-_BY_CORE = "hierarchical"
+BY_CORE = "hierarchical"
+"""The algorithm that the core of a node carries out."""
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def _core(self) -> Core | None:
-        """The core that moves data of all ranks, once there is room for them."""
+        """The core that moves the data of all ranks, if they are on one node."""
         node = self.channel.node
         return node.core if node.is_alone else None
 
@@ -90,11 +90,7 @@ class Engine:
     ) -> None:
         """Open the short way to calls like one that was carried out; see ``Core.learn``."""
         core = self._core
-        if (
-            core is None
-            or self.channel.node.slots is None
-            or (name == "all_reduce" and self.last_algorithm != _BY_CORE)
-        ):
+        if core is None or self.channel.node.slots is None:
             return
         number = core.learn(name, array, description.id, op, divisor, root)
         if number is not None:
@@ -104,11 +100,12 @@ class Engine:
         """Return the result of a short call, which began and got as far as ``state``."""
         core = self._core
         assert core is not None
-        core.state = state
+        self.channel.executor.short.carried_on()
+        core.resume(state)
         self.channel.handshake.has_begun()
         yield from self.channel.finish(description)
         if description.operation == "all_reduce":
-            self._took(_BY_CORE)
+            self._took(BY_CORE)
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def device_call(
@@ -247,7 +244,7 @@ class Engine:
         """
         if self._core is None or len(plan.packs) > 1 or plan.device_packs:
             return False
-        return self.choice.first_working(self._names_for(plan, plan.packs[0])) == _BY_CORE
+        return self.choice.first_working(self._names_for(plan, plan.packs[0])) == BY_CORE
 
     def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
         if pack.algorithms is None:

@@ -61,7 +61,7 @@ typedef struct {
 } row;
 
 /* What a rank tells with the id: where its data lie. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4 };
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, KIND_SHIFT = 4 };
 /* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
    PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. */
 enum { PRIVATE = -1, MAPPED = -2 };
@@ -344,6 +344,7 @@ static void announce(nc *c)
     }
     p->id = c->call.id;
     p->note = c->call.note;
+    flags |= (int)c->call.kind << KIND_SHIFT;
     p->info = (uint64_t)flags | (uint64_t)c->call.replicas << 8 | (uint64_t)c->bytes << 24;
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
@@ -439,7 +440,9 @@ static nc_state decide(nc *c)
     for (int r = 0; r < c->ranks; r++) {
         page *p = page_of(c, r);
         int flags = flags_of(c, r), replicas = replicas_of(c, r);
-        if (p->id != c->call.id) {
+        int is_reduction = c->call.kind == NC_ALL_REDUCE || c->call.kind == NC_REDUCE_SCATTER;
+        if (p->id != c->call.id || flags >> KIND_SHIFT != (int)c->call.kind ||
+            (is_reduction && nc_length(c, r) != c->bytes)) {
             c->phase = IDLE;
             return NC_MISMATCH;
         }

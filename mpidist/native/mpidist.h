@@ -53,7 +53,7 @@ typedef struct {
 } nc_piece;
 
 typedef struct {
-    uint64_t id;      /* ranks that pass another one get NC_MISMATCH, all of them */
+    uint64_t id;      /* where ranks pass another one, kind or size, all get NC_MISMATCH */
     nc_kind kind;
     nc_op op;
     nc_dtype dtype;

@@ -9,6 +9,7 @@
 
 #include "mpidist.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
@@ -62,6 +63,7 @@ PyObject *PyErr_Occurred(void);
 void PyErr_Clear(void);
 PyObject *PyErr_Format(PyObject *, const char *, ...);
 PyObject *PyErr_SetFromErrno(PyObject *);
+unsigned long PyThread_get_thread_ident(void);
 void *PyEval_SaveThread(void);
 void PyEval_RestoreThread(void *);
 
@@ -69,8 +71,9 @@ void PyEval_RestoreThread(void *);
 
 /* Cells that Python sees, too. HOLDS: anything but 0 sends calls the long way. CALLS: short calls so far; LAST: the
    signature of the last. */
-enum { HOLDS, CALLS, LAST, CELLS };
-enum { BUSY = 1 };
+enum { HOLDS, CALLS, LAST, THREAD, CELLS };
+/* A thread, which THREAD names, is in a short call; a call has begun that Python is to carry on. */
+enum { BUSY = 1, HANDED_ON = 4 };
 /* A kind of signature beside those of mpidist.h: a gathering to which one rank gives. */
 enum { BROADCAST = 16 };
 /* For how long a call keeps the interpreter's lock, and how long it then waits before Python takes over. */
@@ -80,7 +83,7 @@ enum { POOLED_BYTES = 128 << 10, SIGNATURES = 2048, PROBES = 8, AXES = 8, OPS = 
 enum { KERNEL = 15 };
 
 typedef struct {
-    int is_known, kind, op, dtype, axes, root;
+    int is_known, number, kind, op, dtype, axes, root;
     ssize_t shape[AXES];
     double divisor;
     uint64_t id;
@@ -88,7 +91,7 @@ typedef struct {
 
 typedef struct {
     nc *core;
-    int rank, ranks, op_count;
+    int rank, ranks, op_count, lost; /* errno of a call that ended as NC_LOST */
     int64_t cells[CELLS];
     PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
     PyObject *op[OPS];
@@ -115,6 +118,14 @@ static nc_state go_on(face *f, nc_state state, int64_t nanoseconds)
 static PyObject *state_or_error(nc_state state)
 {
     return state == NC_LOST ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(state);
+}
+
+/* lost() raises the error of a short call that ended as NC_LOST */
+static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    errno = face_of(self)->lost;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
 
 /* Memory of arrays ------------------------------------------------------------------------------------------------ */
@@ -429,8 +440,9 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
     if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
         return none();
     signature *k = look_up(f, &s, 1);
+    s.number = (int)(k - f->known);
     *k = s;
-    return PyLong_FromLongLong(k - f->known);
+    return PyLong_FromLongLong(s.number);
 }
 
 static PyObject *new_array(face *f, PyObject *like, const ssize_t *first, int axes, size_t bytes)
@@ -454,21 +466,34 @@ static PyObject *new_array(face *f, PyObject *like, const ssize_t *first, int ax
     return made;
 }
 
-/* Carry out a call whose pieces are there; `result` is given away. */
-static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyObject *result, PyObject *value)
+/* Carry out a call of one array; `result` is given away. */
+static PyObject *carry_out(face *f, const signature *k, const nc_call *call, const Py_buffer *view, size_t count,
+                           PyObject *result, PyObject *value)
 {
-    nc_state state = nc_begin(f->core, call, KEEPS_LOCK);
-    if (state == NC_NOT_YET || state == NC_MOVED) {
-        f->cells[HOLDS] |= BUSY;
-        state = go_on(f, state, WAITS);
-        f->cells[HOLDS] &= ~(int64_t)BUSY;
+    Py_buffer out;
+    if (result == NULL)
+        return NULL;
+    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &out) < 0 || f->cells[HOLDS]) {
+        Py_DecRef(result); /* Python code ran since the way was found open, in which another thread may have come */
+        return PyErr_Occurred() ? NULL : none();
     }
+    f->cells[HOLDS] |= BUSY;
+    f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
+    nc_inputs(f->core)[0] = view->buf;
+    nc_pieces(f->core)[0] = (nc_piece){out.buf, count};
+    nc_state state = nc_begin(f->core, call, KEEPS_LOCK);
+    if (state == NC_NOT_YET || state == NC_MOVED)
+        state = go_on(f, state, WAITS);
+    f->lost = errno;
     if (state == NC_DONE) {
         f->cells[CALLS]++;
-        f->cells[LAST] = k - f->known;
+        f->cells[LAST] = k->number;
+        f->cells[HOLDS] &= ~(int64_t)BUSY;
         return result;
     }
-    PyObject *number = PyLong_FromLongLong(k - f->known), *code = PyLong_FromLongLong(state), *final = NULL;
+    /* Until Python has it in hand, as a signal handler may raise an error before. */
+    f->cells[HOLDS] = (f->cells[HOLDS] & ~(int64_t)BUSY) | HANDED_ON;
+    PyObject *number = PyLong_FromLongLong(k->number), *code = PyLong_FromLongLong(state), *final = NULL;
     if (number != NULL && code != NULL) {
         PyObject *arguments[4] = {number, code, value, result};
         final = PyObject_Vectorcall(f->go_on, arguments, 4, NULL);
@@ -482,32 +507,16 @@ static PyObject *carry_out(face *f, const signature *k, const nc_call *call, PyO
 }
 
 /* Begin with one array, contiguous and known: its memory, its signature, and the call. */
-static const signature *known_array(face *f, PyObject *value, signature *s, Py_buffer *view, nc_call *call)
+static int known_array(face *f, PyObject *value, signature *s, Py_buffer *view, signature *k, nc_call *call)
 {
     if (f->cells[HOLDS] || s->op < 0 || read_array(f, value, 0, view, s) < 0)
-        return NULL;
-    const signature *k = look_up(f, s, 0);
-    if (k == NULL)
-        return NULL;
-    size_t size = (size_t)view->itemsize;
+        return 0;
+    const signature *found = look_up(f, s, 0);
+    if (found == NULL)
+        return 0;
+    *k = *found; /* whose place another thread may give to another one */
     *call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
                       .pieces = 1, .replicas = 1, .divisor = k->divisor};
-    nc_inputs(f->core)[0] = view->buf;
-    nc_pieces(f->core)[0] = (nc_piece){NULL, (size_t)view->len / size};
-    return k;
-}
-
-/* Put an array for the result into the call; it is given away, also where it does not fit. */
-static int takes_result(face *f, PyObject *result)
-{
-    Py_buffer out;
-    if (result == NULL)
-        return 0;
-    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &out) < 0) {
-        Py_DecRef(result);
-        return 0;
-    }
-    nc_pieces(f->core)[0].out = out.buf;
     return 1;
 }
 
@@ -531,8 +540,8 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
     signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])};
     Py_buffer view;
     nc_call call;
-    const signature *k = known_array(f, a[1], &s, &view, &call);
-    if (k == NULL || (a[2] != NONE && !fits(f, a[2], &view, &s)))
+    signature k;
+    if (!known_array(f, a[1], &s, &view, &k, &call) || (a[2] != NONE && !fits(f, a[2], &view, &s)))
         return none();
     if (view.len >= NC_SHARED_BYTES && nc_is_shared(f->core, view.buf, (size_t)view.len))
         return none(); /* the result may be shared */
@@ -541,10 +550,8 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
         result = new_array(f, a[1], NULL, 0, (size_t)view.len);
     else
         Py_IncRef(result);
-    if (!takes_result(f, result))
-        return NULL;
     call.unit = 64 / (size_t)view.itemsize ? 64 / (size_t)view.itemsize : 1;
-    return carry_out(f, k, &call, result, a[1]);
+    return carry_out(f, &k, &call, &view, (size_t)(view.len / view.itemsize), result, a[1]);
 }
 
 /* reduce_scatter(op, value) */
@@ -555,16 +562,14 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
     signature s = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])};
     Py_buffer view;
     nc_call call;
-    const signature *k = known_array(f, a[1], &s, &view, &call);
-    if (k == NULL || s.axes == 0 || s.shape[0] == 0)
+    signature k;
+    if (!known_array(f, a[1], &s, &view, &k, &call) || s.axes == 0 || s.shape[0] == 0)
         return none();
     ssize_t rows = s.shape[0], row_bytes = view.len / rows;
     s.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
     PyObject *result = new_array(f, a[1], s.shape, s.axes, (size_t)(s.shape[0] * row_bytes));
-    if (!takes_result(f, result))
-        return NULL;
     call.unit = (size_t)(row_bytes / view.itemsize);
-    return carry_out(f, k, &call, result, a[1]);
+    return carry_out(f, &k, &call, &view, (size_t)(view.len / view.itemsize), result, a[1]);
 }
 
 /* all_gather(value), along the first axis */
@@ -575,17 +580,14 @@ static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
     signature s = {.kind = NC_ALL_GATHER};
     Py_buffer view;
     nc_call call;
-    const signature *k = known_array(f, a[0], &s, &view, &call);
-    if (k == NULL || s.axes == 0)
+    signature k;
+    if (!known_array(f, a[0], &s, &view, &k, &call) || s.axes == 0)
         return none();
     call.note = s.shape[0];
     s.shape[0] *= f->ranks;
     PyObject *result = new_array(f, a[0], s.shape, s.axes, (size_t)(view.len * f->ranks));
-    if (!takes_result(f, result))
-        return NULL;
     call.dtype = NC_U8, call.flags = NC_EQUAL;
-    nc_pieces(f->core)[0].count = (size_t)view.len;
-    return carry_out(f, k, &call, result, a[0]);
+    return carry_out(f, &k, &call, &view, (size_t)view.len, result, a[0]);
 }
 
 /* broadcast(value, root) */
@@ -593,22 +595,20 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = BROADCAST, .root = (int)whole(a[1])};
+    long long root = whole(a[1]);
+    signature s = {.kind = BROADCAST, .root = (int)root};
     Py_buffer view;
     nc_call call;
-    if (PyErr_Occurred()) {
+    if (root < 0 || root >= f->ranks) {
         PyErr_Clear(); /* the long way says what is wrong with it */
         return none();
     }
-    const signature *k = known_array(f, a[0], &s, &view, &call);
-    if (k == NULL)
+    signature k;
+    if (!known_array(f, a[0], &s, &view, &k, &call))
         return none();
     PyObject *result = new_array(f, a[0], NULL, 0, (size_t)view.len);
-    if (!takes_result(f, result))
-        return NULL;
     call.kind = NC_ALL_GATHER, call.dtype = NC_U8;
-    nc_pieces(f->core)[0].count = s.root == f->rank ? (size_t)view.len : 0;
-    return carry_out(f, k, &call, result, a[0]);
+    return carry_out(f, &k, &call, &view, s.root == f->rank ? (size_t)view.len : 0, result, a[0]);
 }
 
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
@@ -644,6 +644,7 @@ static PyMethodDef of_core[] = {
     {"tell", tell, METH_FASTCALL, NULL},
     {"told", told, METH_FASTCALL, NULL},
     {"notes", notes, METH_FASTCALL, NULL},
+    {"lost", lost, METH_FASTCALL, NULL},
     {"shares", shares, METH_FASTCALL, NULL},
     {"room", room, METH_FASTCALL, NULL},
     {"segment", segment, METH_FASTCALL, NULL},

@@ -6,6 +6,11 @@ import threading
 
 from mpidist.collectives.channel.short_calls import ShortCalls
 
+_TWO_THREADS = (
+    "two threads used one Communicator at the same time; collectives of one communicator are issued by one thread, in "
+    "the same order on every rank"
+)
+
 
 class ChannelLock:
     """The lock of a channel, shared by the program's thread and that of progress.
@@ -21,26 +26,28 @@ class ChannelLock:
         self._is_over = False
 
     def __enter__(self) -> None:
-        if self._short.is_under_way or not self._program.acquire(blocking=False):
+        # Others that find a short call under way give it back at once to the thread that carries on with it.
+        if not self._program.acquire(blocking=self._short.is_handed_on_here):
             if self._is_over:
                 raise RuntimeError(
                     "this process has taken leave of the other ranks; expected collectives before its program ends, "
                     "and before MPI.Finalize()"
                 )
-            raise RuntimeError(
-                "two threads used one Communicator at the same time; collectives of one communicator are issued by one "
-                "thread, in the same order on every rank"
-            )
+            raise RuntimeError(_TWO_THREADS)
         try:
             self._anyone.acquire()
-            self._short.lock()
         except BaseException:  # a signal handler that raises while the other thread takes its step
             self._program.release()
             raise
+        self._short.lock()
+        if self._short.is_under_way:
+            self.__exit__()
+            raise RuntimeError(_TWO_THREADS)
 
     def take_for_good(self, seconds: float) -> bool:
         """Take the lock from all other threads; return whether that worked within some seconds."""
         self._is_over = self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
+        self._short.lock()
         return self._is_over
 
     def __exit__(self, *_: object) -> None:

@@ -159,7 +159,7 @@ class Executor:
             PeerError: Another rank has failed or left.
         """
         with self._lock:
-            self._check_usable()
+            self._check_usable(operation.is_rest)
             self._number(operation)
             while self._works:
                 self._finish_oldest()
@@ -294,6 +294,8 @@ class Executor:
         self._has_ended = True
         if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
             shutdown.abort_job(self._rank, "a thread was still in one of its collectives when the program ended")
+        if self.short.is_broken_off:
+            self._break_off()
         if self._interrupted is not None:
             shutdown.abort_job(self._rank, self.unusable)
         if self._given_up is not None:
@@ -447,6 +449,12 @@ class Executor:
         settled.__cause__ = error
         self._settle_all(settled)
 
+    def _break_off(self) -> None:
+        """Give the channel up for a short call that was interrupted before it was carried on."""
+        if self._interrupted is None:
+            self.unusable = "a collective was interrupted by an error of a signal handler"
+            self._interrupted = RuntimeError(self.unusable)
+
     def _lose(self, error: BaseException, text: str) -> NoReturn:
         """Give the communicator up, on all its ranks: one of them is lost."""
         lost = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
@@ -462,7 +470,9 @@ class Executor:
             work.settle(error)
         self._works.clear()
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, is_rest: bool = False) -> None:
+        if self.short.is_broken_off and not is_rest:
+            self._break_off()
         if self.unusable is not None:
             raise RuntimeError(f"this {self._owner} can no longer be used: {self.unusable}")
         if self._handshake.left:

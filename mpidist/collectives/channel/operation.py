@@ -26,6 +26,7 @@ class Operation(Generic[T_co]):
     Attributes:
         steps, description, timeout: See above.
         number: Among the collectives of the channel, in the order in which they are issued.
+        is_rest: Whether it carries on with a short call.
         is_work: Whether it was started, to be waited for later.
         call_site: Line of the user's program; None where it is still on the stack.
         tally: The changes that this rank had made by itself when it was issued, if any.
@@ -40,6 +41,7 @@ class Operation(Generic[T_co]):
         self.description = description
         self.timeout = timeout
         self.number = 0
+        self.is_rest = False
         self.is_work = False
         self.call_site: str | None = None
         self.tally: Tally | None = None

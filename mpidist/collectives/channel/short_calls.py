@@ -1,4 +1,4 @@
-"""Short calls: all-reduces that go from the method straight to the node's core and back.
+"""Short calls: collectives of one array that go from the method straight to the node's core and back.
 
 They take no part in what an ``Operation`` takes part in. So the way is closed while there is anything that has to see a
 call, or to come before it; what is out of the ordinary in a call, the core hands back to be carried on as an operation.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from threading import get_ident
 
 from mpidist.collectives.channel.description import Description
 from mpidist.collectives.node.core import Core
 
-# Cells of the core: whether the way is closed, short calls so far, signature of the last.
-_CLOSED, _CALLS, _LAST = range(3)
-_BY_CORE, _BY_PYTHON = 1, 2
+# Cells of the core: whether the way is closed, short calls so far, signature of the last, thread of one under way.
+_CLOSED, _CALLS, _LAST, _THREAD = range(4)
+# By a call under way, by Python, by a call that has begun and that Python has to carry on.
+_BY_CORE, _BY_PYTHON, _HANDED_ON = 1, 2, 4
 
 
 class ShortCalls:
@@ -27,7 +29,7 @@ class ShortCalls:
 
     def __init__(self, core: Core | None, may_be_open: Callable[[], bool]) -> None:
         self._core = core  # which keeps the cells
-        self._cells = memoryview(array("q", [0, 0, 0])) if core is None else core.cells
+        self._cells = memoryview(array("q", [0, 0, 0, 0])) if core is None else core.cells
         self._may_be_open = may_be_open
         self._known: dict[int, Description] = {}
         self._seen = 0
@@ -54,7 +56,21 @@ class ShortCalls:
     @property
     def is_under_way(self) -> bool:
         """Whether another thread is in a short call."""
-        return bool(self._cells[_CLOSED] & _BY_CORE)
+        return bool(self._cells[_CLOSED] & ~_BY_PYTHON) and self._cells[_THREAD] != get_ident()
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a call has begun that nobody has carried on: an error of a signal handler came in between."""
+        return bool(self._cells[_CLOSED] & _HANDED_ON)
+
+    @property
+    def is_handed_on_here(self) -> bool:
+        """Whether it is for this thread to carry on with a call."""
+        return bool(self._cells[_CLOSED] & _HANDED_ON) and self._cells[_THREAD] == get_ident()
+
+    def carried_on(self) -> None:
+        """Take note that an operation carries on with the call that has begun."""
+        self._cells[_CLOSED] &= ~_HANDED_ON
 
     @property
     def count(self) -> int:

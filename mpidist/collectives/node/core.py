@@ -149,6 +149,16 @@ class Core:
         """Begin a meeting, whose ``state`` is MISMATCH where another rank passes another identity."""
         self.state = self._calls["meet"](identity)
 
+    def resume(self, state: int) -> None:
+        """Take up a short call that has begun and got as far as ``state``.
+
+        Raises:
+            OSError: The memory of another rank could not be read.
+        """
+        self.state = state
+        if state == LOST:
+            self._calls["lost"]()
+
     @property
     def waits(self) -> bool:
         """Whether the call has not got as far as it can by itself."""

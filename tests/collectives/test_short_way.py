@@ -1,0 +1,128 @@
+"""The short way of a call: what must not happen between Python and the core, and what it gives up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist import Communicator
+from mpidist.collectives import Observer
+from mpidist.core.settings import RANKS_PER_NODE
+from tests.support.ranks.cores import needs_core
+from tests.support.ranks.programs import run_program
+
+pytestmark = [
+    pytest.mark.min_ranks(2),
+    needs_core,
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+]
+RANK = MPI.COMM_WORLD.Get_rank()
+
+
+def known(comm: Communicator, count: int) -> np.ndarray:
+    """Return an array whose all-reduce has been before."""
+    array = np.ones(count)
+    comm.all_reduce("SUM", array)
+    return array
+
+
+def test_a_communicator_is_freed() -> None:
+    comm = Communicator()
+    known(comm, 1000)
+    comm.all_reduce("SUM", np.ones(1000))
+    gone = weakref.ref(comm)
+    comm.close()
+    del comm
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_root_that_is_no_rank_is_refused_the_second_time_too() -> None:
+    with Communicator() as comm:
+        for _ in range(2):
+            comm.broadcast(np.ones(3), 0)
+        with pytest.raises(ValueError, match="expected a rank from 0"):
+            comm.broadcast(np.ones(3), 1 << 32)
+
+
+def test_what_was_learnt_is_what_the_call_took() -> None:
+    """Works are waited for in another order on each rank, and only one of the sizes goes through the core."""
+    options = mpidist.experimental.CommunicationOptions(algorithm="mpi")
+    with Communicator() as comm, Communicator(options=options) as by_mpi:
+        works = [comm.all_reduce_async("SUM", np.ones(10)), by_mpi.all_reduce_async("SUM", np.ones(10))]
+        for work in works if comm.rank % 2 else reversed(works):
+            work.wait()
+        for _ in range(3):
+            np.testing.assert_array_equal(by_mpi.all_reduce("SUM", np.ones(10)), comm.size)
+            assert by_mpi.last_algorithm == "mpi"
+
+
+class _Looks(Observer):
+    def ended(self, operation: Any) -> None:
+        """Look on."""
+
+
+def test_a_second_thread_never_gets_the_numbers_of_the_first() -> None:
+    with Communicator() as comm:
+        large, small = known(comm, 30_000), known(comm, 10)
+        wrong: list[object] = []
+
+        def other() -> None:
+            observer = _Looks()
+            comm.add_observer(observer)
+            comm.remove_observer(observer)
+            try:
+                wrong.append(comm.all_reduce("SUM", small))
+            except RuntimeError as error:
+                if "two threads" not in str(error):
+                    wrong.append(error)
+
+        if comm.rank == 0:
+            thread = threading.Timer(0.1, other)
+            thread.start()
+            found = comm.all_reduce("SUM", large)
+            thread.join()
+        else:
+            time.sleep(0.4)
+            found = comm.all_reduce("SUM", large)
+        np.testing.assert_array_equal(found, comm.size)
+        assert not wrong
+
+
+INTERRUPTED = """
+import signal, time, numpy, mpidist
+class Alarm(Exception): pass
+def handler(*_): raise Alarm
+signal.signal(signal.SIGALRM, handler)
+comm = mpidist.Communicator()
+x = numpy.ones(100_000)
+for _ in range(3):
+    comm.all_reduce("SUM", x)
+if comm.rank == 0:
+    signal.setitimer(signal.ITIMER_REAL, 0.001)  # while the core waits, before Python does
+    try:
+        comm.all_reduce("SUM", x)
+    except Alarm:
+        try:
+            comm.all_reduce("SUM", x)
+        except RuntimeError as error:
+            print("refused:", error, flush=True)
+else:
+    time.sleep(2)
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.min_ranks(1)
+@pytest.mark.jobs
+def test_a_call_that_a_signal_handler_breaks_off_is_the_last() -> None:
+    job = run_program(INTERRUPTED, 2, env={"MPIDIST_TIMEOUT": "10"})
+    assert "was interrupted by" in job.stdout
