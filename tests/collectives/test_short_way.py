@@ -17,7 +17,7 @@ from mpidist import Communicator
 from mpidist.collectives import Observer
 from mpidist.core.settings import RANKS_PER_NODE
 from tests.support.ranks.cores import needs_core
-from tests.support.ranks.programs import run_program
+from tests.support.ranks.jobs import run_script
 
 pytestmark = [
     pytest.mark.min_ranks(2),
@@ -124,5 +124,5 @@ else:
 @pytest.mark.min_ranks(1)
 @pytest.mark.jobs
 def test_a_call_that_a_signal_handler_breaks_off_is_the_last() -> None:
-    job = run_program(INTERRUPTED, 2, env={"MPIDIST_TIMEOUT": "10"})
+    job = run_script(INTERRUPTED, 2, env={"MPIDIST_TIMEOUT": "10"})
     assert "was interrupted by" in job.stdout
