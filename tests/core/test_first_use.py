@@ -46,7 +46,7 @@ def test_a_program_with_a_communicator_alone_loads_no_more_than_that() -> None:
     before, after = run_python(program).split("|")
     assert "numpy" not in before.split()
     rooms = {name.split(".")[1] for name in after.split() if name.startswith("mpidist.")}
-    assert rooms == {"arrays", "collectives", "core", "topology"}
+    assert rooms == {"arrays", "collectives", "core", "native", "topology"}
 
 
 TWO_THREADS = """
