@@ -484,7 +484,10 @@ class ArrayCollectives:
 
 
 def _weakly(method: GoOn) -> GoOn:
-    """Return a function that calls a method, and does not keep its object: the garbage collector cannot see into C."""
+    """Return a function that calls a method, and does not keep its object.
+
+    The garbage collector cannot see into C.
+    """
     reference: WeakMethod[Any] = WeakMethod(method)
 
     def call(number: int, state: int, value: Array, result: Array) -> Array:

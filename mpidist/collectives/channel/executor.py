@@ -450,7 +450,7 @@ class Executor:
         self._settle_all(settled)
 
     def _break_off(self) -> None:
-        """Give the channel up for a short call that was interrupted before it was carried on."""
+        """Give the channel up for a short call that nobody has carried on."""
         if self._interrupted is None:
             self.unusable = "a collective was interrupted by an error of a signal handler"
             self._interrupted = RuntimeError(self.unusable)

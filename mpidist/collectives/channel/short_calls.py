@@ -1,4 +1,4 @@
-"""Short calls: collectives of one array that go from the method straight to the node's core and back.
+"""Short calls: collectives of one array that go straight to the node's core and back.
 
 They take no part in what an ``Operation`` takes part in. So the way is closed while there is anything that has to see a
 call, or to come before it; what is out of the ordinary in a call, the core hands back to be carried on as an operation.
@@ -60,7 +60,10 @@ class ShortCalls:
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether a call has begun that nobody has carried on: an error of a signal handler came in between."""
+        """Whether a call has begun that nobody has carried on.
+
+        An error of a signal handler came in between, unless that is about to happen.
+        """
         return bool(self._cells[_CLOSED] & _HANDED_ON)
 
     @property
