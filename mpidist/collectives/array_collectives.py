@@ -95,7 +95,7 @@ class ArrayCollectives:
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
         self.short = self._engine.open_short(_weakly(self._go_on))
-        """The collectives of one small array whose like there has been before."""
+        """The collectives of one array whose like there has been before."""
 
     @property
     def last_algorithm(self) -> str:

@@ -4,7 +4,7 @@
    all ranks begin with the same id; it goes on in steps, none of which waits for long. Nothing here knows MPI or
    Python (python.c is the face for Python), makes a thread, or allocates memory once a core has been opened.
 
-   All functions but nc_open return at once where they are given what nc_begin's state allows. One thread at a time. */
+   What nc_begin and nc_step return says what may follow. One thread at a time calls into a core. */
 
 #ifndef MPIDIST_H
 #define MPIDIST_H

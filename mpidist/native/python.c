@@ -202,6 +202,10 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     int64_t nanoseconds = whole(a[12]);
     if (PyErr_Occurred())
         return NULL;
+    int reduces = call.kind == NC_ALL_REDUCE || call.kind == NC_REDUCE_SCATTER;
+    int unknown = (unsigned)call.dtype >= NC_DTYPES || (unsigned)call.op >= NC_OPS;
+    if (unknown || (reduces && !nc_combines(call.dtype, call.op)))
+        return PyErr_Format(PyExc_ValueError, "no operation %d of dtype %d", (int)call.op, (int)call.dtype);
     call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
     if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
         return NULL;

@@ -277,6 +277,7 @@ class Executor:
         """Take no part in the progress of works any more, as the channel is closed."""
         _executors.remove(self)
         progress.forget(self.move)
+        self.short.lock()
 
     def abandon(self) -> None:
         """Give all works up, as a rank was lost."""

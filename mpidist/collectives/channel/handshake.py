@@ -94,6 +94,7 @@ class _OnNode:
         self._core = core
 
     def numbers(self, count: int) -> Array:
+        assert count == 0, "numbers of a node go with its data"
         return np.empty(count)
 
     def begin(self, identity: int, start: Start | None) -> bool:
@@ -111,6 +112,7 @@ class _OnNode:
         return self._core is None or self._core.state != MISMATCH
 
     def totals(self, count: int, dtype: DType) -> Array:
+        assert count == 0, "numbers of a node go with its data"
         return np.empty(count, dtype)
 
     def free(self) -> None:

@@ -22,7 +22,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import Core
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import divided
+from mpidist.collectives.node.packing import divided, in_order
 from mpidist.collectives.reduce.plan import ReductionPlan
 
 _NOTHING = np.empty(0, np.uint8)
@@ -118,7 +118,7 @@ class HostMovement:
         borders = tuple([(a * row_size, b * row_size) for a, b in slices(len(array), channel.size)])
         start, stop = borders[channel.rank]
         wire, result_dtype = plan.formed[0]
-        send = np.ascontiguousarray(array, wire).reshape(-1)
+        send = in_order(array.astype(wire, copy=False)).reshape(-1)
         flat = self._pool.take(stop - start, wire)
 
         def begin(core: Core, identity: int) -> None:

@@ -341,7 +341,8 @@ class Core:
 
     def use_slots(self, segments: list[Array], sizes: Sizes) -> None:
         """Take the slots of all ranks, each segment of ``sizes.nbytes``, into use."""
-        self._calls["room"]([address_of(segment) for segment in segments], *sizes)
+        needed = self._calls["room"]([address_of(segment) for segment in segments], *sizes)
+        assert needed == sizes.nbytes, f"slots of {sizes.nbytes} bytes where the core takes {needed}"
 
     def know(self, segments: list[Array]) -> None:
         """Read arrays in place that lie in memory which all ranks map.

@@ -87,11 +87,6 @@ class Node:
         """Return whether it holds all ranks of the communicator."""
         return self.topology.num_nodes == 1
 
-    def meeting(self) -> Steps[None]:
-        """Yield until all ranks of the node have come."""
-        if self.core is not None:
-            yield from self.core.meeting()
-
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
         """Make the slots, unless that was tried before; return whether all nodes have room (collective).
 

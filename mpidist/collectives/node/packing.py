@@ -80,7 +80,7 @@ def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
     return None if functions is None else functions["overlap"]
 
 
-def _in_order(array: Array) -> Array:
+def in_order(array: Array) -> Array:
     """Return an array whose elements lie side by side, aligned as its dtype asks."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else array.copy()
@@ -202,7 +202,7 @@ class Pack:
             for index, start, stop, shape in self._slots:
                 np.copyto(buffer[start:stop].reshape(shape), arrays[index])
             pieces.append(buffer)
-        pieces.extend([_flat(_in_order(arrays[index])) for index in self.apart])
+        pieces.extend([_flat(in_order(arrays[index])) for index in self.apart])
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
