@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
@@ -31,11 +32,12 @@ from mpidist.strategies.value_checks import (
     check_can_gather,
     check_can_reduce,
     check_gradients_apart,
-    check_out,
     check_results_apart,
     check_returned,
+    checked_out,
     copied,
     copy_into,
+    copy_leaves,
 )
 from mpidist.values import PerReplica, Variable, regroup, select_replica
 from mpidist.values.component import Assignable
@@ -487,9 +489,12 @@ class ReplicaContext:
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
     ) -> Any:
         """Reduce a value of these leaves, after the checks of context and options."""
-        self._check_values(value, leaves, op, out)
+        targets = self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
-            return nest.map_structure(copied, value) if out is None else copy_into(out, value)
+            if targets is None:
+                return nest.map_structure(copied, value)
+            copy_leaves(targets, leaves)
+            return out
 
         def merged(strategy: Strategy, values: object, outs: object) -> object:
             pairs, note = self._contributions(op, values, outs)
@@ -499,11 +504,11 @@ class ReplicaContext:
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else copy_into(out, reduced)
 
-    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> None:
+    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> list[Array] | None:
+        """Return the arrays of ``out``, if any."""
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
             check_can_reduce(leaves, op)
-            if out is not None:
-                check_out(value, out, op, self.num_replicas_in_sync)
+            return None if out is None else checked_out(value, leaves, out, op, self.num_replicas_in_sync)
 
     def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
         """Return the values of all local replicas with their destinations, and their description."""

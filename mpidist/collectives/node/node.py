@@ -72,7 +72,7 @@ class Node:
             may_read = may_read and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
         self.core: Core | None = None
-        if functions is not None and self.size > 1:
+        if functions is not None and (self.size > 1 or self.is_alone):
             with revoking(self.comm):
                 read = pids if self.reads_neighbours else None
                 self.core = Core(functions, self.comm, read, self.is_alone, self.rails)
