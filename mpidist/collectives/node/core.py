@@ -115,7 +115,7 @@ class Slice(NamedTuple):
 
 
 class Core:
-    """The core of one node of several ranks (collective over them).
+    """The core of one node (collective over its ranks).
 
     Args:
         functions: Of the library.
@@ -133,9 +133,9 @@ class Core:
     ) -> None:
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._window, memory = _control_memory(comm, functions["control_bytes"](self.size))
+        self._window, self._memory = _control_memory(comm, functions["control_bytes"](self.size))
         self._calls: dict[str, Any] = functions["open"](
-            address_of(memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
+            address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
@@ -356,11 +356,17 @@ class Core:
         """Free the memory (collective)."""
         # But for the cells, which stay as long as this object does.
         self._calls = {"step": self._step}
-        self._window.Unlock_all()
-        self._window.Free()
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
 
 
-def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, Array]:
+def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win | None, Array]:
+    """Return memory that all ranks of a node map, with its window; a rank alone needs none."""
+    if comm.Get_size() == 1:
+        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        start = -address_of(memory) % _ALIGNMENT
+        return None, memory[start : start + nbytes]
     mpi = import_mpi()
     window = mpi.Win.Allocate_shared(nbytes if comm.Get_rank() == 0 else 0, _ALIGNMENT, comm=comm)
     segment, _ = window.Shared_query(0)

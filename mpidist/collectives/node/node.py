@@ -49,7 +49,7 @@ class Node:
         rank, size: In the node.
         ranks: Of every node, its ranks in ``comm``.
         rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
-        core: Where the ranks of the node meet; None for a rank that is alone there.
+        core: Where the ranks of the node meet; None for a rank that is alone there but not in the communicator.
         shared: Shared memory of the node.
         results: Results that the ranks of the node share.
         slice_bytes: Of a reduced slice on its way between nodes, once there is room for it.
