@@ -97,7 +97,7 @@ class Engine:
         core = self._core
         if core is None or self.channel.node.slots is None:
             return
-        number = core.learn(name, array, description.id, op, divisor, root)
+        number = core.learn(name, array, description.id, op, divisor, root, description.text)
         if number is not None:
             self.channel.executor.short.learn(number, description)
 

@@ -44,6 +44,8 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
+# Of a description in the flight record.
+_MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
 SHARED_BYTES = 2 << 20
@@ -320,6 +322,7 @@ class Core:
         op: ReduceOp | None = None,
         divisor: int | None = None,
         root: int = 0,
+        text: str = "",
     ) -> int | None:
         """Open the short way to calls like one; return the number of its signature.
 
@@ -332,10 +335,24 @@ class Core:
             op: The operation, for one that reduces.
             divisor: Of a mean.
             root: The rank that gives, for a broadcast.
+            text: Of calls like it, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
-        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity)
+        data = text.encode()[:_MOST_TEXT]
+        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity, data)
         return number
+
+    def keep_flight(self, memory: object, serial: object, last: object, name: bytes, line: Callable[[], str]) -> None:
+        """Have short calls write a flight record.
+
+        Args:
+            memory: Of its file.
+            serial: The serial number of its last entry, which this counts up.
+            last: Number on the communicator, and serial number, of the last collective; the same.
+            name: Of the communicator.
+            line: Returns the line of the program.
+        """
+        self._calls["flight"](memory, serial, last, name, line)
 
     # Memory -----------------------------------------------------------------------------------------------------
 
@@ -362,7 +379,10 @@ class Core:
 
 
 def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win | None, Array]:
-    """Return memory that all ranks of a node map, with its window; a rank alone needs none."""
+    """Return memory that all ranks of a node map, after its window.
+
+    A rank alone needs no window.
+    """
     if comm.Get_size() == 1:
         memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
         start = -address_of(memory) % _ALIGNMENT
