@@ -112,8 +112,8 @@ def test_the_core_writes_the_calls_that_take_the_short_way(tmp_path: Path) -> No
     assert job.returncode == 0, job.stderr
     counts = [int(line) for line in job.stdout.split()]
     assert max(counts) == 5, "four of the sums and one broadcast, but for calls that had to wait"
-    for flight in read_folder(str(tmp_path))[0]:
-        entries = [entry for entry in flight.entries if entry.text.startswith(("all_reduce", "barrier", "broadcast"))]
+    for record in read_folder(str(tmp_path))[0]:
+        entries = [entry for entry in record.entries if entry.text.startswith(("all_reduce", "barrier", "broadcast"))]
         sums, last = entries[:10], entries[10:]
         assert [entry.text for entry in sums] == ["all_reduce SUM of float64(5,)", "barrier"] * 5
         assert [entry.number for entry in entries] == list(range(entries[0].number, entries[0].number + 13))
@@ -121,7 +121,7 @@ def test_the_core_writes_the_calls_that_take_the_short_way(tmp_path: Path) -> No
         assert all(entry.begin <= entry.end <= later.begin for entry, later in pairwise(entries))
         assert len({entry.call_site for entry in sums[::2]}) == 1
         assert sums[0].call_site.endswith(":7 (<module>)")
-        assert last[-1].text == f"broadcast from rank {flight.rank} of float64(2,)"
+        assert last[-1].text == f"broadcast from rank {record.rank} of float64(2,)"
 
 
 def entry(number: int, text: str, state: int = DONE) -> FlightEntry:
