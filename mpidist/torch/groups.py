@@ -1,0 +1,44 @@
+"""The communicators of process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import ref
+
+from mpidist.collectives import Communicator
+from mpidist.core.errors import LaunchError
+from mpidist.core.options import CommunicationOptions
+from mpidist.topology import world_topology
+
+# That of the default group, which others are made from.
+_default: list[ref[Communicator]] = []
+
+
+def communicator_for(
+    ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions
+) -> Communicator:
+    """Return the communicator of a new group (collective over its ranks alone).
+
+    Args:
+        ranks: Its ranks among all; none for all of them.
+        rank: Of this process in the group, as torch has it.
+        size: Of the group, as torch has it.
+        options: Of its collectives.
+
+    Raises:
+        LaunchError: torch and MPI do not agree on the ranks.
+    """
+    if not ranks:
+        world = world_topology()
+        if (rank, size) not in ((world.rank, world.size), (-1, -1)):
+            raise LaunchError(
+                f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; expected "
+                "that they agree: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
+            )
+        comm = Communicator(options=options)
+        _default[:] = [ref(comm)]
+        return comm
+    base = _default[0]() if _default else None
+    if base is None:
+        raise LaunchError("a group of mpidist is made of the ranks of a default group that is mpidist's")
+    return base.group(list(ranks))

@@ -1,0 +1,333 @@
+"""The collectives of torch.distributed, on a Communicator: what ProcessGroup and Backend have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist.arrays.dtypes import Array
+from mpidist.collectives import Communicator
+from mpidist.core.options import CommunicationOptions
+from mpidist.torch.profiling import begin_event
+from mpidist.torch.reductions import Reduction
+from mpidist.torch.tensors import array_of, fill, target_of, targets_of
+from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What torch writes where a call has no timeout of its own.
+_UNSET = timedelta(0)
+Finish = Callable[[Any], int | None]
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+class Operations:
+    """torch.distributed's collectives, under the names that its C++ looks up.
+
+    Each is carried out at once where torch waits for it at once, and otherwise started.
+
+    Args:
+        comm: The ranks of the group.
+        name: Of the backend, for profilers.
+    """
+
+    def __init__(self, comm: Communicator, name: str) -> None:
+        self.comm, self.backend_name = comm, name
+        self._program = threading.RLock()
+        self._works = OpenWorks()
+
+    # One array in, one out --------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce tensors in place, on all ranks."""
+        reduction = Reduction(opts.reduceOp, self.comm.size)
+        arrays, bring = targets_of(tensors)
+        value = [reduction.opened(array) for array in arrays]
+        one = value[0] if len(value) == 1 else value
+        finish = reduction.finisher(arrays, bring)
+        return self._do("all_reduce", "all_reduce", tensors, opts, finish, reduction.op, one, out=one)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce tensors in place, on all ranks, in one go."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Give all ranks the tensors of one."""
+        arrays, bring = targets_of(tensors)
+        one = arrays[0] if len(arrays) == 1 else arrays
+        return self._do(
+            "broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one
+        )
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce a tensor in place, on one rank."""
+        reduction = Reduction(opts.reduceOp, self.comm.size)
+        (tensor,) = tensors
+        array, bring = target_of(tensor)
+        opened = reduction.opened(array)
+        close = reduction.finisher([array], bring)
+
+        def finish(result: Array | None) -> None:
+            if result is not None:
+                opened[...] = result
+                close(result)
+
+        return self._do("reduce", "reduce", tensors, opts, finish, reduction.op, opened, opts.rootRank)
+
+    def barrier(self, opts: Any) -> Any:
+        """Return once all ranks have come."""
+        return self._do("barrier", "barrier", [], opts, _nothing)
+
+    # Gathering --------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Give all ranks the tensors of all."""
+        (parts,), (tensor,) = outputs, inputs
+        row, finish = _gathered(tensor, parts)
+        return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Give all ranks the tensors of all, several from each in one go."""
+        rows = [array_of(tensor)[None] for tensor in inputs]
+
+        def finish(gathered: list[Array]) -> None:
+            for rank, parts in enumerate(outputs):
+                for part, rows_of_one in zip(parts, gathered, strict=True):
+                    fill(part, rows_of_one[rank])
+
+        return self._do("all_gather", "all_gather", list(chain(*outputs)), opts, finish, rows)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Give all ranks the tensors of all, as one."""
+        return self._gather_into([output], [tensor], opts, "_all_gather_base")
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Give all ranks the tensors of all, several from each in one go, each as one."""
+        return self._gather_into(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, event: str) -> Any:
+        rows = [array_of(tensor)[None] for tensor in inputs]
+        arrays, bring = targets_of(outputs)
+        outs = [self._dealt(array, row.shape[1:]) for array, row in zip(arrays, rows, strict=True)]
+        one, out = (rows[0], outs[0]) if len(rows) == 1 else (rows, outs)
+        return self._do("all_gather", event, list(outputs), opts, _bringing(bring), one, out=out)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Give one rank the tensors of all."""
+        (tensor,) = inputs
+        if self.comm.rank != opts.rootRank:
+            return self._do("gather", "gather", [], opts, _nothing, array_of(tensor)[None], opts.rootRank)
+        (parts,) = outputs
+        row, finish = _gathered(tensor, parts)
+        return self._do("gather", "gather", list(parts), opts, finish, row, opts.rootRank)
+
+    # Dealing ----------------------------------------------------------------------------------------------------
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+        """Give each rank one of the tensors of one rank."""
+        (output,) = outputs
+        array, bring = target_of(output)
+        if self.comm.rank == opts.rootRank:
+            (parts,) = inputs
+            value = np.stack([array_of(part).reshape(array.shape) for part in parts])
+        else:
+            value = np.empty((0, *array.shape), array.dtype)
+        return self._do(
+            "scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None]
+        )
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+        """Reduce tensors over all ranks; each rank keeps one of them."""
+        (output,), (parts,) = outputs, inputs
+        reduction = Reduction(opts.reduceOp, self.comm.size)
+        array, bring = target_of(output)
+        finish = reduction.finisher([array], bring)
+        out = reduction.opened(array)
+        if len({part.shape for part in parts}) == 1:
+            given, counts, out = np.stack([array_of(part) for part in parts]), None, out[None]
+        else:
+            given = np.concatenate([array_of(part).reshape(-1) for part in parts])
+            counts, out = [part.numel() for part in parts], out.reshape(-1)
+        value, op = reduction.opened(given), reduction.op
+        return self._do("reduce_scatter", "reduce_scatter", [output], opts, finish, op, value, counts=counts, out=out)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Reduce a tensor over all ranks; each rank keeps a part of it."""
+        reduction = Reduction(opts.reduceOp, self.comm.size)
+        array, bring = target_of(output)
+        value, out = reduction.opened(self._dealt(array_of(tensor), array.shape)), reduction.opened(array[None])
+        finish, op = reduction.finisher([array], bring), reduction.op
+        return self._do("reduce_scatter", "_reduce_scatter_base", [output], opts, finish, op, value, out=out)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce several tensors over all ranks; each rank keeps a part of each."""
+        works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
+        return works[0] if len(works) == 1 else ManyWorks(works, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Give each rank one tensor, and take one from each."""
+        given = [array_of(tensor) for tensor in inputs]
+        if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
+            return self._do("all_to_all", "all_to_all", list(outputs), opts, _filling(outputs), np.stack(given))
+        flat = np.concatenate([array.reshape(-1) for array in given])
+        out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
+        counts = [array.size for array in given]
+        finish = _filling_flat(outputs)
+        return self._do("all_to_all", "all_to_all", list(outputs), opts, finish, flat, counts=counts, out=out)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        opts: Any,
+    ) -> Any:
+        """Deal the rows of a tensor, and take the rows that are dealt to this rank."""
+        del output_counts  # the other ranks' input_counts, which out is compared with
+        array, bring = target_of(output)
+        given, size = array_of(tensor), self.comm.size
+        if not input_counts and len(given) % size:
+            raise ValueError(f"the tensor has {len(given)} rows; expected a multiple of {size}, or split sizes")
+        counts = list(input_counts) or [len(given) // size] * size
+        return self._do("all_to_all", "all_to_all", [output], opts, _bringing(bring), given, counts=counts, out=array)
+
+    alltoall_base = all_to_all_single
+
+    def _dealt(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return an array as one row for each rank."""
+        rows = self.comm.size
+        if array.size != rows * int(np.prod(shape)):
+            raise ValueError(f"a tensor has {array.size} elements; expected {rows} times those of {shape}, one per rank")
+        return array.reshape(rows, *shape)
+
+    # Point to point ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], dest: int, tag: int) -> Any:
+        """Send a tensor to a rank."""
+        (tensor,) = tensors
+        return self._do("send", "send", tensors, None, _nothing, array_of(tensor), dest, tag)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
+        """Receive a tensor from a rank."""
+        return self._receive("recv", tensors, source, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
+        """Receive a tensor from whichever rank sends one."""
+        return self._receive("recvAnySource", tensors, None, tag)
+
+    def _receive(self, event: str, tensors: Sequence[Tensor], source: int | None, tag: int) -> Any:
+        (tensor,) = tensors
+        array, bring = target_of(tensor)
+
+        def finish(source: int) -> int:
+            if bring is not None:
+                bring()
+            return source
+
+        return self._do("recv", event, tensors, None, finish, array, source, tag)
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish what is on its way, and free the communicator (collective)."""
+        with self._program:
+            self._works.close()
+            self.comm.close()
+
+    # Inside -----------------------------------------------------------------------------------------------------
+
+    def _do(
+        self, name: str, event: str, tensors: Sequence[Tensor], opts: Any, finish: Finish, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Carry out or start the method ``name`` of the Communicator.
+
+        Args:
+            name: Of the method.
+            event: Its name for profilers.
+            tensors: For the result.
+            opts: Of the call, from torch; None for messages, which are always started.
+            finish: Brings the result into the tensors.
+            args: Of the method.
+            kwargs: Of the method.
+        """
+        if opts is not None and opts.timeout > _UNSET:
+            kwargs["options"] = CommunicationOptions(timeout_seconds=opts.timeout.total_seconds())
+        ended = begin_event(f"{self.backend_name}:{event}", tensors)
+        if opts is None or opts.asyncOp:
+            return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
+        try:
+            with self._program:
+                source = finish(getattr(self.comm, name)(*args, **kwargs))
+        finally:
+            if ended is not None:
+                ended()
+        return DoneWork(list(tensors), source)
+
+    def _start(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        finish: Finish,
+        ended: Callable[[], None] | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> StartedWork:
+        with self._program:
+            work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, self._program, ended)
+        if not work.advance():
+            self._works.add(work)
+        return work
+
+
+def _bringing(bring: Callable[[], None] | None) -> Finish:
+    if bring is None:
+        return _nothing
+    return lambda _: bring()
+
+
+def _filling(tensors: Sequence[Tensor]) -> Finish:
+    def finish(rows: Array) -> None:
+        for tensor, row in zip(tensors, rows, strict=True):
+            fill(tensor, row)
+
+    return finish
+
+
+def _filling_flat(tensors: Sequence[Tensor]) -> Finish:
+    def finish(flat: Array) -> None:
+        borders = np.cumsum([tensor.numel() for tensor in tensors])
+        if len(flat) != borders[-1]:
+            raise ValueError(f"{len(flat)} elements came; expected {borders[-1]}, as the tensors for them have")
+        for tensor, part in zip(tensors, np.split(flat, borders[:-1]), strict=True):
+            fill(tensor, part)
+
+    return finish
+
+
+def _gathered(tensor: Tensor, parts: Sequence[Tensor]) -> tuple[Array, Finish]:
+    """Return the array of a tensor to gather, and the function that fills the tensors for those of all ranks.
+
+    Where they have the shape of the tensor, ranks compare their shapes.
+    """
+    array = array_of(tensor)
+    if {part.shape for part in parts} == {tensor.shape}:
+        return array[None], _filling(parts)
+    return array.reshape(-1), _filling_flat(parts)

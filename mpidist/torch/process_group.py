@@ -1,0 +1,70 @@
+"""The process group of torch 2.5 to 2.13: a subclass of ProcessGroup, which takes the place of the whole group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mpidist.collectives import Communicator
+from mpidist.core.options import CommunicationOptions
+from mpidist.torch.groups import communicator_for
+from mpidist.torch.operations import Operations
+
+# A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class MpidistProcessGroup(Operations, _ProcessGroup):
+    """A process group over a Communicator.
+
+    Args:
+        comm: Its ranks.
+        name: Of the backend, as it was asked for.
+        store: Of the group, from torch.
+    """
+
+    def __init__(self, comm: Communicator, name: str, store: Any) -> None:
+        _ProcessGroup.__init__(self, comm.rank, comm.size)
+        Operations.__init__(self, comm, name)
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<MpidistProcessGroup rank {self.comm.rank} of {self.comm.size}>"
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return self.backend_name
+
+    _get_backend_name = name = getBackendName
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    def shutdown(self) -> None:
+        """Finish what is on its way, and free the communicator (collective)."""
+        self.close()
+
+
+def create(given: Any, options: Any) -> Any:
+    """Return the process group that torch asks for (collective over its ranks).
+
+    Args:
+        given: torch's _DistributedBackendOptions.
+        options: The ``pg_options`` of the program: CommunicationOptions, or None.
+    """
+    comm = communicator_for(given.global_ranks_in_group, given.group_rank, given.group_size, _options(given, options))
+    return MpidistProcessGroup(comm, "mpidist", given.store)
+
+
+def _options(given: Any, options: Any) -> CommunicationOptions:
+    if not (options is None or isinstance(options, CommunicationOptions)):
+        raise TypeError(f"pg_options is {options!r}; expected None or mpidist.experimental.CommunicationOptions(...)")
+    options = CommunicationOptions() if options is None else options
+    timeout: timedelta = given.timeout
+    if options.timeout_seconds is not None or timeout == dist.default_pg_timeout:
+        # MPIDIST_TIMEOUT holds where the program has not said another.
+        return options
+    return options.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))

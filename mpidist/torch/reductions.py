@@ -1,0 +1,68 @@
+"""The operations of torch's reductions, in terms of a Communicator's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mpidist.arrays.dtypes import Array
+
+_Kind: Any = dist.ReduceOp.RedOpType
+_NAMES = {
+    _Kind.SUM: "SUM",
+    _Kind.AVG: "MEAN",
+    _Kind.PRODUCT: "PROD",
+    _Kind.MIN: "MIN",
+    _Kind.MAX: "MAX",
+    _Kind.BAND: "BAND",
+    _Kind.BOR: "BOR",
+    _Kind.BXOR: "BXOR",
+}
+# Of bools, as bytes that are 0 or 1: a sum is whether any is true, a product whether all are.
+_OF_BOOLS = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PROD": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
+
+
+class Reduction:
+    """One operation, for the tensors of a call, which have one dtype or several.
+
+    Args:
+        op: torch's ReduceOp.
+        size: Of the group.
+
+    Attributes:
+        op: The Communicator's name for it.
+    """
+
+    def __init__(self, op: Any, size: int) -> None:
+        kind = op.op if hasattr(op, "op") else op
+        name = _NAMES.get(kind)
+        if name is None:
+            raise ValueError(f"mpidist has no reduction {kind}; expected one of SUM, AVG, PRODUCT, MIN, MAX, BAND, ...")
+        self.op, self._size, self._divides = name, size, False
+
+    def opened(self, array: Array) -> Array:
+        """Return an array as the Communicator reduces it: a view of the same memory."""
+        if array.dtype == np.bool_:
+            if self.op == "MEAN":
+                raise TypeError("a mean of bools is not defined; cast the tensor first: tensor.float()")
+            self.op = _OF_BOOLS[self.op]
+            return array.view(np.uint8)
+        if self.op == "MEAN" and array.dtype.kind in "iu":
+            # torch reduces in place: the mean of integers is an integer, rounded down.
+            self.op, self._divides = "SUM", True
+        return array
+
+    def finisher(self, arrays: Sequence[Array], bring: Callable[[], None] | None) -> Callable[[Any], None]:
+        """Return what is left to do with results that lie in ``arrays``, and brings them into the tensors."""
+
+        def finish(_: object) -> None:
+            if self._divides:
+                for array in arrays:
+                    array //= self._size
+            if bring is not None:
+                bring()
+
+        return finish

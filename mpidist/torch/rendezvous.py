@@ -1,0 +1,40 @@
+"""The way to meet by MPI, in place of MASTER_ADDR: where mpirun, srun or ``python -m mpidist launch`` started the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from mpidist.core.errors import LaunchError
+from mpidist.topology import world_topology
+from mpidist.torch.store import open_store
+
+
+def meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield a store, rank and number of ranks (collective); the handler of ``env://`` for torch.
+
+    Args:
+        url: With the rank and the number of ranks if the program has named them.
+        timeout: Of the store.
+
+    Raises:
+        LaunchError: The program names another rank or number than MPI has.
+    """
+    world = world_topology()
+    query = parse_qs(urlparse(url).query)
+    for name, number in (("rank", world.rank), ("world_size", world.size)):
+        if name in query and int(query[name][0]) not in (-1, number):
+            raise LaunchError(f"{name} is {query[name][0]}; MPI has {number}. Leave it out: the launcher has set it")
+    places = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+    }
+    for name, number in places.items():
+        os.environ.setdefault(name, str(number))
+    yield open_store(timeout), world.rank, world.size
+    raise RuntimeError("torch asks to meet once more; ranks of MPI meet once")

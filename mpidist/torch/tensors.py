@@ -1,0 +1,69 @@
+"""Tensors of PyTorch as the arrays of a Communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# NumPy has nothing for them, and to move them is to move their bytes.
+_OPAQUE = tuple(dtype for name, dtype in vars(torch).items() if name.startswith("float8"))
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return the elements of a tensor as a contiguous array, over the same memory where it is contiguous."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.dtype in _OPAQUE:
+        tensor = tensor.view(torch.uint8)
+    return to_array(tensor, "tensor")
+
+
+def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
+    """Return an array with the elements of a tensor for a result, and what brings the result into the tensor.
+
+    It is None where the array lies over the tensor's own memory.
+    """
+    if tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return array_of(tensor), None
+    array = np.array(array_of(tensor))
+    return array, lambda: fill(tensor, array)
+
+
+def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], None] | None]:
+    """Return the arrays of several tensors for results, and what brings the results into them."""
+    opened = [target_of(tensor) for tensor in tensors]
+    bringing = [bring for _, bring in opened if bring is not None]
+
+    def bring_all() -> None:
+        for bring in bringing:
+            bring()
+
+    return [array for array, _ in opened], bring_all if bringing else None
+
+
+def fill(tensor: Tensor, array: Array) -> None:
+    """Copy the elements of an array, which has as many, into a tensor."""
+    if not tensor.numel():
+        return
+    target = tensor.detach()
+    if array.dtype.name == "bfloat16":
+        source = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        source = torch.from_numpy(array)
+        if tensor.dtype in _OPAQUE:
+            source = source.view(tensor.dtype)
+    target.copy_(source.view(tensor.shape))

@@ -1,0 +1,260 @@
+"""Works of torch.distributed, and their futures, which complete on mpidist's progress thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpidist.collectives.channel.progress import progress
+from mpidist.collectives.channel.work import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
+_TorchWork: Any = dist.Work
+_NO_LIMIT = timedelta(0)
+
+
+class DoneWork(_TorchWork):
+    """The work of a collective that was carried out at once.
+
+    Args:
+        tensors: With the result.
+        source: The rank that a message came from, if it was one.
+    """
+
+    def __init__(self, tensors: list[Tensor], source: int | None = None) -> None:
+        super().__init__()
+        self._tensors, self._source = tensors, source
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors with the result."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank that the message came from."""
+        return _checked_source(self._source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future with the tensors."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class StartedWork(_TorchWork):
+    """The work of a collective on its way.
+
+    Args:
+        work: Of the Communicator.
+        finish: Brings its result into the tensors; it returns the rank that a message came from, if it was one.
+        tensors: For the result.
+        program: Held by the one thread of the program that uses the Communicator.
+        ended: Called when it has ended, in the thread that finds out.
+    """
+
+    def __init__(
+        self,
+        work: Work[Any],
+        finish: Callable[[Any], int | None],
+        tensors: list[Tensor],
+        program: threading.RLock,
+        ended: Callable[[], None] | None,
+    ) -> None:
+        super().__init__()
+        self._work, self._finish, self._tensors, self._program, self._ended = work, finish, tensors, program, ended
+        self._future: Any = torch.futures.Future()
+        self._completing = threading.Lock()
+        self._error: BaseException | None = None
+        self._source: int | None = None
+        self._is_over = False
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Return True once the result is in the tensors."""
+        if not self._is_over:
+            with self._program:
+                self._end(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the result."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not; moves it forward."""
+        if not self._is_over and self._program.acquire(blocking=False):
+            try:
+                if self._work.done():
+                    self._end()
+            finally:
+                self._program.release()
+        return self._is_over
+
+    def is_success(self) -> bool:
+        """Return whether it has ended well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it has ended with, or None."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors for the result."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank that the message came from."""
+        return _checked_source(self._source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future with the tensors, which completes on the progress thread."""
+        return self._future
+
+    def advance(self) -> bool:
+        """Complete the future if the collective has ended, and return whether it has. Called by the progress thread."""
+        if not self._is_over:
+            if self._work.is_done:
+                self._end(blocking=False)
+            elif time.monotonic() - self._work.began > self._work.timeout:
+                self._expire()
+        return self._is_over
+
+    def _expire(self) -> None:
+        """Give the collective up at its deadline, which nobody watches who waits for the future in C++."""
+        if self._program.acquire(blocking=False):
+            try:
+                self._work.waited = self._work.timeout
+                self._end(blocking=False)
+            finally:
+                self._program.release()
+
+    def _end(self, seconds: float = 0.0, blocking: bool = True) -> None:
+        """Wait for the result, for ever or for some seconds, bring it into the tensors, and complete the future.
+
+        Args:
+            seconds: If more than 0, the longest time to wait, after which TimeoutError is raised.
+            blocking: Whether to wait for another thread that does the same.
+        """
+        if not self._completing.acquire(blocking=blocking):
+            return
+        try:
+            if self._is_over:
+                return
+            try:
+                self._source = self._finish(self._work.wait(seconds if seconds > 0 else None))
+            except Exception as error:  # handed on by wait and by the future
+                if not self._work.is_done:
+                    raise
+                self._error = error
+            self._is_over = True
+        finally:
+            self._completing.release()
+        if self._ended is not None:
+            self._ended()
+        if self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self._error)
+
+
+def _checked_source(source: int | None) -> int:
+    if source is None:
+        raise RuntimeError("source_rank is there once a recv is done, and for no other operation")
+    return source
+
+
+class OpenWorks:
+    """The started works of one group, which the progress thread completes in the order of their begin."""
+
+    def __init__(self) -> None:
+        self._works: deque[StartedWork] = deque()
+
+    def add(self, work: StartedWork) -> None:
+        """Have a work completed."""
+        self._works.append(work)
+        progress.watch(self.move)
+        if self.move not in progress.watched:
+            # There is no progress thread: whoever waits for the future in C++ would wait for ever.
+            work.wait()
+
+    def move(self) -> StartedWork | None:
+        """Complete the works that have ended, and return the oldest that has not."""
+        while self._works:
+            if not self._works[0].advance():
+                return self._works[0]
+            self._works.popleft()
+        return None
+
+    def close(self) -> None:
+        """Complete what is left, and have no more completed."""
+        while self._works:
+            work = self._works.popleft()
+            if not work.is_completed():
+                work.wait()
+        progress.forget(self.move)
+
+
+class ManyWorks(_TorchWork):
+    """The work of several collectives.
+
+    Args:
+        works: Of each.
+        tensors: For all results.
+    """
+
+    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._tensors = works, tensors
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Return True once all results are in the tensors."""
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Return whether all have ended."""
+        return all([work.is_completed() for work in self._works])
+
+    def is_success(self) -> bool:
+        """Return whether all have ended well."""
+        return all([work.is_success() for work in self._works])
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors for all results."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """Return a future with the tensors, which completes with the last of the works."""
+        all_futures: Any = torch.futures.collect_all([work.get_future() for work in self._works])
+        return all_futures.then(lambda done: [part for future in done.value() for part in future.value()])

@@ -1,0 +1,66 @@
+"""The entry point that ``import torch`` runs: makes ``torch.distributed.init_process_group("mpidist")`` work.
+
+Every ``import torch`` of an environment with mpidist runs this, in programs too that have nothing to do with it, and
+an error in here would be one of ``import torch``. So it imports nothing that starts MPI or changes the process, hands
+errors on as warnings, and does all else when a process group is made. It lies beside the package since importing a
+module of the package imports ``mpidist``, which prepares the environment for MPI.
+"""
+
+import os
+import sys
+import warnings
+
+# Of the launchers in mpidist/topology/environments.py, which reads them properly.
+RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "SLURM_STEP_NUM_TASKS",
+    "PALS_RANKID",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+)
+
+
+def register() -> None:
+    """Register the backend ``mpidist``, and the way to meet without MASTER_ADDR."""
+    try:
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return
+        dist.Backend.register_backend("mpidist", _create, extended_api=True, devices=["cpu"])
+        if _started_by_a_launcher():
+            _meet_by_mpi()
+    except Exception as error:
+        warnings.warn(f"mpidist is no backend of torch.distributed here: {error!r}", RuntimeWarning, stacklevel=2)
+
+
+def _create(options: object, given: object) -> object:
+    from mpidist.torch.process_group import create
+
+    return create(options, given)
+
+
+def _started_by_a_launcher() -> bool:
+    return any(os.environ.get(name) for name in RANK_VARIABLES) and not os.environ.get("MASTER_ADDR")
+
+
+def _meet_by_mpi() -> None:
+    # torch.distributed.rendezvous is a function, which hides the module of that name.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # type: ignore[attr-defined]
+    from_environment = handlers["env"]
+
+    def meet(url: str, *args: object, **kwargs: object) -> object:
+        if os.environ.get("MASTER_ADDR"):
+            return from_environment(url, *args, **kwargs)
+        from mpidist.torch.rendezvous import meet
+
+        return meet(url, *args, **kwargs)
+
+    handlers["env"] = meet
+    if "mpi4py.MPI" not in sys.modules:
+        # Programs read RANK and LOCAL_RANK before they make a process group.
+        from mpidist.torch.variables import set_variables
+
+        set_variables()
