@@ -15,6 +15,15 @@ _LIBRARIES = (
     "<frozen ",
     *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
+# Folders of libraries that call mpidist for their users: their frames are not the user's either.
+_callers: list[str] = []
+
+
+def skip_frames_of(file: str) -> None:
+    """Look for the user's lines outside of a library, too, given its ``__init__.py``."""
+    folder = os.path.dirname(os.path.abspath(file)) + os.sep
+    if folder not in _callers:
+        _callers.append(folder)
 
 
 def is_of_package(file: str) -> bool:
@@ -33,7 +42,7 @@ def path_in_package(file: str) -> str:
 
 
 def user_call_site(frame: FrameType | None = None) -> str:
-    """Return ``file:line (function)`` of the innermost frame outside the package.
+    """Return ``file:line (function)`` of the innermost frame outside the package and the libraries that call it.
 
     A function of the package that works for code of another thread says whose with a local variable
     ``works_for_call_site``, which is returned when the search comes through it.
@@ -45,7 +54,8 @@ def user_call_site(frame: FrameType | None = None) -> str:
         frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not is_of_package(code.co_filename) and code.co_filename != _CONTEXTLIB:
+        file = code.co_filename
+        if not is_of_package(file) and file != _CONTEXTLIB and not file.startswith(tuple(_callers)):
             return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
         if "works_for_call_site" in code.co_varnames:
             return str(frame.f_locals["works_for_call_site"])

@@ -1,4 +1,4 @@
 """torch.distributed over a Communicator: ``init_process_group("mpidist")``.
 
-``entry`` beside the package registers it when torch is imported; nothing else imports this room.
+``mpidist_torch_entry`` beside the package registers it when torch is imported; nothing else imports this room.
 """

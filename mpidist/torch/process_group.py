@@ -5,15 +5,18 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mpidist.collectives import Communicator
+from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.groups import communicator_for
 from mpidist.torch.operations import Operations
 
 # A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
 _ProcessGroup: Any = dist.ProcessGroup
+skip_frames_of(torch.__file__)
 
 
 class MpidistProcessGroup(Operations, _ProcessGroup):
