@@ -9,6 +9,7 @@ module of the package imports ``mpidist``, which prepares the environment for MP
 import os
 import sys
 import warnings
+from typing import Any
 
 # Of the launchers in mpidist/topology/environments.py, which reads them properly.
 RANK_VARIABLES = (
@@ -48,10 +49,10 @@ def _started_by_a_launcher() -> bool:
 
 def _meet_by_mpi() -> None:
     # torch.distributed.rendezvous is a function, which hides the module of that name.
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # type: ignore[attr-defined]
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     from_environment = handlers["env"]
 
-    def meet(url: str, *args: object, **kwargs: object) -> object:
+    def meet(url: str, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("MASTER_ADDR"):
             return from_environment(url, *args, **kwargs)
         from mpidist.torch.rendezvous import meet

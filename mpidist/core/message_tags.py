@@ -11,5 +11,7 @@ TALLIES = 0x7ACE
 ROLES = 1
 # On that of workers and parameter servers.
 REQUEST, REQUEST_DATA, REPLY, REPLY_DATA, GIVE_UP, TO_WORKER, FROM_WORKER = range(1, 8)
+# On that of the store of torch.distributed.
+TORCH_STORE = 1
 # On the world itself, of doctor.
 DOCTOR_LENGTH, DOCTOR_CONTENT, DOCTOR_VERDICT, DOCTOR_HELLO, DOCTOR_PING = range(7101, 7106)

@@ -14,9 +14,7 @@ from mpidist.topology import world_topology
 _default: list[ref[Communicator]] = []
 
 
-def communicator_for(
-    ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions
-) -> Communicator:
+def communicator_for(ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions) -> Communicator:
     """Return the communicator of a new group (collective over its ranks alone).
 
     Args:
@@ -32,8 +30,8 @@ def communicator_for(
         world = world_topology()
         if (rank, size) not in ((world.rank, world.size), (-1, -1)):
             raise LaunchError(
-                f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; expected "
-                "that they agree: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
+                f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; "
+                "expected the same: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
             )
         comm = Communicator(options=options)
         _default[:] = [ref(comm)]

@@ -64,9 +64,7 @@ class Operations:
         """Give all ranks the tensors of one."""
         arrays, bring = targets_of(tensors)
         one = arrays[0] if len(arrays) == 1 else arrays
-        return self._do(
-            "broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one
-        )
+        return self._do("broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Reduce a tensor in place, on one rank."""
@@ -145,9 +143,7 @@ class Operations:
             value = np.stack([array_of(part).reshape(array.shape) for part in parts])
         else:
             value = np.empty((0, *array.shape), array.dtype)
-        return self._do(
-            "scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None]
-        )
+        return self._do("scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
         """Reduce tensors over all ranks; each rank keeps one of them."""
@@ -215,7 +211,7 @@ class Operations:
         """Return an array as one row for each rank."""
         rows = self.comm.size
         if array.size != rows * int(np.prod(shape)):
-            raise ValueError(f"a tensor has {array.size} elements; expected {rows} times those of {shape}, one per rank")
+            raise ValueError(f"a tensor has {array.size} elements; expected those of {shape} times {rows}, the ranks")
         return array.reshape(rows, *shape)
 
     # Point to point ---------------------------------------------------------------------------------------------

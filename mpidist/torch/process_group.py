@@ -65,9 +65,9 @@ def create(given: Any, options: Any) -> Any:
 def _options(given: Any, options: Any) -> CommunicationOptions:
     if not (options is None or isinstance(options, CommunicationOptions)):
         raise TypeError(f"pg_options is {options!r}; expected None or mpidist.experimental.CommunicationOptions(...)")
-    options = CommunicationOptions() if options is None else options
+    chosen: CommunicationOptions = CommunicationOptions() if options is None else options
     timeout: timedelta = given.timeout
-    if options.timeout_seconds is not None or timeout == dist.default_pg_timeout:
+    if chosen.timeout_seconds is not None or timeout == dist.default_pg_timeout:
         # MPIDIST_TIMEOUT holds where the program has not said another.
-        return options
-    return options.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))
+        return chosen
+    return chosen.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))

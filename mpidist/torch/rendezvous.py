@@ -1,4 +1,4 @@
-"""The way to meet by MPI, in place of MASTER_ADDR: where mpirun, srun or ``python -m mpidist launch`` started the ranks."""
+"""The way to meet by MPI, in place of MASTER_ADDR, where mpirun, srun or ``python -m mpidist launch`` started ranks."""
 
 from __future__ import annotations
 
