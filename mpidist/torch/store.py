@@ -82,7 +82,8 @@ class Line:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.mailbox = Mailbox(comm, message_tags.TORCH_STORE)
         self.shelf = Shelf() if comm.Get_rank() == 0 else None
-        self.stores = 0
+        # C++ keeps its own half of a store alive, and not the Python object.
+        self.stores: list[MpiStore] = []
         self._size = comm.Get_size()
         self._lock = threading.Lock()
         if self.shelf is not None and self._size > 1:
@@ -249,8 +250,8 @@ def open_store(timeout: timedelta | None) -> Any:
     if not _lines:
         _lines.append(Line(duplicate(world.world, "making a store for torch.distributed")))
     line = _lines[0]
-    line.stores += 1
-    return MpiStore(line, line.stores, timeout)
+    line.stores.append(MpiStore(line, len(line.stores), timeout))
+    return line.stores[-1]
 
 
 def _tcp_store(world: MPI.Intracomm, timeout: timedelta) -> Any:

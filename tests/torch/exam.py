@@ -3,8 +3,8 @@
     python -m tests.torch.exam [--backend mpidist] [--ranks 4] [--only PATTERN] [--all] [--update]
 
 They are run by mpirun, in the process groups ``mpidist`` (without PyTorch's rules of what which backend can do, which
-go by names) or ``mpi`` (with its rules). Tests that pass are listed in passing_BACKEND.txt; it is an error if one of these
-does not pass. ``--all`` runs the others, too, and ``--update`` writes the list anew.
+go by names) or ``mpi`` (with its rules). Tests that pass are listed in passing_BACKEND.txt; it is an error if one of
+these does not pass. ``--all`` runs the others, too, and ``--update`` writes the list anew.
 """
 
 from __future__ import annotations
