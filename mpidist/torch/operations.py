@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -9,18 +10,23 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.distributed as dist
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
+from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.profiling import begin_event
 from mpidist.torch.reductions import Reduction
+from mpidist.torch.sparse import gathered_elements
 from mpidist.torch.tensors import array_of, fill, target_of, targets_of
-from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork
+from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_log = logging.getLogger("mpidist")
 # What torch writes where a call has no timeout of its own.
 _UNSET = timedelta(0)
 Finish = Callable[[Any], int | None]
@@ -47,27 +53,52 @@ class Operations:
 
     # One array in, one out --------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def allreduce(
+        self, tensors: Tensor | Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Any:
         """Reduce tensors in place, on all ranks."""
+        return self._reduce_in_place(listed(tensors), options_of(dist.AllreduceOptions, opts, timeout, reduceOp=op))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Reduce tensors in place, on all ranks, in one go."""
+        return self._reduce_in_place(tensors, options_of(dist.AllreduceCoalescedOptions, opts))
+
+    def _reduce_in_place(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         reduction = Reduction(opts.reduceOp, self.comm.size)
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            elements, add_up = gathered_elements(tensors[0], reduction.op)
+            return self._do("all_gather", "all_reduce", tensors, opts, add_up, elements)
         arrays, bring = targets_of(tensors)
         value = [reduction.opened(array) for array in arrays]
         one = value[0] if len(value) == 1 else value
         finish = reduction.finisher(arrays, bring)
         return self._do("all_reduce", "all_reduce", tensors, opts, finish, reduction.op, one, out=one)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        """Reduce tensors in place, on all ranks, in one go."""
-        return self.allreduce(tensors, opts)
-
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def broadcast(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Give all ranks the tensors of one."""
+        tensors, opts = listed(tensors), options_of(dist.BroadcastOptions, opts, timeout, rootRank=root)
         arrays, bring = targets_of(tensors)
         one = arrays[0] if len(arrays) == 1 else arrays
         return self._do("broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Reduce a tensor in place, on one rank."""
+        tensors, opts = listed(tensors), options_of(dist.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         (tensor,) = tensors
         array, bring = target_of(tensor)
@@ -81,20 +112,30 @@ class Operations:
 
         return self._do("reduce", "reduce", tensors, opts, finish, reduction.op, opened, opts.rootRank)
 
-    def barrier(self, opts: Any) -> Any:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Return once all ranks have come."""
-        return self._do("barrier", "barrier", [], opts, _nothing)
+        return self._do("barrier", "barrier", [], options_of(dist.BarrierOptions, opts, timeout), _nothing)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Return once all ranks have come; after the timeout the error names those that have not."""
+        del wait_all_ranks  # the report is of all ranks anyway
+        opts = options_of(dist.BarrierOptions, None, timeout)
+        opts.asyncOp = False
+        self.barrier(opts)
 
     # Gathering --------------------------------------------------------------------------------------------------
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Give all ranks the tensors of all."""
-        (parts,), (tensor,) = outputs, inputs
+        (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(dist.AllgatherOptions, opts, timeout)
         row, finish = _gathered(tensor, parts)
         return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
         """Give all ranks the tensors of all, several from each in one go."""
+        opts = options_of(dist.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
 
         def finish(gathered: list[Array]) -> None:
@@ -104,50 +145,70 @@ class Operations:
 
         return self._do("all_gather", "all_gather", list(chain(*outputs)), opts, finish, rows)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Give all ranks the tensors of all, as one."""
         return self._gather_into([output], [tensor], opts, "_all_gather_base")
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Give all ranks the tensors of all, several from each in one go, each as one."""
         return self._gather_into(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, event: str) -> Any:
+        opts = options_of(dist.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
         arrays, bring = targets_of(outputs)
         outs = [self._dealt(array, row.shape[1:]) for array, row in zip(arrays, rows, strict=True)]
         one, out = (rows[0], outs[0]) if len(rows) == 1 else (rows, outs)
         return self._do("all_gather", event, list(outputs), opts, _bringing(bring), one, out=out)
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Give one rank the tensors of all."""
-        (tensor,) = inputs
+        (tensor,), opts = listed(inputs), options_of(dist.GatherOptions, opts, timeout, rootRank=root)
         if self.comm.rank != opts.rootRank:
             return self._do("gather", "gather", [], opts, _nothing, array_of(tensor)[None], opts.rootRank)
-        (parts,) = outputs
+        (parts,) = nested(outputs)
         row, finish = _gathered(tensor, parts)
         return self._do("gather", "gather", list(parts), opts, finish, row, opts.rootRank)
 
     # Dealing ----------------------------------------------------------------------------------------------------
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+    def scatter(
+        self,
+        outputs: Any,
+        inputs: Sequence[Any],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Give each rank one of the tensors of one rank."""
-        (output,) = outputs
+        (output,), opts = listed(outputs), options_of(dist.ScatterOptions, opts, timeout, rootRank=root)
         array, bring = target_of(output)
         if self.comm.rank == opts.rootRank:
-            (parts,) = inputs
+            (parts,) = nested(inputs)
             value = np.stack([array_of(part).reshape(array.shape) for part in parts])
         else:
             value = np.empty((0, *array.shape), array.dtype)
         return self._do("scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None])
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Sequence[Any], opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Any:
         """Reduce tensors over all ranks; each rank keeps one of them."""
-        (output,), (parts,) = outputs, inputs
+        (output,), (parts,) = listed(outputs), nested(inputs)
+        opts = options_of(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         array, bring = target_of(output)
         finish = reduction.finisher([array], bring)
@@ -160,8 +221,9 @@ class Operations:
         value, op = reduction.opened(given), reduction.op
         return self._do("reduce_scatter", "reduce_scatter", [output], opts, finish, op, value, counts=counts, out=out)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor over all ranks; each rank keeps a part of it."""
+        opts = options_of(dist.ReduceScatterOptions, opts)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         array, bring = target_of(output)
         value, out = reduction.opened(self._dealt(array_of(tensor), array.shape)), reduction.opened(array[None])
@@ -170,15 +232,20 @@ class Operations:
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
         """Reduce several tensors over all ranks; each rank keeps a part of each."""
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         return works[0] if len(works) == 1 else ManyWorks(works, list(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
+    ) -> Any:
         """Give each rank one tensor, and take one from each."""
+        opts = options_of(dist.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
         if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
             return self._do("all_to_all", "all_to_all", list(outputs), opts, _filling(outputs), np.stack(given))
@@ -194,9 +261,11 @@ class Operations:
         tensor: Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        opts: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> Any:
         """Deal the rows of a tensor, and take the rows that are dealt to this rank."""
+        opts = options_of(dist.AllToAllOptions, opts, timeout)
         del output_counts  # the other ranks' input_counts, which out is compared with
         array, bring = target_of(output)
         given, size = array_of(tensor), self.comm.size
@@ -243,10 +312,16 @@ class Operations:
     # The end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is on its way, and free the communicator (collective)."""
+        """Finish what is on its way, and free the communicator (collective).
+
+        After an error, ranks of torch.distributed leave one by one: one that the others do not join says so.
+        """
         with self._program:
             self._works.close()
-            self.comm.close()
+            try:
+                self.comm.close()
+            except (CollectiveTimeoutError, MismatchError, PeerError) as error:
+                _log.warning("mpidist: a process group was left without the others: %s", error)
 
     # Inside -----------------------------------------------------------------------------------------------------
 
@@ -272,6 +347,9 @@ class Operations:
         try:
             with self._program:
                 source = finish(getattr(self.comm, name)(*args, **kwargs))
+        except CollectiveTimeoutError as error:
+            advise(error)
+            raise
         finally:
             if ended is not None:
                 ended()

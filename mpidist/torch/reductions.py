@@ -41,18 +41,22 @@ class Reduction:
         name = _NAMES.get(kind)
         if name is None:
             raise ValueError(f"mpidist has no reduction {kind}; expected one of SUM, AVG, PRODUCT, MIN, MAX, BAND, ...")
-        self.op, self._size, self._divides = name, size, False
+        self.op, self._asked = name, name
+        self._size, self._divides = size, False
 
     def opened(self, array: Array) -> Array:
         """Return an array as the Communicator reduces it: a view of the same memory."""
+        op = self._asked
         if array.dtype == np.bool_:
-            if self.op == "MEAN":
+            if op == "MEAN":
                 raise TypeError("a mean of bools is not defined; cast the tensor first: tensor.float()")
-            self.op = _OF_BOOLS[self.op]
-            return array.view(np.uint8)
-        if self.op == "MEAN" and array.dtype.kind in "iu":
+            op, array = _OF_BOOLS[op], array.view(np.uint8)
+        elif op == "MEAN" and array.dtype.kind in "iu":
             # torch reduces in place: the mean of integers is an integer, rounded down.
-            self.op, self._divides = "SUM", True
+            op, self._divides = "SUM", True
+        if self.op not in (op, self._asked):
+            raise TypeError(f"{self._asked} of tensors of these dtypes in one go is not there; reduce each by itself")
+        self.op = op
         return array
 
     def finisher(self, arrays: Sequence[Array], bring: Callable[[], None] | None) -> Callable[[Any], None]:

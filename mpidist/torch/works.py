@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
+from mpidist.core.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +152,11 @@ class StartedWork(_TorchWork):
                 self._expire()
         return self._is_over
 
+    def settle(self) -> None:
+        """Wait until it has ended, well or not."""
+        with self._program:
+            self._end()
+
     def _expire(self) -> None:
         """Give the collective up at its deadline, which nobody watches who waits for the future in C++."""
         if self._program.acquire(blocking=False):
@@ -178,6 +184,8 @@ class StartedWork(_TorchWork):
                 if not self._work.is_done:
                     raise
                 self._error = error
+                if isinstance(error, CollectiveTimeoutError):
+                    advise(error)
             self._is_over = True
         finally:
             self._completing.release()
@@ -187,6 +195,14 @@ class StartedWork(_TorchWork):
             self._future.set_result(self._tensors)
         else:
             self._future.set_exception(self._error)
+
+
+def advise(error: CollectiveTimeoutError) -> None:
+    """Say in an error how a program of torch.distributed allows more time."""
+    error.args = (
+        f"{error}\nWith torch.distributed a group has a timeout of its own, that of its init_process_group or new_group: "
+        "timeout=datetime.timedelta(...)",
+    )
 
 
 def _checked_source(source: int | None) -> int:
@@ -222,7 +238,7 @@ class OpenWorks:
         while self._works:
             work = self._works.popleft()
             if not work.is_completed():
-                work.wait()
+                work.settle()
         progress.forget(self.move)
 
 

@@ -119,6 +119,7 @@ def _environment(backend: str, ranks: int, folder: str) -> dict[str, str]:
         "BACKEND": backend,
         "WORLD_SIZE": str(ranks),
         "TEMP_DIR": folder,
+        "INIT_METHOD": f"file://{folder}/init_dir/shared",
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
     }
