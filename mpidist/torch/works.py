@@ -200,7 +200,7 @@ class StartedWork(_TorchWork):
 def advise(error: CollectiveTimeoutError) -> None:
     """Say in an error how a program of torch.distributed allows more time."""
     error.args = (
-        f"{error}\nWith torch.distributed a group has a timeout of its own, that of its init_process_group or new_group: "
+        f"{error}\nWith torch.distributed a group has a timeout of its own, from init_process_group or new_group: "
         "timeout=datetime.timedelta(...)",
     )
 
