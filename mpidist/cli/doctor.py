@@ -18,7 +18,7 @@ from mpidist.cli.doctor_checks.finding import ERROR, Finding
 from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
-from mpidist.cli.doctor_facts.rank import facts_of_this_rank
+from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.cli.doctor_facts.timed_messages import NoAnswerError
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.cli.doctor_text import findings_text, report

@@ -61,16 +61,8 @@ class ExtendedLike(Protocol):
         """Global ids of the replicas of this rank."""
 
     @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of the replicas of this rank."""
-
-    @property
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """Devices of each replica of this rank."""
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """Devices that variables are put on."""
 
     @property
     def should_checkpoint(self) -> bool:
@@ -113,33 +105,6 @@ class ExtendedLike(Protocol):
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Compare the ranks' results of rank-local work where there is no state to compare."""
-
-    def reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value: object,
-        destinations: object,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Reduce over all replicas and place the result."""
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[object, object]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """Reduce many values in one go."""
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-        group: bool = True,
-    ) -> Any:
-        """Run ``fn`` on each local component of ``var``."""
 
 
 class StrategyLike(Protocol):

@@ -26,7 +26,7 @@ from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import ByteExchange
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
-from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
+from mpidist.parameter_server.server import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.

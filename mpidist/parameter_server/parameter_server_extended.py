@@ -22,8 +22,7 @@ from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
-from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
-from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.sharded_variable import ShardedVariable, div_sizes, offsets_of
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
