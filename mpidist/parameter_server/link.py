@@ -138,18 +138,14 @@ class Link:
         acts, self._acts = self._acts, []
         for act in acts:
             act()
-        if self.task.job != "ps":
-            for connection in self.connections:
-                self._take_leave(connection)
-
-    def _take_leave(self, connection: Connection) -> None:
-        try:
-            connection.leave()
-        except RankLostError:
-            return  # whoever asked it last has been told
-        except (RuntimeError, CollectiveTimeoutError) as error:
-            # It would serve this process for ever, and MPI_Finalize would wait for it.
-            abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
+        for connection in self.connections if self.task.job != "ps" else ():
+            try:
+                connection.leave()
+            except RankLostError:
+                continue  # whoever asked it last has been told
+            except (RuntimeError, CollectiveTimeoutError) as error:
+                # It would serve this process for ever, and MPI_Finalize would wait for it.
+                abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
 
 
 def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
@@ -173,7 +169,7 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
             f"a {COORDINATED}, or every worker a {EVERY_WORKER}: {_what_to_type(tasks, owners)}"
         )
     for task, owner in zip(tasks, owners, strict=True):
-        expected = SERVER if task.job == "ps" else (SERVER if task.job == "worker" else COORDINATED)
+        expected = COORDINATED if task.job == "chief" else SERVER
         if not coordinated and task.job != "ps":
             expected = EVERY_WORKER
         if owner != expected:

@@ -17,10 +17,9 @@ from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, c
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
-from mpidist.parameter_server.pickling import CannotTravelError, Find
+from mpidist.parameter_server.pickling import CannotTravelError
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
 from mpidist.strategies.base import Strategy
-from mpidist.strategies.replica_devices import check_devices
 
 
 class DatasetForWorkers:
@@ -60,7 +59,7 @@ class CoordinatorExtended(ParameterServerExtended):
         super().__init__(strategy, link, devices, resolver, True, partitioner=partitioner)
         # The ClusterCoordinator, of which there is one.
         self.coordinator: Any = None
-        self._dispatcher: Dispatcher | None = None
+        self.dispatcher: Dispatcher | None = None
         link.before_leaving(self._stop)
 
     @property
@@ -68,22 +67,9 @@ class CoordinatorExtended(ParameterServerExtended):
         """Connects with workers and servers."""
         return self._link
 
-    def dispatch(self, find: Find) -> Dispatcher:
-        """Start handing functions out.
-
-        Raises:
-            RuntimeError: The strategy has been closed.
-        """
-        if not self._link.is_open:
-            raise RuntimeError(
-                "a ClusterCoordinator was made of a ParameterServerStrategy that has been closed; build a new strategy"
-            )
-        self._dispatcher = Dispatcher(self._link, find)
-        return self._dispatcher
-
     def _stop(self) -> None:
         """Tell the workers that the job is over."""
-        (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
+        (self.dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
     def run_replicas(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Raise NotImplementedError: replicas are on the workers."""
@@ -105,9 +91,6 @@ class CoordinatorExtended(ParameterServerExtended):
 
 class WorkerTwinExtended(ParameterServerExtended):
     """The worker's part: the coordinator's strategy as scheduled functions see it."""
-
-    def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
-        super().__init__(strategy, link, devices, resolver, False)
 
     @property
     def should_checkpoint(self) -> bool:
@@ -170,7 +153,7 @@ class WorkerTwin(Strategy):
     """The coordinator's strategy on a worker; made by ``Server.join``."""
 
     def __init__(self, link: Link, resolver: ClusterResolver) -> None:
-        super().__init__(WorkerTwinExtended(self, link, check_devices(None), resolver))
+        super().__init__(WorkerTwinExtended(self, link, None, resolver, gives_initial_values=False))
 
 
 _Values = TypeVar("_Values", bound=PerWorkerValues)
@@ -214,9 +197,13 @@ class ClusterCoordinator:
         extended = _extended_of(strategy)
         if extended.coordinator is self:
             return
+        if not extended.link.is_open:
+            raise RuntimeError(
+                "a ClusterCoordinator was made of a ParameterServerStrategy that has been closed; build a new strategy"
+            )
         self._strategy = strategy
         self._names = Names(extended.link, strategy)
-        self._dispatcher: Dispatcher = extended.dispatch(self._names.find)
+        self._dispatcher = extended.dispatcher = Dispatcher(extended.link, self._names.find)
         self._numbers = itertools.count()
         extended.coordinator = self
 

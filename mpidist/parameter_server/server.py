@@ -11,9 +11,9 @@ from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleCluster
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import message_tags
 from mpidist.core.context import variable_creator_scope
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
-from mpidist.parameter_server.connection import report_only
 from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
 from mpidist.parameter_server.messages import ByteExchange
 from mpidist.parameter_server.names import Names
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 STOP, CALL, DONE, FAILED = b"S", b"C", b"D", b"F"
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
+
+
+def report_only(what: str) -> Deadline:
+    """Return the deadline of a wait for another program: it reports once, without an end."""
+    return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
 def current_worker_index() -> int:

@@ -19,24 +19,11 @@ from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
-from mpidist.strategies import logical_devices
+from mpidist.strategies import logical_devices, value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
 from mpidist.strategies.replica_threads import run_of_this_thread
 from mpidist.strategies.replica_work import finished_work, replica_works
 from mpidist.strategies.strategy_extended import StrategyExtended
-from mpidist.strategies.value_checks import (
-    apart_from,
-    as_result,
-    check_axis,
-    check_can_gather,
-    check_can_reduce,
-    check_gradients_apart,
-    check_out,
-    check_results_apart,
-    check_returned,
-    copied,
-    copy_into,
-)
 from mpidist.values import PerReplica, Variable, regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import here
@@ -174,14 +161,16 @@ class Strategy:
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
-            check_axis(axis)
+            value_checks.check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
-            check_returned(leaves)
+            value_checks.check_returned(leaves)
         if axis is None:
             results = self._extended.reduce_leaves(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        combined = [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)]
+        combined = [
+            value_checks.as_result(value_checks.apart_from(*pair)) for pair in zip(results, leaves, strict=True)
+        ]
         reduced: Value = nest.pack_like(value, combined)
         return reduced
 
@@ -205,7 +194,7 @@ class Strategy:
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
         results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
-        gathered: Value = nest.pack_like(value, map(apart_from, results, leaves))
+        gathered: Value = nest.pack_like(value, map(value_checks.apart_from, results, leaves))
         return gathered
 
     def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
@@ -489,7 +478,7 @@ class ReplicaContext:
         """Reduce a value of these leaves, after the checks of context and options."""
         self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
-            return nest.map_structure(copied, value) if out is None else copy_into(out, value)
+            return nest.map_structure(value_checks.copied, value) if out is None else value_checks.copy_into(out, value)
 
         def merged(strategy: Strategy, values: object, outs: object) -> object:
             pairs, note = self._contributions(op, values, outs)
@@ -497,13 +486,13 @@ class ReplicaContext:
             return nest.pack_like(values, results)
 
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
-        return reduced if out is None else copy_into(out, reduced)
+        return reduced if out is None else value_checks.copy_into(out, reduced)
 
     def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> None:
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
-            check_can_reduce(leaves, op)
+            value_checks.check_can_reduce(leaves, op)
             if out is not None:
-                check_out(value, out, op, self.num_replicas_in_sync)
+                value_checks.check_out(value, out, op, self.num_replicas_in_sync)
 
     def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
         """Return the values of all local replicas with their destinations, and their description."""
@@ -513,8 +502,8 @@ class ReplicaContext:
             for leaf in nest.flatten(values)
         ]
         with extended.shared_errors(f"{op.name} of its values"):
-            check_results_apart(outs)
-            check_gradients_apart(leaves)
+            value_checks.check_results_apart(outs)
+            value_checks.check_gradients_apart(leaves)
         # Results go where the values are: an array of the host stays there, also under a strategy of devices.
         return [(leaf, leaf) for leaf in leaves], "" if isinstance(values, PerReplica) else nest.describe(values)
 
@@ -535,7 +524,7 @@ class ReplicaContext:
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
         work = self._start_all_reduce(op, *_read_here(value), options, out)
-        return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
+        return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
 
     def _start_all_reduce(
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
@@ -543,7 +532,7 @@ class ReplicaContext:
         self._check_values(value, leaves, op, out)
         extended = self._strategy.extended
         if self.num_replicas_in_sync == 1:
-            return finished_work(nest.map_structure(copied, value), extended.first_gpu)
+            return finished_work(nest.map_structure(value_checks.copied, value), extended.first_gpu)
 
         def merged(strategy: Strategy, values: object, outs: object) -> Any:
             pairs, note = self._contributions(op, values, outs)
@@ -575,7 +564,7 @@ class ReplicaContext:
         given, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
             for leaf in leaves:
-                check_can_gather(leaf, axis, "all_gather()")
+                value_checks.check_can_gather(leaf, axis, "all_gather()")
 
         def merged(strategy: Strategy, values: Value) -> Value:
             leaves = nest.flatten(values)

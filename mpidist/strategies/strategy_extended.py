@@ -29,13 +29,7 @@ from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.value_checks import (
-    apart_from,
-    check_can_gather,
-    check_can_reduce,
-    check_gradients_apart,
-    concatenated,
-)
+from mpidist.strategies import value_checks
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
@@ -270,7 +264,7 @@ class StrategyExtended(ABC):
                 destination_devices(destinations)
         note = "; ".join(_told(value, destinations) for value, destinations in nests)
         reduced = self.reduce_pairs(op, flat, options, note) if flat else []
-        results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
+        results = iter([value_checks.apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
     def broadcast_to(self, tensor: Value, destinations: object, root: int = 0) -> Value:
@@ -325,10 +319,10 @@ class StrategyExtended(ABC):
             else:
                 own = value.values[0] if isinstance(value, ReplicaValues) else value
                 with self.shared_errors(f"{op.name} of its values"):
-                    check_can_reduce([own], op)
+                    value_checks.check_can_reduce([own], op)
                 results[i] = self.copy_to(own, destinations)
         with self.shared_errors(f"{op.name} of its values"):
-            check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
+            value_checks.check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
         for divisor, indices in by_divisor.items():
             batch = [(values[i], pairs[i][1]) for i in indices]
             for i, result in zip(indices, self.reduce(op, batch, divisor, options, note), strict=True):
@@ -388,10 +382,10 @@ class StrategyExtended(ABC):
         with self.shared_errors("gathering the values of its replicas"):
             for leaf in map(self.distributed, leaves):
                 parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
-                check_can_gather(parts[0], axis, "gather()")
+                value_checks.check_can_gather(parts[0], axis, "gather()")
                 first = place_of(to_array(parts[0]))
                 with first.current():
-                    local.append(concatenated([first.brings(to_array(part)) for part in parts], axis))
+                    local.append(value_checks.concatenated([first.brings(to_array(part)) for part in parts], axis))
                 samples.append(parts[0])
         return list(map(restore, samples, self.gather(local, axis, options, note)))
 

@@ -10,7 +10,7 @@ import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpidist.cli.doctor_facts import links, machine, timed_messages
+from mpidist.cli.doctor_facts import machine, timed_messages
 from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, LinkSpeed, RankFacts, Reach
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, takes_device_memory
@@ -265,11 +265,11 @@ def _speeds(
     nodes: list[list[int]] = [[] for _ in range(max(collectives.node_of_rank) + 1)]
     for rank, node in enumerate(collectives.node_of_rank):
         nodes[node].append(rank)
-    speeds = [links.measured(comm, links.pairs_inside(nodes), hosts, False, seconds)]
+    speeds = [timed_messages.measured(comm, timed_messages.pairs_inside(nodes), hosts, False, seconds)]
     before = machine.traffic()
-    for pairs in links.rounds_between(nodes):
+    for pairs in timed_messages.rounds_between(nodes):
         stages(f"measuring between nodes, {len(pairs)} pairs of hosts")
-        speeds.append(links.measured(comm, pairs, hosts, True, seconds))
+        speeds.append(timed_messages.measured(comm, pairs, hosts, True, seconds))
     took_part = comm.Get_rank() in {ranks[0] for ranks in nodes} and len(nodes) > 1
-    used = links.in_use(before, machine.traffic(), links.LEAST_BYTES) if took_part else ()
+    used = timed_messages.in_use(before, machine.traffic(), timed_messages.LEAST_BYTES) if took_part else ()
     return [link for link in speeds if link is not None], used

@@ -17,7 +17,6 @@ import mpi4py
 import numpy as np
 
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
-from mpidist.cli.doctor_facts import machine
 from mpidist.cli.doctor_facts.facts import (
     CoreFacts,
     GpuFacts,
@@ -244,7 +243,7 @@ def facts_of_this_rank() -> RankFacts:
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
     return RankFacts(
         host=socket.gethostname(),
-        machine=machine.identity(),
+        machine=identity(),
         launcher=read_launcher(),
         mpi=mpi_facts(),
         software={
@@ -253,10 +252,10 @@ def facts_of_this_rank() -> RankFacts:
             "mpi4py": mpi4py.__version__,
             "mpidist": __version__,
         },
-        cores=machine.cores(),
-        shared_memory=machine.shared_memory(),
-        gpus=machine.gpus(),
-        interfaces=machine.interfaces(),
+        cores=cores(),
+        shared_memory=shared_memory(),
+        gpus=gpus(),
+        interfaces=interfaces(),
         settings=settings,
         wrong_settings=_wrong_settings(),
         unknown_settings=tuple(name for name in settings if name not in SETTINGS),
