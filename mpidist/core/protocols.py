@@ -11,6 +11,9 @@ from mpidist.core.options import CommunicationOptions, RunOptions
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+# Of a function that replicas call; distributed values in them stand for the part of each replica.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class ReplicaContextLike(Protocol):
@@ -37,13 +40,7 @@ class ReplicaContextLike(Protocol):
     ) -> Result:
         """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
 
-    def meet(
-        self,
-        call: tuple[object, ...],
-        merge_fn: Callable[..., Result],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Result:
+    def meet(self, call: tuple[object, ...], merge_fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Do the work of ``merge_call``; ``call`` must be equal on all local replicas."""
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Value) -> Value:

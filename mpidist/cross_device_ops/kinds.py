@@ -300,19 +300,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         return super()._gathered(value, self.reduce_to_device or destinations)
 
 
-def select_cross_device_ops(
-    devices: Sequence[str],
-    num_replicas: int,
-    comm: Communicator | None,
-    options: CommunicationOptions | None = None,
-) -> CrossDeviceOps:
+def select_cross_device_ops(devices: Sequence[str], num_replicas: int, comm: Communicator | None) -> CrossDeviceOps:
     """Return the class that suits a strategy.
 
     ``CollectiveAllReduce`` where several ranks take part; inside one process ``NcclAllReduce`` for several GPUs where
     NCCL can be used, which the log says where it cannot, and otherwise ``ReductionToOneDevice``.
     """
     if comm is not None and comm.size > 1:
-        return CollectiveAllReduce(devices, num_replicas, options, comm)
+        return CollectiveAllReduce(devices, num_replicas, comm=comm)
     if len(devices) > 1 and all(parse_device(device).kind == "gpu" for device in devices):
         problem = nccl_problem()
         if problem is None:

@@ -23,10 +23,9 @@ from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import ByteExchange
+from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
-from mpidist.parameter_server.server import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
@@ -251,7 +250,7 @@ class Dispatcher:
         while not worker.exchange.expected.Test():
             yield
         answer = yield from worker.exchange.receive()
-        if answer[:1] == DONE:
+        if answer[:1] == RESULT:
             try:
                 closure.future.set_result(unpack(answer[1:], self._find))
                 return

@@ -41,6 +41,8 @@ _LENGTH = struct.Struct("=q")
 _POST_INLINE_BYTES = FIRST_MESSAGE_BYTES - _LENGTH.size
 
 DONE, FAILED = 0, 1
+# The first byte of strings from the coordinator to a worker, and of the answers.
+STOP, CALL, RESULT, ERROR = b"S", b"C", b"R", b"E"
 
 BYTES = np.dtype(np.uint8)
 INDEX = np.dtype(np.int64)

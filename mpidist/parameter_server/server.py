@@ -15,7 +15,7 @@ from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
-from mpidist.parameter_server.messages import ByteExchange
+from mpidist.parameter_server.messages import ERROR, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
 from mpidist.parameter_server.pickling import pack, pack_error, unpack
@@ -27,7 +27,6 @@ from mpidist.topology.signals import signals_left_to_others
 if TYPE_CHECKING:
     from mpidist.strategies.base import Strategy
 
-STOP, CALL, DONE, FAILED = b"S", b"C", b"D", b"F"
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
 
 
@@ -107,11 +106,11 @@ class WorkerLoop:
                 fn, args, kwargs = unpack(payload, self._names.find)
                 result = fn(*args, **kwargs)
             name = getattr(fn, "__qualname__", repr(fn))
-            return DONE + pack(result, self._names.name_of, f"the result of {name}, {type(result).__name__},")
+            return RESULT + pack(result, self._names.name_of, f"the result of {name}, {type(result).__name__},")
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return FAILED + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
+            return ERROR + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
 
     def _own_value(self, number: int) -> object:
         """Return this worker's value of a number, built the first time."""

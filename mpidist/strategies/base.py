@@ -15,6 +15,7 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions, RunOptions, check_communication_options
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
@@ -346,7 +347,7 @@ class ReplicaContext:
         self._local_id = local_replica_id
         self.frame = Frame(strategy, self)
 
-    def call(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
+    def call(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Call ``fn`` in this context, with this replica's part of distributed arguments. Extension.
 
         For strategies that run replicas one after the other in the calling thread.
@@ -418,13 +419,7 @@ class ReplicaContext:
         call = ("merge_call", getattr(merge_fn, "__code__", merge_fn))
         return self.meet(call, merge_fn, tuple(args), kwargs or {})
 
-    def meet(
-        self,
-        call: tuple[object, ...],
-        merge_fn: Callable[..., Result],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Result:
+    def meet(self, call: tuple[object, ...], merge_fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Run a merge function as ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
         run = run_of_this_thread()
         if run is not None:

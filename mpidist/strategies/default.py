@@ -10,6 +10,7 @@ from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
@@ -55,9 +56,7 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return make_variable(self.strategy, (device_of(array),), array, **properties)
 
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """See ``StrategyExtended``."""
         return [self.replica.call(fn, args, kwargs)]
 
@@ -79,9 +78,7 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return arrays
 
-    def _update(
-        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         result = fn(var, *args, **kwargs)
         return result if group else (result,)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from mpidist.core.callsite import user_call_site
 from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
@@ -81,8 +82,8 @@ class ReplicaRun:
         thread: ReplicaThread,
         stream: ReplicaStream,
         fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
         assert frame.replica_context is not None
         self.context = frame.replica_context
@@ -157,9 +158,7 @@ class ReplicaRun:
                 return False
         return True
 
-    def merge(
-        self, call: tuple[object, ...], fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Result:
+    def merge(self, call: tuple[object, ...], fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
         if self._abandoned:
             # A finally block on the way out: nobody is left to meet.

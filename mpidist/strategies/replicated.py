@@ -18,6 +18,7 @@ from mpidist.core.context import current_frame
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
 from mpidist.core.options import CommunicationOptions
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
 from mpidist.strategies.base import ReplicaContext, Strategy, Value
@@ -95,9 +96,7 @@ class ReplicatedExtended(StrategyExtended):
         (array,) = self.broadcast([array], 0, f"variable {properties['name']!r} {kind}")
         return make_variable(self.strategy, self.worker_devices, array, **properties)
 
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """See ``StrategyExtended``."""
         if len(self._contexts) > 1:
             arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]

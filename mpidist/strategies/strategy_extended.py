@@ -25,7 +25,7 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
 from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
@@ -98,9 +98,7 @@ class StrategyExtended(ABC):
         """
 
     @abstractmethod
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """Call ``fn`` for each replica of this rank, and return the results in order. Extension.
 
         Args:
@@ -508,8 +506,8 @@ class StrategyExtended(ABC):
         replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
         group: bool,
     ) -> object:
         """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
@@ -521,9 +519,7 @@ class StrategyExtended(ABC):
             result = fn(component, *args, **kwargs)
         return result if group else (result,)
 
-    def _update(
-        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
         if not group:
             return tuple(results)
@@ -531,9 +527,7 @@ class StrategyExtended(ABC):
             return nest.map_structure(self.value_container, results[0])
         return regroup(results, self.local_replica_ids)
 
-    def _update_non_slot(
-        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         results = []
         for i, (device,) in enumerate(self.worker_devices_by_replica):
             with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
@@ -569,7 +563,7 @@ class StrategyExtended(ABC):
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
-    def run(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
+    def run(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Call ``fn`` for each replica and group the results; announce errors to other ranks. Extension."""
         try:
             results = self.run_replicas(fn, args, kwargs)
