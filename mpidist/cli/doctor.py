@@ -27,9 +27,8 @@ from mpidist.core.errors import LaunchError
 from mpidist.core.version import __version__
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
-from mpidist.topology.environments import LauncherInfo, LauncherVariableError, read_launcher
+from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
-from mpidist.topology.start_commands import command_for
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1

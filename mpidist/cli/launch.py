@@ -18,9 +18,15 @@ from pathlib import Path
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.core.errors import LaunchError
 from mpidist.core.wording import pip_install
-from mpidist.topology.environments import in_shell, read_batch_system, read_launcher
+from mpidist.topology.environments import (
+    command_for,
+    in_shell,
+    mpirun_of,
+    own_machine,
+    read_batch_system,
+    read_launcher,
+)
 from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun
-from mpidist.topology.start_commands import command_for, mpirun_of, own_machine
 
 HELP = "start a program with the mpirun of the MPI library in use, as root and on few cores, too"
 _USAGE_ERROR = 2

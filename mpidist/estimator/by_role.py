@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.cluster_resolver.job_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import resolver_of_job
 from mpidist.core.errors import PeerError
-from mpidist.estimator.cast import Cast, find_cast, ranks_of
 from mpidist.estimator.evaluations import Evaluations
-from mpidist.estimator.line import Line, News
+from mpidist.estimator.line import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.job_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import resolver_of_job
 from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings

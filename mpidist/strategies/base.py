@@ -22,8 +22,7 @@ from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, who
 from mpidist.input.elements import owned
 from mpidist.strategies import logical_devices, value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
-from mpidist.strategies.replica_threads import run_of_this_thread
-from mpidist.strategies.replica_work import finished_work, replica_works
+from mpidist.strategies.replica_threads import finished_work, replica_works, run_of_this_thread
 from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import PerReplica, Variable, regroup, select_replica
 from mpidist.values.component import Assignable

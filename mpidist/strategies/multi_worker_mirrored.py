@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.job_resolver import TRAINING_JOBS, resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, resolver_of_job
 from mpidist.collectives import Communicator
 from mpidist.collectives.reduce.choice import check_options
 from mpidist.core.devices import parse_device

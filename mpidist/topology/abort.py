@@ -19,8 +19,16 @@ from mpidist.core.errors import LaunchError, PeerError
 from mpidist.core.wording import ranks_text
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
-from mpidist.topology.last_output import STDERR, flush_output, lasting_stderr, print_once, write_last
-from mpidist.topology.tracebacks import read_setting, traceback_text, without_folds
+from mpidist.topology.last_output import (
+    STDERR,
+    flush_output,
+    lasting_stderr,
+    print_once,
+    read_setting,
+    traceback_text,
+    without_folds,
+    write_last,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,13 +14,13 @@ from mpidist.topology.environments import (
     LAUNCHERS,
     LauncherInfo,
     LauncherVariableError,
+    command_for,
     in_shell,
     read_batch_system,
     read_launcher,
 )
 from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
-from mpidist.topology.start_commands import command_for
 from mpidist.topology.start_watch import watch_start
 
 __all__ = [

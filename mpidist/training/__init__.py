@@ -4,9 +4,8 @@ from mpidist.training.gradient_accumulator import GradientAccumulator
 from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm
 from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
 from mpidist.training.metrics import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
-from mpidist.training.optimizer import Optimizer
+from mpidist.training.optimizer import SGD, Adam, AdamW, Optimizer, RMSprop
 from mpidist.training.random import common_rng, replica_rng, set_seed
-from mpidist.training.update_rules import SGD, Adam, AdamW, RMSprop
 
 __all__ = [
     "SGD",

@@ -199,7 +199,7 @@ _CLUSTER_RESOLVER = (
     ),
     Fault(
         "every Slurm task of a node takes the GPUs of the first",
-        "mpidist/cluster_resolver/slurm_gpus.py",
+        "mpidist/cluster_resolver/slurm_cluster_resolver.py",
         "return visible[place * each : (place + 1) * each]",
         "return visible[:each]",
         ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
@@ -510,7 +510,7 @@ _ESTIMATOR = (
     ),
     Fault(
         "the first rank that trains is taken for the chief",
-        "mpidist/estimator/cast.py",
+        "mpidist/estimator/line.py",
         "return min(self.trainers, key=lambda rank: self.tasks[rank])",
         "return self.trainers[0]",
         ("tests/estimator/test_cast.py",),
@@ -527,7 +527,7 @@ _COMPAT = (
     ),
     Fault(
         "an iterator that is initialized again goes on where it was",
-        "mpidist/compat/input_iterator.py",
+        "mpidist/compat/v1_strategies.py",
         "        self._iterator = iter(self._dataset)\n",
         "        self._iterator = self._iterator or iter(self._dataset)\n",
         ("tests/compat/test_v1_iterators.py",),
