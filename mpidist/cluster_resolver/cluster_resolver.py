@@ -1,4 +1,4 @@
-"""ClusterResolver: the questions about a cluster that every resolver answers, and resolvers that are not offered."""
+"""ClusterResolver: the questions about a cluster that every resolver answers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 
 
 class RankedResolver(ClusterResolver):
-    """The base of resolvers that deal tasks out to ranks in their order; a subclass says where the ranks are.
+    """The base of resolvers that deal tasks to ranks; a subclass knows their addresses.
 
     Attributes:
         rank: That of this process.

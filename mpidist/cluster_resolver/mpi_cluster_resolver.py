@@ -1,9 +1,9 @@
-"""MPIClusterResolver: the ranks of an MPI job as tasks of a cluster; the default, unless TF_CONFIG contradicts it."""
+"""MPIClusterResolver: the ranks of an MPI job as the tasks of a cluster; the default."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver.cluster_resolver import RankedResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
@@ -16,13 +16,6 @@ from mpidist.topology.topology import Topology, has_world, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class _Survey(NamedTuple):
-    """The hosts and nodes of all ranks."""
-
-    hosts: tuple[str, ...]
-    node_of_rank: tuple[int, ...]
 
 
 class MPIClusterResolver(RankedResolver):
@@ -73,8 +66,8 @@ class MPIClusterResolver(RankedResolver):
         self.rank = shown.Get_rank()
         self.size = shown.Get_size()
         self._tasks = deal_tasks(jobs, self.size)
-        self._survey: _Survey | None = None
-        self._shares: list[int] | None = None
+        self._topology: Topology | None = None
+        self._shares: dict[int, int] | None = None
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -99,7 +92,7 @@ class MPIClusterResolver(RankedResolver):
         return len(set(self._ask().node_of_rank))
 
     def _addresses(self) -> Iterator[str]:
-        return (f"{host}:{self._port_base + rank}" for rank, host in enumerate(self._ask().hosts))
+        return (f"{host}:{self._port_base + rank}" for rank, host in enumerate(self._ask().host_of_rank))
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return ``{"GPU": k}`` for a task's share of CUDA devices, ``{}`` for none.
@@ -159,30 +152,29 @@ class MPIClusterResolver(RankedResolver):
         everyone.Free()
         return comm
 
-    def _ask(self) -> _Survey:
-        if self._survey is None:
-            if self._comm is None:
-                topology = world_topology()
-            else:
-                topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
-            self._survey = _Survey(topology.host_of_rank, topology.node_of_rank)
-            if self._comm is not None:
-                topology.close()
-                topology.world.Free()
-        return self._survey
+    def _ask(self) -> Topology:
+        """Return the hosts and nodes of all ranks."""
+        if self._topology is not None:
+            return self._topology
+        if self._comm is None:
+            self._topology = world_topology()
+        else:
+            self._topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
+            # What it says of the ranks stays.
+            self._topology.close()
+            self._topology.world.Free()
+        return self._topology
 
-    def _share_of_ranks(self) -> list[int]:
+    def _share_of_ranks(self) -> dict[int, int]:
         if self._shares is None:
             nodes = self._ask().node_of_rank
             duplicate = self.comm.Dup()
             seen = duplicate.allgather(visible_devices())
             duplicate.Free()
-            shares = [0] * self.size
+            self._shares = {}
             for node in set(nodes):
                 ranks = [rank for rank in range(self.size) if nodes[rank] == node]
-                for rank, share in zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True):
-                    shares[rank] = share
-            self._shares = shares
+                self._shares.update(zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True))
         return self._shares
 
 

@@ -135,17 +135,6 @@ def in_cross_replica_context() -> bool:
     return current_frame().replica_context is None
 
 
-def get_cross_replica_context() -> StrategyLike | None:
-    """Return the strategy in cross-replica context, None elsewhere (deprecated in TensorFlow)."""
-    frame = current_frame()
-    return frame.strategy if frame.replica_context is None else None
-
-
-def get_update_replica_id() -> int | None:
-    """Return the local replica whose component is being updated, None outside ``extended.update``."""
-    return current_frame().update_replica_id
-
-
 def get_loss_reduction() -> ReduceOp:
     """Return ``ReduceOp.SUM``: losses are expected to be divided by the global batch size already.
 

@@ -16,7 +16,7 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.collectives.gpu.nccl_library import nccl_problem
-from mpidist.core.devices import canonical_device, parse_device
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
@@ -207,7 +207,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         if comm is None and (not devices or group_size % len(devices)):
             raise ValueError(f"group_size is {group_size}; expected a multiple of the {len(devices)} local devices")
         super().__init__(comm)
-        self.devices = tuple(canonical_device(device) for device in devices)
+        self.devices = tuple(str(parse_device(device)) for device in devices)
         self._num_replicas = group_size
         self._options = options
 
@@ -254,7 +254,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__(comm)
-        self.reduce_to_device = None if reduce_to_device is None else canonical_device(reduce_to_device)
+        self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
         self.accumulation_fn = accumulation_fn
 
     def _is_plain(self) -> bool:

@@ -1,4 +1,4 @@
-"""The roles of the ranks of a job in training and evaluation, and the line by which they tell one another news."""
+"""The roles of a job's ranks, and Line, which carries the news between them."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class Connection:
 
 
 def ask_all(parts: Sequence[tuple[Connection, RequestPart]]) -> list[Any]:
-    """Ask several servers at once, each for all of its parts, and return the results in the order of the parts.
+    """Ask several servers at once, and return the results in the order of the parts.
 
     Requests that were sent are finished before an error is raised.
     """

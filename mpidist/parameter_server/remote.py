@@ -55,7 +55,7 @@ class RemoteComponent(Component):
         self._reading = Request([self.part(messages.READ)])
 
     def part(self, operation: ServerOperation, *arrays: Array, **extra: Any) -> RequestPart:
-        """Return an operation on this variable as a part of a request, with the fields that it needs further."""
+        """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
         return RequestPart(operation, self.number, self.kind, contiguous, name=self._label, **extra)
 

@@ -1,4 +1,4 @@
-"""Server: a rank that serves the trainers, or a coordinator, until the job is over (tf.distribute.Server)."""
+"""Server: a rank that serves trainers or a coordinator until the job is over."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Clocks:
         return answer
 
     def meet(self, meeting: tuple[int, int], client: int) -> Callable[[], object]:
-        """Answer once every worker that has neither closed the strategy nor left has come to a meeting."""
+        """Answer once all workers that have not left have come to a meeting."""
         strategy, _ = meeting
         came = self._meetings.setdefault(meeting, set())
         came.add(client)
@@ -176,7 +176,7 @@ class Store:
     # Operations -----------------------------------------------------------------------------------------------
 
     def carry_out(self, part: messages.PartNumbers, arrays: Sequence[Array]) -> Array | Loan | None:
-        """Carry out one operation on a variable, with the arrays that came with it, and return its result."""
+        """Carry out one operation on a variable, and return its result."""
         code, variable, _, optimizer, step, setting = part
         operation = messages.OPERATIONS[code]
         component = self._components[variable]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from mpidist.arrays.convert import to_array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
@@ -20,7 +22,7 @@ from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
-from mpidist.strategies import logical_devices, value_checks
+from mpidist.strategies import value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
 from mpidist.strategies.replica_threads import finished_work, replica_works, run_of_this_thread
 from mpidist.strategies.strategy_extended import StrategyExtended
@@ -268,11 +270,27 @@ class Strategy:
 
     def experimental_assign_to_logical_device(self, tensor: Value, logical_device_id: int) -> Value:
         """Return ``tensor``, after checking the id: a replica has one logical device here."""
-        return logical_devices.assign(tensor, logical_device_id)
+        if logical_device_id != 0:
+            raise ValueError(f"logical_device_id is {logical_device_id}; expected 0: a replica has 1 logical device")
+        return tensor
 
     def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """Return ``tensor``, after checking the partition: a replica has one logical device here."""
-        return logical_devices.split(tensor, partition_dimensions)
+        shape, parts = to_array(tensor).shape, list(partition_dimensions)
+        if len(parts) != len(shape):
+            raise ValueError(
+                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {len(shape)} numbers, one per "
+                "axis"
+            )
+        for axis, (size, count) in enumerate(zip(shape, parts, strict=True)):
+            if count < 1 or size % count:
+                raise ValueError(f"axis {axis} of size {size} cannot be cut into {count} equal parts")
+        if prod(parts) != 1:
+            raise ValueError(
+                f"partition_dimensions {parts} make {prod(parts)} parts; expected 1, the number of logical devices of "
+                "a replica"
+            )
+        return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Value) -> Value:
         """Return ``tensor``: a replica has one logical device here."""
@@ -472,7 +490,7 @@ class ReplicaContext:
         """Reduce a value of these leaves, after the checks of context and options."""
         self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
-            return nest.map_structure(value_checks.copied, value) if out is None else value_checks.copy_into(out, value)
+            return self.own_sum(value) if out is None else value_checks.copy_into(out, value)
 
         def merged(strategy: Strategy, values: object, outs: object) -> object:
             pairs, note = self._contributions(op, values, outs)
@@ -481,6 +499,10 @@ class ReplicaContext:
 
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
         return reduced if out is None else value_checks.copy_into(out, reduced)
+
+    def own_sum(self, value: object) -> object:
+        """Return the sum over one replica, a copy of ``value``. Extension."""
+        return nest.map_structure(value_checks.copied, value)
 
     def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> None:
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
@@ -517,16 +539,9 @@ class ReplicaContext:
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        work = self._start_all_reduce(op, *_read_here(value), options, out)
-        return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
-
-    def _start_all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> Work | PartOfWork | FinishedWork:
-        self._check_values(value, leaves, op, out)
+        given, leaves = _read_here(value)
+        self._check_values(given, leaves, op, out)
         extended = self._strategy.extended
-        if self.num_replicas_in_sync == 1:
-            return finished_work(nest.map_structure(value_checks.copied, value), extended.first_gpu)
 
         def merged(strategy: Strategy, values: object, outs: object) -> Any:
             pairs, note = self._contributions(op, values, outs)
@@ -535,8 +550,12 @@ class ReplicaContext:
             places = [place_at(device) for device in extended.worker_devices]
             return PerReplica(replica_works(nested, places), extended.local_replica_ids)
 
-        work: PartOfWork = self.meet(("all_reduce_async", op, options), merged, (value, out), {})
-        return work
+        work: FinishedWork | PartOfWork
+        if self.num_replicas_in_sync == 1:
+            work = finished_work(self.own_sum(given), extended.first_gpu)
+        else:
+            work = self.meet(("all_reduce_async", op, options), merged, (given, out), {})
+        return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
 
     def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.

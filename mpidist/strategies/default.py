@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
@@ -17,7 +16,6 @@ from mpidist.input import InputContext, InputOptions, InputReplicationMode, Inpu
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
-from mpidist.strategies.value_checks import copy_into
 from mpidist.values import Variable
 from mpidist.values.synchronization import make_variable
 
@@ -105,17 +103,9 @@ class DefaultExtended(StrategyExtended):
 class DefaultContext(ReplicaContext):
     """The replica of the default strategy, whose values are their own sums."""
 
-    def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> Any:
-        self._check_values(value, leaves, op, out)
-        return value if out is None else copy_into(out, value)
-
-    def _start_all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> FinishedWork:
-        self._check_values(value, leaves, op, out)
-        return FinishedWork(value)
+    def own_sum(self, value: object) -> object:
+        """Return the value itself."""
+        return value
 
 
 class DefaultStrategy(Strategy):

@@ -1,4 +1,4 @@
-"""The last output of a process: tracebacks without mpidist's own frames, text that survives it, equal errors once.
+"""The last output of a process: folded tracebacks, text that survives it, equal errors once.
 
 Nothing that others have buffered is flushed any more. Of ranks of a node with the same error the first prints it, and
 names those that come meanwhile. They meet at a Unix socket whose name, a digest of the error, is in no file system and

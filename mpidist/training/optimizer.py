@@ -1,4 +1,4 @@
-"""Optimizer, and SGD, RMSprop, Adam and AdamW: aggregation, slots, the step counter, saved state, update rules."""
+"""Optimizer: aggregation, slots, step counter, saved state; SGD, RMSprop, Adam and AdamW."""
 
 from __future__ import annotations
 

@@ -446,8 +446,8 @@ _PARAMETER_SERVER = (
     Fault(
         "a server carries out a request that the worker has given up half sent",
         "mpidist/parameter_server/service.py",
-        "if GIVE_UP.unpack(number) == (client.requests,):",
-        "if GIVE_UP.unpack(number) == (client.requests - 1,):",
+        "if messages.GIVE_UP.unpack(number) == (client.requests,):",
+        "if messages.GIVE_UP.unpack(number) == (client.requests - 1,):",
         ("tests/parameter_server/test_broken_off.py",),
     ),
     Fault(

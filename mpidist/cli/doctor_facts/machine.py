@@ -1,4 +1,4 @@
-"""Facts that a rank knows of itself and its machine: cores, /dev/shm, interfaces, GPUs, NCCL's network, MPI."""
+"""Facts of a rank and its machine: MPI, cores, /dev/shm, interfaces, GPUs, NCCL's network."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    # Interfaces come and go, and some have no answer to some questions.
-    with contextlib.suppress(OSError):
+    try:
         return path.read_text().strip()
-    return ""
+    except OSError:  # interfaces come and go, and some have no answer to some questions
+        return ""
 
 
 def _interface(path: Path) -> Interface:
@@ -269,14 +269,13 @@ def mpi_facts() -> MpiFacts:
     """Return the facts of the MPI library of this process."""
     mpi = import_mpi()
     library = library_of(mpi.Get_library_version(), loaded_library())
-    levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
-    # The constants rise in this order, and libraries number them differently.
-    numbers = (mpi.THREAD_SINGLE, mpi.THREAD_FUNNELED, mpi.THREAD_SERIALIZED, mpi.THREAD_MULTIPLE)
+    # Libraries number them differently.
+    levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     return MpiFacts(
         vendor=library.vendor,
         name=str(library),
         path=None if library.path is None else str(library.path),
-        thread_level=levels[numbers.index(mpi.Query_thread())],
+        thread_level=f"MPI_THREAD_{levels[mpi.Query_thread()]}",
         size=mpi.COMM_WORLD.Get_size(),
         rank=mpi.COMM_WORLD.Get_rank(),
     )

@@ -1,4 +1,4 @@
-"""Point-to-point messages with deadlines, and the speed that they measure: a dead link holds up nobody for ever.
+"""Point-to-point messages with deadlines, and the speed of links: nothing blocks for ever.
 
 They are polled, and go over MPI.COMM_WORLD itself. Duplicating it takes every link to work, and doctor is the only one
 that uses it. Which ranks reach which is found by one short message of every pair, all at the same time, with one
@@ -28,6 +28,16 @@ _given_up: list[MPI.Request] = []
 ALL_PAIRS_RANKS = 128
 """The most ranks of which each exchanges a message with each. Their connections grow with the square."""
 _HELLO_BYTES = 64
+_SMALL_BYTES = 8
+_LARGE_BYTES = 4 << 20
+_FIRST_PINGS, _PINGS = 20, 200
+# About how long large messages are sent for, and how many at most.
+_SECONDS, _MOST_MESSAGES = 0.1, 64
+# A measurement is of several messages.
+_MEETING_FACTOR = 5
+Pair = tuple[int, int]
+LEAST_BYTES = _LARGE_BYTES
+"""The least that an interface has moved if messages of a measurement took it."""
 
 
 class NoAnswerError(RuntimeError):
@@ -195,16 +205,6 @@ def merged(size: int, seconds: float, reports: Mapping[int, Heard], own_host: st
     return Reach(seconds, len(pairs | failed), tuple(sorted(failed)), dict(sorted(hosts.items())), size, silent)
 
 
-_SMALL_BYTES = 8
-_LARGE_BYTES = 4 << 20
-_FIRST_PINGS, _PINGS = 20, 200
-# About how long large messages are sent for, and how many at most.
-_SECONDS, _MOST_MESSAGES = 0.1, 64
-# A measurement is of several messages.
-_MEETING_FACTOR = 5
-Pair = tuple[int, int]
-
-
 def pairs_inside(nodes: Sequence[Sequence[int]]) -> list[Pair]:
     """Return the first two ranks of every node that has as many.
 
@@ -273,41 +273,29 @@ class _Measurement:
     def _ping_pong(self, count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            if self._begins:
-                self._send(self._small)
-                self._receive(self._small)
-            else:
-                self._receive(self._small)
-                self._send(self._small)
+            self._pass(self._small, self._begins)
+            self._pass(self._small, not self._begins)
         return (time.perf_counter() - start) / count / 2
 
     def _stream(self, count: int) -> float:
         """Send so many large messages, and return the time until the other side confirms."""
         start = time.perf_counter()
         for _ in range(count):
-            if self._begins:
-                self._send(self._large)
-            else:
-                self._receive(self._large)
+            self._pass(self._large, self._begins)
         self._agreed(0)
         return time.perf_counter() - start
 
     def _agreed(self, number: int) -> int:
         """Return the number of the side that begins, after an answer of the other side."""
         told = bytearray(number.to_bytes(_SMALL_BYTES, "little"))
-        if self._begins:
-            self._send(told)
-            self._receive(self._small)
-            return number
-        self._receive(told)
-        self._send(self._small)
+        self._pass(told, self._begins)
+        self._pass(self._small, not self._begins)
         return int.from_bytes(told, "little")
 
-    def _send(self, content: bytearray) -> None:
-        wait_for(self._comm.Isend(content, self._peer, DOCTOR_PING), self._peer, self._seconds, self._doing)
-
-    def _receive(self, content: bytearray) -> None:
-        wait_for(self._comm.Irecv(content, self._peer, DOCTOR_PING), self._peer, self._seconds, self._doing)
+    def _pass(self, content: bytearray, sends: bool) -> None:
+        """Send a message, or receive it."""
+        start = self._comm.Isend if sends else self._comm.Irecv
+        wait_for(start(content, self._peer, DOCTOR_PING), self._peer, self._seconds, self._doing)
 
 
 def in_use(before: dict[str, int], after: dict[str, int], least: int) -> tuple[str, ...]:
@@ -317,7 +305,3 @@ def in_use(before: dict[str, int], after: dict[str, int], least: int) -> tuple[s
     ('ib0',)
     """
     return tuple(name for name in sorted(after) if after[name] - before.get(name, 0) >= least)
-
-
-LEAST_BYTES = _LARGE_BYTES
-"""The least that an interface has moved if messages of a measurement took it."""
