@@ -270,7 +270,8 @@ class CrossDeviceOps:
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
-        if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
+        has_sparse = any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+        if not self.crosses_ranks or not self.leaves_all_to_engine or has_sparse:
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
         replicas, dtypes = self._of_replicas(op, pairs)
         reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
@@ -406,10 +407,6 @@ class CrossDeviceOps:
 
 def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:
     return not any(is_device_array(array) for arrays in replicas for array in arrays)
-
-
-def _has_sparse(pairs: Pairs) -> bool:
-    return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 
 def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:

@@ -132,7 +132,10 @@ class Connection:
             kind = RankLostError if self.is_lost else RuntimeError
             raise kind(f"{self.name} can no longer be asked: {self._end}")
         if self._owes_reply:
-            self._take_late_reply()
+            # That of a request that was broken off; an error in it is reported here, as nobody asks any more.
+            failed, late = self._take_reply()
+            if failed and not self._is_given_up:
+                tell_user(f"a request that was not waited for: {self._failure(late[0], _doing(self._sent))}")
         # Before anything is under way: there may not be the memory.
         results = self._room(request.results) if request.comes_apart and request.results is not None else []
         self._sent = request
@@ -165,21 +168,17 @@ class Connection:
         arrays = iter(results)
         return [next(arrays) if part.operation.gives else None for part in request.parts]
 
-    def _take_late_reply(self) -> None:
-        """Take the reply to a request that was broken off. An error in it is reported here, as nobody asks any more."""
-        request = self._sent
-        failed, results = self._take_reply()
-        if failed and not self._is_given_up:
-            error = self._failure(results[0], _doing(request))
-            tell_user(f"a request that was not waited for: {error}")
-
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and the arrays of its reply.
 
         May be called again where it was broken off.
         """
         try:
-            self._wait_for_reply()
+            for _ in range(_QUICK_LOOKS):
+                if self._await_reply.Test():
+                    break
+            else:
+                drive(until_done(self._await_reply), self._deadline)
             if not all_done(self._sending):
                 drive(until_all_done(self._sending), self._deadline)
             data_bytes, is_inline, status = messages.PREAMBLE.unpack_from(self._reply)
@@ -209,13 +208,6 @@ class Connection:
         if self._sent.following and not self._is_given_up and not all_done(self._sending):
             self._is_given_up = True
             self._send(messages.GIVE_UP.pack(self._number), message_tags.GIVE_UP)
-
-    def _wait_for_reply(self) -> None:
-        has_come = self._await_reply.Test
-        for _ in range(_QUICK_LOOKS):
-            if has_come():
-                return
-        drive(until_done(self._await_reply), self._deadline)
 
     def _expect_nothing(self) -> None:
         """Take back the receives of arrays that do not come, as the request has failed."""

@@ -83,7 +83,8 @@ class Dispatcher:
         self._link = link
         self._find = find
         self._workers = [_Worker(link, rank) for rank in link.workers[1:]]
-        self._dropped: deque[int] = deque()
+        # Numbers of their own values that the workers may drop; the garbage collector adds to them, in any thread.
+        self.dropped: deque[int] = deque()
         self._queue: deque[Closure] = deque()
         self._running = 0
         self._error: Exception | None = None
@@ -94,10 +95,6 @@ class Dispatcher:
         self._thread = start_daemon("coordinator", self._run)
 
     # What the program asks ------------------------------------------------------------------------------------
-
-    def drop(self, number: int) -> None:
-        """Have the workers drop their own value of a number. Called by the garbage collector, in any thread."""
-        self._dropped.append(number)
 
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
@@ -272,8 +269,8 @@ class Dispatcher:
 
     def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], dict[int, bytes]]:
         """Return the values that a worker drops, and the recipes of new ones."""
-        while self._dropped:
-            number = self._dropped.popleft()
+        while self.dropped:
+            number = self.dropped.popleft()
             for each in self._workers:
                 if number in each.knows:
                     each.knows.remove(number)

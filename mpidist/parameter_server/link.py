@@ -24,7 +24,6 @@ JOBS = ("chief", "worker", "ps")
 SERVER = "Server"
 COORDINATED = "ParameterServerStrategy"
 EVERY_WORKER = "v1.experimental.ParameterServerStrategy"
-OWNERS = (SERVER, COORDINATED, EVERY_WORKER)
 
 
 class Task(NamedTuple):
@@ -42,7 +41,7 @@ class Link:
 
     Args:
         resolver: Who is who.
-        owner: The kind of object that this rank makes, one of :data:`OWNERS`.
+        owner: The kind of object that this rank makes: SERVER, COORDINATED or EVERY_WORKER.
 
     Attributes:
         owner: As given.
@@ -251,12 +250,7 @@ def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
 # What this process is linked with, as long as anything uses it.
 _link: list[Link] = []
 # The tasks as which this process has served until the job was over.
-_served: set[Task] = set()
-
-
-def note_served(task: Task) -> None:
-    """Remember that this process has served as ``task``, and that the job is over."""
-    _served.add(task)
+served: set[Task] = set()
 
 
 def check_not_served(resolver: ClusterResolver, owner: str) -> None:
@@ -266,7 +260,7 @@ def check_not_served(resolver: ClusterResolver, owner: str) -> None:
     """
     task = Task(resolver.task_type or "", resolver.task_id or 0)
     # A worker of a coordinator may well be one that runs the program later on.
-    if task in _served and (task.job == "ps" or owner == COORDINATED):
+    if task in served and (task.job == "ps" or owner == COORDINATED):
         raise RuntimeError(
             f"{task} has served, its job is over, and now it makes a {owner}, which is for "
             f"{'the chief' if owner == COORDINATED else 'the workers'}: Server.join() returns when the job is over. "

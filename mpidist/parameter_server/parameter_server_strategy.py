@@ -319,7 +319,7 @@ class ClusterCoordinator:
 
     def _kept_while_used(self, values: _Values) -> _Values:
         """Have the workers drop their values once the program has dropped ``values``."""
-        weakref.finalize(values, self._dispatcher.drop, values.number).atexit = False
+        weakref.finalize(values, self._dispatcher.dropped.append, values.number).atexit = False
         return values
 
 

@@ -66,10 +66,8 @@ class RemoteComponent(Component):
 
     def as_array(self) -> Array:
         """See ``ReadsAsArray``."""
-        cache = _cached.get()
-        if cache is not None and self in cache:
-            return cache[self]
-        return _kept(self, self._pull())
+        cache = _cached.get() or {}
+        return cache[self] if self in cache else _kept(self, self._pull())
 
     def _pull(self) -> Array:
         array: Array = self.connection.ask(self._reading)[0]

@@ -14,7 +14,7 @@ from mpidist.core.context import variable_creator_scope
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
-from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
+from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, served, survey
 from mpidist.parameter_server.messages import ERROR, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
@@ -215,25 +215,23 @@ class Server:
         if self._link is None:
             return
         link, self._link = self._link, None
+        if link.task.job not in ("ps", "worker"):
+            raise RuntimeError(
+                f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, "
+                "and the workers where there is a coordinator"
+            )
         if link.task.job == "ps":
             clients = [(rank, f"{link.tasks[rank]} (rank {rank})") for rank in link.workers]
             coordinator = link.workers[0] if link.is_coordinated else None
             with signals_left_to_others():
                 Service(link.comm, clients, Store(link.workers), coordinator).run()
             link.leave()
-            note_served(link.task)
-            return
-        if link.task.job == "worker":
+        else:
             twin = WorkerTwin(link, self._resolver)
             with signals_left_to_others():
                 WorkerLoop(link, twin).run()
             twin.close()
-            note_served(link.task)
-            return
-        raise RuntimeError(
-            f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, and "
-            "the workers where there is a coordinator"
-        )
+        served.add(link.task)
 
     @property
     def target(self) -> str:

@@ -82,7 +82,11 @@ class Service:
             try:
                 index, has_come = test_any(receives)
             except Exception as error:
-                self._drop_lost(error)
+                if not says_rank_is_lost(error):
+                    raise
+                gone = lost_ranks(self._comm)
+                for client in [client for client in self._clients if client.rank in gone]:
+                    self._lose(client)
             if has_come and index >= 0:
                 client = self._clients[index]
                 self._moving[client] = self._handle(client)
@@ -248,14 +252,6 @@ class Service:
             raise RankLostError(
                 f"{client.name} was lost, which coordinates; start the job again and restore the newest checkpoint"
             )
-
-    def _drop_lost(self, error: Exception) -> None:
-        """Remove the clients that are gone, after MPI has reported some."""
-        if not says_rank_is_lost(error):
-            raise error
-        gone = lost_ranks(self._comm)
-        for client in [client for client in self._clients if client.rank in gone]:
-            self._lose(client)
 
 
 # What MPI may still write to, since it was on its way when a client was lost.

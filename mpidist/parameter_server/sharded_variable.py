@@ -262,7 +262,11 @@ class ShardedVariable(CompositeVariable):
 
     def _rows(self, rows: Rows) -> Array:
         """Return rows of the whole, not to be written, from the shards that hold them."""
-        return _read_only(self._joined(self._pieces(rows)))
+        array = self._joined(self._pieces(rows))
+        if not is_device_array(array):  # CuPy's have no such flag
+            array = array.view()
+            array.flags.writeable = False
+        return array
 
     def _pieces(self, rows: Rows) -> list[Array]:
         """Return each shard's part of ``rows``, where there is one. Nothing else is read, or little."""
@@ -402,11 +406,3 @@ def _rows_between(slices: IndexedSlices, start: int, stop: int) -> IndexedSlices
     with place.current():
         mine = np.flatnonzero((slices.indices >= start) & (slices.indices < stop))
         return IndexedSlices(slices.values[mine], slices.indices[mine] - start, shape)
-
-
-def _read_only(array: Array) -> Array:
-    """Return ``array`` as one that nobody can write; CuPy has no such flag. The variable would not see the change."""
-    if not is_device_array(array):
-        array = array.view()
-        array.flags.writeable = False
-    return array

@@ -478,7 +478,7 @@ class ReplicaContext:
             MismatchError: Ranks that differ.
         """
         require_replica(self, "all_reduce()")
-        op = ReduceOp.of(reduce_op)
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             check_communication_options(options)
         reduced: Value = self._all_reduce(op, *_read_here(value), options, out)

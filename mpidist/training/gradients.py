@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy
+from mpidist.core.enums import ReduceOp
 from mpidist.core.protocols import ReplicaContextLike
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.composite import AnyVariable, CompositeVariable
@@ -161,7 +162,7 @@ class Buckets:
             self._start()
         last = self._gradients
         if last and self._sums_over_replicas:
-            last = self._context.all_reduce("SUM", last)
+            last = self._context.all_reduce(ReduceOp.SUM, last)
         return self._in_order(last)
 
     def _in_order(self, last: Mapping[str, object]) -> Iterator[tuple[list[Any], list[Variable]]]:
