@@ -166,7 +166,6 @@ class CrossDeviceOps:
 
         Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
         """
-        del options
         arrays = self._gathered(per_replica_value, destinations)
         total = accumulate(arrays, reduce_op)
         if reduce_op is ReduceOp.MEAN:
@@ -242,9 +241,9 @@ class CrossDeviceOps:
         return True
 
     @property
-    def crosses_ranks(self) -> bool:
-        """Whether other ranks take part."""
-        return self._comm is not None and self._comm.size > 1
+    def ranks(self) -> Communicator | None:
+        """The communicator where other ranks take part, otherwise None."""
+        return self._comm if self._comm is not None and self._comm.size > 1 else None
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
@@ -270,13 +269,12 @@ class CrossDeviceOps:
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
-        has_sparse = any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
-        if not self.crosses_ranks or not self.leaves_all_to_engine or has_sparse:
+        comm, has_sparse = self.ranks, any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+        if comm is None or not self.leaves_all_to_engine or has_sparse:
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
         replicas, dtypes = self._of_replicas(op, pairs)
         reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
-        assert self._comm is not None
-        work = self._comm.reduce_arrays_async(
+        work = comm.reduce_arrays_async(
             op, reduced, divisor, options=self.with_algorithm(options), note=structure, more=more
         )
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
@@ -284,19 +282,20 @@ class CrossDeviceOps:
     def _dense(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
     ) -> list[object]:
-        found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
-        if found is not None:
-            return found
+        comm = self.ranks
+        if comm is None and not self._has_own_steps:
+            found = self._among_devices(op, pairs, divisor, options)
+            if found is not None:
+                return found
         replicas, dtypes = self._of_replicas(op, pairs)
-        if self.crosses_ranks and self.leaves_all_to_engine and _are_on_host(replicas):
-            assert self._comm is not None
+        if comm is not None and self.leaves_all_to_engine and _are_on_host(replicas):
             arrays, *more = replicas
-            totals = self._comm.reduce_arrays(
+            totals = comm.reduce_arrays(
                 op, arrays, divisor, options=self.with_algorithm(options), note=structure, more=more
             )
             return self._delivered(pairs, totals, dtypes)
         totals = self._combined(op, replicas, pairs, options)
-        if self.crosses_ranks:
+        if comm is not None:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
             totals = [divided(total, divisor) for total in totals]
@@ -309,7 +308,6 @@ class CrossDeviceOps:
 
         A class overrides it that has a way from all devices to all.
         """
-        del op, pairs, divisor, options
         return None
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
@@ -360,11 +358,10 @@ class CrossDeviceOps:
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise NotImplementedError(f"{op.name} of IndexedSlices is not offered; expected SUM or MEAN")
             slices = concatenate(value.values)
-        if self.crosses_ranks:
-            assert self._comm is not None
+        if self.ranks is not None:
             note = f"IndexedSlices of {slices.dense_shape}"
             wide = place_of(slices.indices).casts(slices.indices, np.dtype(np.int64))
-            values, indices = self._comm.gather_arrays([slices.values, wide], 0, options=options, note=note)
+            values, indices = self.ranks.gather_arrays([slices.values, wide], 0, options=options, note=note)
             slices = IndexedSlices(values, indices, slices.dense_shape)
         if op is ReduceOp.MEAN:
             result = reduction_dtypes(slices.dtype, op)[1]
@@ -373,11 +370,10 @@ class CrossDeviceOps:
         return slices
 
     def _total_replicas(self, local: int) -> int:
-        if not self.crosses_ranks:
+        if self.ranks is None:
             return local
         if self._num_replicas is None:
-            assert self._comm is not None
-            self._num_replicas = int(self._comm.all_reduce(ReduceOp.SUM, local))
+            self._num_replicas = int(self.ranks.all_reduce(ReduceOp.SUM, local))
         return self._num_replicas
 
     def with_algorithm(
@@ -399,10 +395,7 @@ class CrossDeviceOps:
         """
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        if not self.crosses_ranks:
-            return nullcontext()
-        assert self._comm is not None
-        return self._comm.shared_errors(doing)
+        return nullcontext() if self.ranks is None else self.ranks.shared_errors(doing)
 
 
 def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:

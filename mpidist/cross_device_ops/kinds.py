@@ -215,7 +215,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
     ) -> list[object]:
         """See ``CrossDeviceOps``."""
-        if not self.crosses_ranks and self._num_replicas != len(self.devices):
+        if self.ranks is None and self._num_replicas != len(self.devices):
             raise ValueError(
                 f"group_size is {self._num_replicas} and this rank has {len(self.devices)} devices; to reduce over the "
                 "other workers give them: CollectiveAllReduce(devices, group_size, comm=mpidist.Communicator())"

@@ -187,19 +187,19 @@ class _RankRole:
         cast, evaluations = self._cast, self._evaluations
         job, index = cast.tasks[cast.rank]
         is_chief = cast.rank == cast.chief
-        evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else _nothing
+        evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else lambda: None
         spec = self._train_spec
         context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
         result = spec.train_fn(context)
         finish_writing()
         if cast.evaluates:
-            self._evaluate_to_the_end("the other ranks to end their training", _nothing)
+            self._evaluate_to_the_end("the other ranks to end their training")
             return result
         self._line.tell(News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
         self._await_evaluation()
         return result
 
-    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object]) -> None:
+    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait until all have trained, evaluate the final checkpoint, and let the others go."""
         cast, line = self._cast, self._line
         others = {rank for rank in cast.trainers if rank != cast.rank}
@@ -222,7 +222,3 @@ class _RankRole:
         codes = sorted(self._line.left.items())
         left = ", ".join(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
         return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
-
-
-def _nothing() -> None:
-    """Do nothing in between."""

@@ -36,12 +36,16 @@ class Cast:
     Args:
         tasks: Job and index of every rank.
         rank: This one.
-        train_jobs: The jobs whose ranks train.
+        trainers: The ranks that train.
+        chief: The rank of the chief, else of the first worker.
+        evaluator: The rank that evaluates: the evaluator, else the chief.
     """
 
     tasks: tuple[tuple[str, int], ...]
     rank: int
-    train_jobs: tuple[str, ...] = TRAINING_JOBS
+    trainers: list[int]
+    chief: int
+    evaluator: int
 
     @property
     def trains(self) -> bool:
@@ -52,22 +56,6 @@ class Cast:
     def evaluates(self) -> bool:
         """Whether this rank evaluates."""
         return self.rank == self.evaluator
-
-    @property
-    def trainers(self) -> list[int]:
-        """The ranks that train."""
-        return [rank for rank, (job, _) in enumerate(self.tasks) if job in self.train_jobs]
-
-    @property
-    def chief(self) -> int:
-        """The rank of the chief, else of the first worker."""
-        return min(self.trainers, key=lambda rank: self.tasks[rank])
-
-    @property
-    def evaluator(self) -> int:
-        """The rank that evaluates: the evaluator, else the chief."""
-        jobs = [job for job, _ in self.tasks]
-        return jobs.index("evaluator") if "evaluator" in jobs else self.chief
 
     def name(self, rank: int) -> str:
         """Return the name of a rank in messages: ``worker 1 (rank 2)``."""
@@ -135,7 +123,10 @@ def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAIN
         raise ValueError(
             f"ranks were given different checkpoint_dir: {', '.join(directories)}; expected the same on all ranks"
         )
-    return Cast(tasks, rank, train_jobs)
+    trainers = [number for number, job in enumerate(jobs) if job in train_jobs]
+    chief = min(trainers, key=lambda number: tasks[number])
+    evaluator = jobs.index("evaluator") if "evaluator" in jobs else chief
+    return Cast(tasks, rank, trainers, chief, evaluator)
 
 
 _NAPS_SECONDS = 0.001, 0.05

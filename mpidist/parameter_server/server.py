@@ -181,7 +181,6 @@ class Server:
         config: object = None,
         start: bool = True,
     ) -> None:
-        del protocol, config
         self._resolver = _resolver_of(server_or_cluster_def, job_name, task_index)
         self._link: Link | None = None
         if start:

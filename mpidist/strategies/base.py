@@ -173,8 +173,7 @@ class Strategy:
         combined = [
             value_checks.as_result(value_checks.apart_from(*pair)) for pair in zip(results, leaves, strict=True)
         ]
-        reduced: Value = nest.pack_like(value, combined)
-        return reduced
+        return nest.pack_like(value, combined)
 
     def gather(self, value: Value, axis: int) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order.
@@ -196,8 +195,7 @@ class Strategy:
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
         results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
-        gathered: Value = nest.pack_like(value, map(value_checks.apart_from, results, leaves))
-        return gathered
+        return nest.pack_like(value, map(value_checks.apart_from, results, leaves))
 
     def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank, one per local replica.
@@ -265,7 +263,6 @@ class Strategy:
         >>> len(mpidist.get_strategy().experimental_make_numpy_dataset([[1, 2], [3, 4], [5, 6]]))
         3
         """
-        del session
         return Dataset.from_tensor_slices(owned(numpy_input))
 
     def experimental_assign_to_logical_device(self, tensor: Value, logical_device_id: int) -> Value:
@@ -582,8 +579,7 @@ class ReplicaContext:
         def merged(strategy: Strategy, values: Value) -> Value:
             leaves = nest.flatten(values)
             gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
-            placed: Value = nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
-            return placed
+            return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
 
         return self.meet(("all_gather along axis", axis, options), merged, (given,), {})
 

@@ -43,7 +43,6 @@ class DefaultExtended(StrategyExtended):
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the CPU."""
-        del var_list
         return (_DEVICE,)
 
     def input_workers(self) -> InputWorkers:

@@ -398,8 +398,7 @@ class StrategyExtended(ABC):
         with self.shared_errors("broadcasting its values"):
             arrays = [to_array(leaf) for leaf in leaves]
         sent = self.broadcast(arrays, root, note or nest.describe(value))
-        received: Value = nest.pack_like(value, list(map(restore, leaves, sent)))
-        return received
+        return nest.pack_like(value, map(restore, leaves, sent))
 
     def copy_to(self, value: object, destinations: object) -> Any:
         """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
@@ -456,12 +455,10 @@ class StrategyExtended(ABC):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable."""
         context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
-        del colocate_with
         return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the devices of state that belongs to no variable."""
-        del var_list
         return self.parameter_devices
 
     def variable_created_in_scope(self, v: Variable) -> bool:

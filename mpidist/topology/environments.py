@@ -68,8 +68,7 @@ class Launcher:
         from_shell: The option with which it starts ranks from such a shell, which holds the job's resources.
         library: The MPI library that it belongs to, and that alone it starts; or None.
         command: The command that starts ranks where ``starts`` does not have the library.
-        count: The options for ``{ranks}`` ranks.
-        unbound: Those for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
+        unbound: The options for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
         passes: The option that gives all ranks ``{variable}``, which is NAME=VALUE, or NAME for that of the shell; one
             without ``{variable}`` gives them all that the shell has, empty where that needs no option.
         all_gpus: The options with which each rank sees ``{gpus}`` GPUs of its node; empty where it hides none.
@@ -92,7 +91,6 @@ class Launcher:
     from_shell: str = ""
     library: str | None = None
     command: str = "mpirun"
-    count: str = "-n {ranks}"
     unbound: str = "-n {ranks}"
     passes: str = ""
     all_gpus: str = ""
@@ -267,7 +265,7 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
 """Every variable of the table."""
 
 
-def read_launcher(environ: Environ | None = None) -> LauncherInfo | None:
+def read_launcher(environ: Environ = os.environ) -> LauncherInfo | None:
     """Return the launcher's facts about this process, or None without a launcher.
 
     Args:
@@ -280,7 +278,6 @@ def read_launcher(environ: Environ | None = None) -> LauncherInfo | None:
     >>> read_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}).size
     4
     """
-    environ = os.environ if environ is None else environ
     for row in _LAUNCHERS:
         if all(environ.get(name) for name in (row.rank, *row.needs)):
             info = _read(row, environ)
@@ -336,7 +333,7 @@ def _tasks_of_this_node(environ: Environ) -> int | None:
     return tasks[node] if node < len(tasks) else None
 
 
-def read_batch_system(environ: Environ | None = None) -> BatchSystem | None:
+def read_batch_system(environ: Environ = os.environ) -> BatchSystem | None:
     """Return the batch system in whose job this process is, or None outside of one.
 
     Args:
@@ -345,11 +342,10 @@ def read_batch_system(environ: Environ | None = None) -> BatchSystem | None:
     >>> read_batch_system({"PBS_JOBID": "7.head", "PBS_NODEFILE": "/var/spool/7"}).name
     'PBS'
     """
-    environ = os.environ if environ is None else environ
     return next((system for system in BATCH_SYSTEMS if environ.get(system.job)), None)
 
 
-def in_shell(launcher: str, environ: Environ | None = None) -> bool:
+def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
     """Return whether this process is in a shell that a launcher started as a rank.
 
     Such as that of ``srun --pty bash``. The job's resources belong to that shell, and commands that start ranks wait
@@ -362,14 +358,13 @@ def in_shell(launcher: str, environ: Environ | None = None) -> bool:
     >>> in_shell("srun", {"SLURM_PTY_PORT": "39465", "SLURM_STEP_ID": "0"})
     True
     """
-    environ = os.environ if environ is None else environ
     row = LAUNCHERS[launcher]
     if row.shell is None or not environ.get(row.shell):
         return False
     return (_number(environ, "SLURM_STEP_ID") or 0) < _STEPS_OF_SLURM_ITSELF
 
 
-def command_for(launcher: str, vendor: str, environ: Environ | None = None) -> str | None:
+def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> str | None:
     """Return the command that starts ranks of an MPI library as one world. ``-n`` follows.
 
     Args:
@@ -386,7 +381,6 @@ def command_for(launcher: str, vendor: str, environ: Environ | None = None) -> s
     """
     row = LAUNCHERS[launcher]
     command = row.starts.get(vendor)
-    environ = os.environ if environ is None else environ
     taken = environ.get(row.kind) if row.kind else None
     if command is None or (taken and command.endswith("=" + taken.partition("_v")[0])):
         return None

@@ -174,10 +174,8 @@ def _exchange_facts(
     stages("telling one another what they know")
     everyone, found = _from_first(comm, job)
     if size > timed_messages.ALL_PAIRS_RANKS:
-        machines: dict[str, list[int]] = {}
-        for other, facts in enumerate(everyone):
-            machines.setdefault(facts.machine, []).append(other)
-        job = _meet(comm, timed_messages.partners_on_nodes(rank, list(machines.values())), me, seconds, stages)
+        machines = list(JobFacts(tuple(everyone)).machines.values())
+        job = _meet(comm, timed_messages.partners_on_nodes(rank, machines), me, seconds, stages)
         stages("telling one another what they know")
         _, second = _from_first(comm, job)
         found = replace(found, tested=found.tested + second.tested)
