@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mpidist.cluster_resolver.cluster_resolver import RankedResolver
+from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, RankedResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
 from mpidist.core.errors import LaunchError
@@ -218,3 +218,24 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
         f"type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
         "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )
+
+
+def checked_resolver(
+    given: ClusterResolver | None,
+    example: str,
+    error: type[Exception] = ValueError,
+    communicator: MPI.Intracomm | None = None,
+) -> ClusterResolver:
+    """Return the resolver given to a function, or that of the MPI job; see :func:`resolver_of_job`.
+
+    Args:
+        given: The argument ``cluster_resolver``.
+        example: One that is right, for the message.
+        error: Raised where it is none.
+        communicator: The ranks that take part, where the caller named them.
+    """
+    if given is None:
+        return resolver_of_job(communicator)
+    if not isinstance(given, ClusterResolver):
+        raise error(f"cluster_resolver is {given!r}; expected None or {example}")
+    return given

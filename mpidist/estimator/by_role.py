@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.cluster_resolver.mpi_cluster_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.core.errors import PeerError
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.line import Cast, Line, News, find_cast, ranks_of
@@ -49,9 +49,7 @@ def launch(
     """
     check_function("main_fn", main_fn, "def main(): ...")
     check_train_jobs("roles", roles)
-    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver is {cluster_resolver!r}; expected None or a resolver: MPIClusterResolver()")
-    resolver = cluster_resolver or resolver_of_job()
+    resolver = checked_resolver(cluster_resolver, "a resolver: MPIClusterResolver()", TypeError)
     if resolver.task_type == "evaluator":
         raise ValueError("this rank is an evaluator, for which launch() has nothing; use mpidist.train_and_evaluate()")
     if resolver.task_type in (None, *roles):
@@ -131,12 +129,9 @@ def train_and_evaluate(
         if not isinstance(value, kind):
             got = f"{value!r} of type {type(value).__name__}"
             raise TypeError(f"{name} is {got}; expected mpidist.{kind.__name__}(...)")
-    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-        raise TypeError(
-            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
-            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'chief': 1, 'worker': 2, 'evaluator': 1})"
-        )
-    resolver = cluster_resolver or resolver_of_job()
+    jobs = "{'chief': 1, 'worker': 2, 'evaluator': 1}"
+    example = f"an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={jobs})"
+    resolver = checked_resolver(cluster_resolver, example, TypeError)
     comm = ranks_of(resolver)
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.mpi_cluster_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
@@ -288,18 +288,12 @@ def link_of(resolver: ClusterResolver, owner: str) -> Link:
     return _link[0]
 
 
-def checked_resolver(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
+def resolver_of(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
     """Return the resolver given, or that of the MPI job.
 
     Raises:
         ValueError: Not a resolver.
         LaunchError: None is given, and TF_CONFIG tells of another cluster than MPI.
     """
-    if cluster_resolver is None:
-        return resolver_of_job()
-    if not isinstance(cluster_resolver, ClusterResolver):
-        raise ValueError(
-            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
-            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
-        )
-    return cluster_resolver
+    example = "an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
+    return checked_resolver(cluster_resolver, example)

@@ -13,7 +13,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core.protocols import StrategyLike
 from mpidist.input import Dataset, InputOptions
 from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used
-from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
+from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, link_of, resolver_of
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
@@ -134,7 +134,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self, cluster_resolver: ClusterResolver | None = None, variable_partitioner: Partitioner | None = None
     ) -> None:
-        resolver = checked_resolver(cluster_resolver)
+        resolver = resolver_of(cluster_resolver)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ValueError(f"variable_partitioner is {variable_partitioner!r}; expected a function, or None")
         check_not_served(resolver, COORDINATED)

@@ -14,7 +14,7 @@ from mpidist.core.context import variable_creator_scope
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
-from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, served, survey
+from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, served, survey
 from mpidist.parameter_server.messages import ERROR, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
@@ -257,7 +257,7 @@ _LOCAL = "local"
 
 def _resolver_of(given: object, job_name: str | None, task_index: int | None) -> ClusterResolver:
     if isinstance(given, ClusterResolver):
-        resolver = checked_resolver(given)
+        resolver = resolver_of(given)
         asked = Task(job_name or resolver.task_type or "", resolver.task_id or 0 if task_index is None else task_index)
         if asked != (resolver.task_type, resolver.task_id):
             raise ValueError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
 from mpidist.collectives import Communicator
 from mpidist.collectives.reduce.choice import check_options
 from mpidist.core.devices import parse_device
@@ -61,15 +61,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"communication_options is {communication_options!r}; expected None or "
                 "mpidist.experimental.CommunicationOptions(...)"
             )
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            raise ValueError(
-                f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
-                "mpidist.cluster_resolver.MPIClusterResolver()"
-            )
         local_devices = check_devices(devices)
         options = communication_options or CommunicationOptions()
         check_options(options)
-        resolver = cluster_resolver or resolver_of_job(communicator)
+        example = "an object such as mpidist.cluster_resolver.MPIClusterResolver()"
+        resolver = checked_resolver(cluster_resolver, example, communicator=communicator)
         with _training_ranks(resolver, communicator) as ranks:
             if isinstance(resolver, MPIClusterResolver) and resolver.is_of(ranks):
                 # Collective the first time; a program asks it where one task alone comes.

@@ -29,8 +29,8 @@ _UNDER_ONE_STRATEGY = (
 )
 
 
-def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], list[Variable]]:
-    """Return gradients and variables without the pairs whose gradient is None, after checking both.
+def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
+    """Yield gradients and variables as they come, checked, without the pairs whose gradient is None.
 
     In the place of a ShardedVariable there are its shards, each with its part of the gradient.
 
@@ -38,12 +38,6 @@ def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], lis
         ValueError: No pairs, only None, or a gradient of another shape than its variable.
         TypeError: Something that is no pair, no variable, or of a dtype that the variable cannot take.
     """
-    pairs = list(each_checked(grads_and_vars))
-    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-
-
-def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
-    """Yield the pairs of ``checked_pairs``, one after the other as they come."""
     names, found = [], False
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], AnyVariable):
@@ -105,7 +99,7 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
     >>> [float(g) for g, _ in aggregate_gradients([(0.5, v)])]
     [0.5]
     """
-    gradients, variables = checked_pairs(grads_and_vars)
+    pairs = list(each_checked(grads_and_vars))
     context = get_replica_context()
     if context is None:
         raise RuntimeError(
@@ -114,9 +108,10 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
         )
     if context.num_replicas_in_sync > 1 and has_strategy():
         # The labels travel in the plan, so that replicas that list their variables in another order are told so.
-        named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
-        gradients = list(context.all_reduce("SUM", named).values())
-    return list(zip(gradients, variables, strict=True))
+        named = {f"{i:06d} {variable.label}": gradient for i, (gradient, variable) in enumerate(pairs)}
+        sums = context.all_reduce(ReduceOp.SUM, named).values()
+        return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+    return pairs
 
 
 class Buckets:

@@ -240,20 +240,15 @@ class Optimizer:
         Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
         context = cast("ReplicaContext | None", get_replica_context())
+        each = gradient_tools.each_checked(grads_and_vars)
         if context is not None and experimental_aggregate_gradients and isinstance(grads_and_vars, Generator):
-            self._apply_as_they_come(context, grads_and_vars)
+            self._apply_in_replica(context, each, True)
             return
-        gradients, variables = gradient_tools.checked_pairs(grads_and_vars)
+        pairs = list(each)
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         strategy = strategy_of(variables)
         if context is not None and context.strategy is strategy:
-            self._agree_in_replica(context)
-            summed: Iterable[Summed] = [(gradients, variables)]
-            if experimental_aggregate_gradients:
-                buckets = Buckets(context)
-                for gradient, variable in zip(gradients, variables, strict=True):
-                    buckets.add(gradient, variable)
-                summed = buckets.sums()
-            self._update_in_replica(context, summed, variables)
+            self._apply_in_replica(context, pairs, experimental_aggregate_gradients)
             return
         with in_scope_of(strategy):
             self.build(variables)
@@ -271,20 +266,25 @@ class Optimizer:
                 args=(gradients,),
             )
 
-    def _apply_as_they_come(self, context: ReplicaContext, grads_and_vars: GradientsAndVariables) -> None:
+    def _apply_in_replica(
+        self, context: ReplicaContext, pairs: Iterable[tuple[Any, Variable]], aggregates: bool
+    ) -> None:
+        """Sum gradients over the replicas as they come, unless they are sums already, and update this replica."""
         self._agree_in_replica(context)
-        buckets, variables = Buckets(context), []
-        for gradient, variable in gradient_tools.each_checked(grads_and_vars):
-            if strategy_of([variable]) is not context.strategy:
+        buckets, sums, variables = Buckets(context), [], []
+        for gradient, variable in pairs:
+            if variable.distribute_strategy is not context.strategy:
+                strategy_of([variable])
                 raise ValueError(
                     f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and this is "
                     f"a replica of {type(context.strategy).__name__}; create it inside `with strategy.scope():`"
                 )
-            buckets.add(gradient, variable)
+            if aggregates:
+                buckets.add(gradient, variable)
+            else:
+                sums.append(gradient)
             variables.append(variable)
-        self._update_in_replica(context, buckets.sums(), variables)
-
-    def _update_in_replica(self, context: ReplicaContext, summed: Iterable[Summed], variables: list[Variable]) -> None:
+        summed: Iterable[Summed] = buckets.sums() if aggregates else [(sums, variables)]
         self._build_in_replica(variables)
         # One update context for all: inside it every variable, slots included, means this replica's copy.
         context.strategy.extended.update_in_replica(
