@@ -20,7 +20,7 @@ from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions
 from mpidist.cross_device_ops.local_values import (
     accumulate,
     check_alike,
@@ -156,11 +156,7 @@ class CrossDeviceOps:
     # Extension points ---------------------------------------------------------------------------------------
 
     def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: object,
-        options: CommunicationOptions | None,
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: object, options: CallOptions
     ) -> Any:
         """Combine the values of this rank's replicas and put the result on ``destinations``.
 
@@ -173,10 +169,7 @@ class CrossDeviceOps:
         return self.broadcast_implementation(total, destinations)
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, object]],
-        options: CommunicationOptions | None,
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, object]], options: CallOptions
     ) -> list[Any]:
         """Combine many values of this rank's replicas."""
         return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
@@ -191,12 +184,7 @@ class CrossDeviceOps:
         return [where.brings(to_array(array)) for array in value.values]
 
     def between_ranks_implementation(
-        self,
-        reduce_op: ReduceOp,
-        arrays: list[Array],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
     ) -> list[Array]:
         """Combine this rank's results with those of the other ranks (collective). Extension.
 
@@ -224,7 +212,7 @@ class CrossDeviceOps:
         return results
 
     def _by_engine(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None, structure: str
+        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str
     ) -> list[Array]:
         assert self._comm is not None
         return self._comm.reduce_arrays(op, arrays, divisor, options=options, note=structure)
@@ -246,7 +234,7 @@ class CrossDeviceOps:
         return self._comm if self._comm is not None and self._comm.size > 1 else None
 
     def reduce_pairs(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> list[object]:
         """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
 
@@ -266,7 +254,7 @@ class CrossDeviceOps:
         return results
 
     def reduce_pairs_async(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
         comm, has_sparse = self.ranks, any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
@@ -279,9 +267,7 @@ class CrossDeviceOps:
         )
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
-    def _dense(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
-    ) -> list[object]:
+    def _dense(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str) -> list[object]:
         comm = self.ranks
         if comm is None and not self._has_own_steps:
             found = self._among_devices(op, pairs, divisor, options)
@@ -301,9 +287,7 @@ class CrossDeviceOps:
             totals = [divided(total, divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)
 
-    def _among_devices(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
-    ) -> list[object] | None:
+    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
         """Return the results on all devices of this process, or None.
 
         A class overrides it that has a way from all devices to all.
@@ -325,9 +309,7 @@ class CrossDeviceOps:
                 local.append([formed(array, op) for array in arrays])
             return [list(arrays) for arrays in zip(*local, strict=True)] or [[]], dtypes
 
-    def _combined(
-        self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CommunicationOptions | None
-    ) -> list[Array]:
+    def _combined(self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CallOptions) -> list[Array]:
         """Return the arrays of this rank's replicas combined."""
         if len(replicas) == 1 and not self._has_own_steps:
             return replicas[0]
@@ -351,9 +333,7 @@ class CrossDeviceOps:
             results.append(place(own if restore is None else restore(own), destination_devices(destinations)))
         return results
 
-    def _sparse(
-        self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CommunicationOptions | None
-    ) -> IndexedSlices:
+    def _sparse(self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CallOptions) -> IndexedSlices:
         with self._shared_errors("the IndexedSlices of its replicas"):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise NotImplementedError(f"{op.name} of IndexedSlices is not offered; expected SUM or MEAN")
@@ -376,9 +356,7 @@ class CrossDeviceOps:
             self._num_replicas = int(self.ranks.all_reduce(ReduceOp.SUM, local))
         return self._num_replicas
 
-    def with_algorithm(
-        self, options: CommunicationOptions | None, on_device: bool = False
-    ) -> CommunicationOptions | None:
+    def with_algorithm(self, options: CallOptions, on_device: bool = False) -> CallOptions:
         """Return ``options`` with this class's algorithm, unless the caller forces one."""
         algorithm = self.device_algorithm if on_device else self.algorithm
         if algorithm is None or (options is not None and options.algorithm is not None):

@@ -16,7 +16,7 @@ from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions, RunOptions, check_communication_options
+from mpidist.core.options import CallOptions, CommunicationOptions, RunOptions, check_communication_options
 from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
@@ -482,7 +482,7 @@ class ReplicaContext:
         return reduced
 
     def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         """Reduce a value of these leaves, after the checks of context and options."""
         self._check_values(value, leaves, op, out)

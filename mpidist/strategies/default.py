@@ -8,7 +8,7 @@ from typing import Any
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CallOptions
 from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
@@ -57,9 +57,7 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return [self.replica.call(fn, args, kwargs)]
 
-    def reduce(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[object]:
+    def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """See ``StrategyExtended``: the value of the one replica."""
         return [value.values[0] for value, _ in pairs]
 
@@ -67,7 +65,7 @@ class DefaultExtended(StrategyExtended):
         """Return ``value``: the default strategy places nothing."""
         return value
 
-    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """See ``StrategyExtended``."""
         return arrays
 

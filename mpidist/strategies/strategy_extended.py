@@ -24,7 +24,7 @@ from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
-from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.core.options import CallOptions, CommunicationOptions, check_communication_options
 from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
@@ -107,9 +107,7 @@ class StrategyExtended(ABC):
         """
 
     @abstractmethod
-    def reduce(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[object]:
+    def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """Reduce values over all replicas (collective). Extension.
 
         Args:
@@ -124,13 +122,13 @@ class StrategyExtended(ABC):
         """
 
     def reduce_async(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
     ) -> Work | FinishedWork:
         """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
 
     @abstractmethod
-    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
 
     @abstractmethod
@@ -244,11 +242,7 @@ class StrategyExtended(ABC):
         return self._reduce_nests("batch_reduce_to()", reduce_op, value_destination_pairs, options)
 
     def _reduce_nests(
-        self,
-        method: str,
-        reduce_op: ReduceOp | str,
-        nests: Sequence[tuple[Value, object]],
-        options: CommunicationOptions | None,
+        self, method: str, reduce_op: ReduceOp | str, nests: Sequence[tuple[Value, object]], options: CallOptions
     ) -> list[Value]:
         with self.shared_errors(method):
             context.require_cross_replica(self.strategy, method, "use get_replica_context().all_reduce(op, value)")
@@ -288,11 +282,7 @@ class StrategyExtended(ABC):
         return copies
 
     def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[object, object]],
-        options: CommunicationOptions | None = None,
-        note: str = "",
+        self, op: ReduceOp, pairs: Sequence[tuple[object, object]], options: CallOptions = None, note: str = ""
     ) -> list[object]:
         """Reduce many values of any kind to their destinations (collective). Extension.
 
@@ -371,9 +361,7 @@ class StrategyExtended(ABC):
         # One copy that all replicas share stands for each of them.
         return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
 
-    def gather_leaves(
-        self, leaves: Sequence[object], axis: int, note: str, options: CommunicationOptions | None = None
-    ) -> list[Any]:
+    def gather_leaves(self, leaves: Sequence[object], axis: int, note: str, options: CallOptions = None) -> list[Any]:
         """Concatenate the values of all replicas along ``axis``, in replica order (collective). Extension."""
         local: list[Array] = []
         samples = []
