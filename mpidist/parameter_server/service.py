@@ -52,11 +52,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        clients: Sequence[tuple[int, str]],
-        store: Store,
-        coordinator: int | None = None,
+        self, comm: MPI.Intracomm, clients: Sequence[tuple[int, str]], store: Store, coordinator: int | None = None
     ) -> None:
         self._comm = comm
         self._coordinator = coordinator

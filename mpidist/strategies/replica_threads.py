@@ -242,10 +242,7 @@ class ReplicaThreads:
         weakref.finalize(self, _end, self._idle).atexit = False
 
     def run(
-        self,
-        extended: StrategyExtended,
-        fn: Callable[..., Result],
-        arguments: Sequence[tuple[tuple[object, ...], dict[str, object]]],
+        self, extended: StrategyExtended, fn: Callable[..., Result], arguments: Sequence[tuple[Args, Kwargs]]
     ) -> list[Result]:
         """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
 

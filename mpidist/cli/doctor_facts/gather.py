@@ -249,11 +249,7 @@ def _examine_together(
 
 
 def _speeds(
-    comm: MPI.Intracomm,
-    everyone: list[RankFacts],
-    collectives: CollectiveFacts,
-    seconds: float,
-    stages: _Stages,
+    comm: MPI.Intracomm, everyone: list[RankFacts], collectives: CollectiveFacts, seconds: float, stages: _Stages
 ) -> tuple[list[LinkSpeed], tuple[str, ...]]:
     """Return this rank's link speeds, and the interfaces that measuring between nodes used.
 
