@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
@@ -184,10 +184,8 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: Nothing of that is there.
     """
-    position = 0
-    while position < len(arguments):
-        options, rest = list(arguments[:position]), list(arguments[position:])
-        word = rest[0]
+    for rest in _from_each_option(arguments):
+        options, word = list(arguments[: -len(rest)]), rest[0]
         if word == "--" and len(rest) > 1:
             return options, rest[1:]
         if word == "-m" and len(rest) > 1:
@@ -197,7 +195,6 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 return options, rest
             if word.endswith(".py"):
                 return options, [sys.executable, *rest]
-        position += 1 + _values(rest)
     raise ValueError(
         f"there is no program in {shlex.join(arguments)!r}; expected a file that ends in .py, -m MODULE, or -- and a "
         "command, for example: python -m mpidist launch -n 4 train.py"
@@ -207,6 +204,14 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _may_be_program(word: str) -> bool:
     # NAME=VALUE belongs to an option that is not known here, but a folder's name may have the sign, too.
     return not word.startswith("-") and ("=" not in word or Path(word).is_file())
+
+
+def _from_each_option(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words from each option on, or from what is none, values of options passed over."""
+    rest = list(words)
+    while rest:
+        yield rest
+        rest = rest[1 + _values(rest) :]
 
 
 def _values(words: Sequence[str]) -> int:
@@ -230,9 +235,8 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
     Raises:
         ValueError: They do not say it, or it is no whole number of at least 1.
     """
-    found, position = False, 0
-    while position < len(options):
-        rest = options[position:]
+    found = False
+    for rest in _from_each_option(options):
         glued = _GLUED_COUNT.fullmatch(rest[0])
         if glued:
             name, value = glued[1] or glued[3], glued[2] or glued[4]
@@ -245,7 +249,6 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
                     f"{shlex.join(rest[:2])!r} is no number of ranks; expected a whole number of at least 1, for "
                     "example: python -m mpidist launch -n 4 train.py"
                 )
-        position += 1 + _values(rest)
     if is_needed and not found:
         late = next((word for word in program if word in _COUNTS[:-1] or _GLUED_COUNT.fullmatch(word)), None)
         after = f", and what comes after the program, as {late} here, is the program's own" if late else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mpidist.core.errors import LaunchError
 from mpidist.core.numbers import whole_number
@@ -118,6 +118,18 @@ class BatchSystem:
     without: str = ""
 
 
+_MPICH = Launcher(
+    "MPICH mpiexec",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    needs=("MPI_LOCALRANKID",),
+    library=MPICH,
+    command="mpiexec",
+    unbound="-n {ranks} -bind-to none",
+    passes="-genvall",
+)
 # Under mpirun in a Slurm job the SLURM_* of a rank are those of mpirun's own daemon or of the batch script (every rank
 # is task 0), and srun --mpi=pmi2, flux run and PALS write PMI_RANK too: so the order is from the launcher that is
 # started last to the one that is started first, and bare PMI and PMIx come at the end.
@@ -153,18 +165,7 @@ _LAUNCHERS = (
         passes="-genvall",
         own_machine={0: {"I_MPI_PIN": "off"}},
     ),
-    Launcher(
-        "MPICH mpiexec",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        needs=("MPI_LOCALRANKID",),
-        library=MPICH,
-        command="mpiexec",
-        unbound="-n {ranks} -bind-to none",
-        passes="-genvall",
-    ),
+    _MPICH,
     # It starts resource sets, by default of one task and one core each; --bind is about the cores inside of a set.
     Launcher(
         "LSF jsrun",
@@ -228,16 +229,7 @@ _LAUNCHERS = (
         all_gpus="--gpus-per-node={gpus} --gpu-bind=none",
         near_gpus="--distribution=block:block --mem-bind=local",
     ),
-    Launcher(
-        "MPICH mpiexec",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "PMI_LOCAL_RANK",
-        "PMI_LOCAL_SIZE",
-        command="mpiexec",
-        unbound="-n {ranks} -bind-to none",
-        passes="-genvall",
-    ),
+    replace(_MPICH, local_rank="PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE", needs=(), library=None),
     Launcher("a PMIx launcher", "PMIX_RANK", None),
 )
 

@@ -1,7 +1,6 @@
 """Parts of a training loop beside the strategy: losses, optimizers, metrics, random numbers."""
 
-from mpidist.training.gradient_accumulator import GradientAccumulator
-from mpidist.training.gradients import aggregate_gradients, clip_by_global_norm
+from mpidist.training.gradients import GradientAccumulator, aggregate_gradients, clip_by_global_norm
 from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
 from mpidist.training.metrics import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
 from mpidist.training.optimizer import SGD, Adam, AdamW, Optimizer, RMSprop

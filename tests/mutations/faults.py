@@ -428,7 +428,7 @@ _STRATEGIES = (
 _TRAINING = (
     Fault(
         "an accumulator adds to the caller's own gradients",
-        "mpidist/training/gradient_accumulator.py",
+        "mpidist/training/gradients.py",
         "            return copy_of(array)\n",
         "            return array\n",
         ("tests/training/test_gradients.py",),
