@@ -207,7 +207,7 @@ def _may_be_program(word: str) -> bool:
 
 
 def _from_each_option(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the words from each option on, or from what is none, values of options passed over."""
+    """Yield the words from each option on; values of options are passed over."""
     rest = list(words)
     while rest:
         yield rest

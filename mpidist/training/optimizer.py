@@ -269,7 +269,7 @@ class Optimizer:
     def _apply_in_replica(
         self, context: ReplicaContext, pairs: Iterable[tuple[Any, Variable]], aggregates: bool
     ) -> None:
-        """Sum gradients over the replicas as they come, unless they are sums already, and update this replica."""
+        """Sum gradients over the replicas, unless they are sums already, and update this one."""
         self._agree_in_replica(context)
         buckets, sums, variables = Buckets(context), [], []
         for gradient, variable in pairs:

@@ -511,8 +511,8 @@ _ESTIMATOR = (
     Fault(
         "the first rank that trains is taken for the chief",
         "mpidist/estimator/line.py",
-        "return min(self.trainers, key=lambda rank: self.tasks[rank])",
-        "return self.trainers[0]",
+        "chief = min(trainers, key=lambda number: tasks[number])",
+        "chief = trainers[0]",
         ("tests/estimator/test_cast.py",),
     ),
 )
