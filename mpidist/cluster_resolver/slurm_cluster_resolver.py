@@ -16,7 +16,6 @@ from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.slurm_lists import MOST_TASKS, expand_hostlist, expand_tasks_per_node
 
 _List = TypeVar("_List")
-_Environ = Mapping[str, str]
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
 # The GPUs of the node that Slurm shows to this task: all that the job has there, or those that it has bound to it.
@@ -43,30 +42,29 @@ class SlurmLayout:
     places: tuple[tuple[str, int], ...]
 
 
-def read_layout(environ: _Environ, tasks_per_node: int | Mapping[str, int] | None) -> SlurmLayout:
+def read_layout(tasks_per_node: int | Mapping[str, int] | None) -> SlurmLayout:
     """Return the layout of the job of this process.
 
     Args:
-        environ: The environment to read.
         tasks_per_node: Tasks of each node, or ``{host: tasks}``, instead of Slurm's numbers.
 
     Raises:
         TypeError: ``tasks_per_node`` is neither.
         ValueError: Variables are missing, malformed or contradict each other.
     """
-    info = _launcher(environ)
+    info = _launcher()
     by_srun = info.name == "srun"
     size = info.size
     assert size is not None  # _launcher has seen to it
     if size > MOST_TASKS:
         raise ValueError(f"{info.size_variable}={size}; expected at most {MOST_TASKS} tasks")
-    hosts = _hosts(environ, ("SLURM_STEP_NODELIST",) if by_srun else ("SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    hosts = _hosts(("SLURM_STEP_NODELIST",) if by_srun else ("SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     if tasks_per_node is not None:
         counts = _counts_given(tasks_per_node, hosts)
         source = f"tasks_per_node={tasks_per_node!r}"
     elif by_srun:
-        name, counts = _expanded(environ, ("SLURM_STEP_TASKS_PER_NODE",), expand_tasks_per_node)
-        source = f"{name}={environ[name]!r}"
+        name, counts = _expanded(("SLURM_STEP_TASKS_PER_NODE",), expand_tasks_per_node)
+        source = f"{name}={os.environ[name]!r}"
     else:
         counts, source = _even_counts(info, size, hosts), f"{info.size_variable}={size}"
     if len(counts) != len(hosts):
@@ -76,18 +74,18 @@ def read_layout(environ: _Environ, tasks_per_node: int | Mapping[str, int] | Non
     if sum(counts) != size:
         raise ValueError(f"{source} adds up to {sum(counts)} tasks, but {info.size_variable}={size}; expected one sum")
     tasks_of_hosts = dict(zip(hosts, counts, strict=True))
-    places = _places(tasks_of_hosts, environ.get("SLURM_DISTRIBUTION", "") if by_srun else "")
-    _check_place(environ, info, hosts, places[info.rank])
+    places = _places(tasks_of_hosts, os.environ.get("SLURM_DISTRIBUTION", "") if by_srun else "")
+    _check_place(info, hosts, places[info.rank])
     return SlurmLayout(info.rank, size, tasks_of_hosts, places)
 
 
-def _launcher(environ: _Environ) -> LauncherInfo:
+def _launcher() -> LauncherInfo:
     try:
-        info = read_launcher(environ)
+        info = read_launcher()
     except LaunchError as error:
         raise ValueError(str(error)) from None
     if info is None or info.size is None:
-        found = {name: environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
+        found = {name: os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
         raise ValueError(
             f"this process is no task of a Slurm job step: {found}. Expected: a program that srun or mpirun started "
             "inside a Slurm job; type: srun -n 4 python ..., or outside of Slurm use MPIClusterResolver()"
@@ -95,22 +93,22 @@ def _launcher(environ: _Environ) -> LauncherInfo:
     return info
 
 
-def _expanded(environ: _Environ, names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str, _List]:
+def _expanded(names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str, _List]:
     """Return the name of the variable that is set, and its list."""
-    name = next((name for name in names if environ.get(name)), None)
+    name = next((name for name in names if os.environ.get(name)), None)
     if name is None:
         raise ValueError(
             f"{' and '.join(names)} is not set; expected what Slurm writes there for the tasks of a job: start the "
             f"program by srun, or by mpirun inside a Slurm job, {_ASK_THE_RANKS}"
         )
     try:
-        return name, expand(environ[name])
+        return name, expand(os.environ[name])
     except ValueError as error:
         raise ValueError(f"{name}: {error}; give what Slurm writes there, {_ASK_THE_RANKS}") from None
 
 
-def _hosts(environ: _Environ, names: Sequence[str]) -> list[str]:
-    name, hosts = _expanded(environ, names, expand_hostlist)
+def _hosts(names: Sequence[str]) -> list[str]:
+    name, hosts = _expanded(names, expand_hostlist)
     twice = sorted(host for host, count in Counter(hosts).items() if count > 1)
     if twice:
         raise ValueError(f"{name} has {_some(twice)} more than once; expected every host once")
@@ -167,14 +165,14 @@ def _places(tasks_of_hosts: Mapping[str, int], distribution: str) -> tuple[tuple
     )
 
 
-def _check_place(environ: _Environ, info: LauncherInfo, hosts: Sequence[str], place: tuple[str, int]) -> None:
+def _check_place(info: LauncherInfo, hosts: Sequence[str], place: tuple[str, int]) -> None:
     host, local = place
     if info.local_rank is not None and info.local_rank != local:
         raise ValueError(
             f"rank {info.rank} is number {info.local_rank} on its host, and number {local} of {host} if ranks fill the "
             f"hosts in order; expected them to agree: give tasks_per_node=, {_ASK_THE_RANKS}"
         )
-    node = environ.get("SLURM_NODEID", "")
+    node = os.environ.get("SLURM_NODEID", "")
     if info.name == "srun" and node and int(node) != hosts.index(host):
         raise ValueError(
             f"SLURM_NODEID={node!r} and SLURM_PROCID={info.rank} contradict the other variables, by which this task is "
@@ -182,15 +180,12 @@ def _check_place(environ: _Environ, info: LauncherInfo, hosts: Sequence[str], pl
         )
 
 
-def gpus_of_task(
-    environ: _Environ, layout: SlurmLayout, gpus_per_node: int | None, gpus_per_task: int | None
-) -> list[str]:
+def gpus_of_task(layout: SlurmLayout, gpus_per_node: int | None, gpus_per_task: int | None) -> list[str]:
     """Return the GPUs of this task, as CUDA_VISIBLE_DEVICES names them.
 
     Empty where none are counted.
 
     Args:
-        environ: The environment to read.
         layout: The hosts of the tasks.
         gpus_per_node: GPUs of each node, instead of Slurm's number; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
             number of them.
@@ -200,20 +195,20 @@ def gpus_of_task(
         ValueError: There are fewer than asked for, or a variable is malformed.
     """
     most_tasks = max(layout.tasks_of_hosts.values())
-    on_node = _on_node(environ) if gpus_per_node is None else gpus_per_node
+    on_node = _on_node() if gpus_per_node is None else gpus_per_node
     if gpus_per_task is not None:
-        _check_enough(environ, most_tasks, gpus_per_node, gpus_per_task, on_node)
+        _check_enough(most_tasks, gpus_per_node, gpus_per_task, on_node)
     if not on_node:
         return []
-    visible = _visible(environ, on_node)
-    is_own = _are_own(environ, on_node)
+    visible = _visible(on_node)
+    is_own = _are_own(on_node)
     if gpus_per_node not in (None, len(visible)) and not is_own:
         visible = [str(gpu) for gpu in range(on_node)]
     tasks, place = (1, 0) if is_own else (most_tasks, layout.places[layout.rank][1])
     each = len(visible) // tasks if gpus_per_task is None else gpus_per_task
     if each * tasks > len(visible):
         raise ValueError(
-            f"{_VISIBLE}={environ.get(_VISIBLE)!r} shows {len(visible)} GPUs to {tasks} task(s); expected "
+            f"{_VISIBLE}={os.environ.get(_VISIBLE)!r} shows {len(visible)} GPUs to {tasks} task(s); expected "
             f"{each * tasks} with gpus_per_task={each}"
         )
     return visible[place * each : (place + 1) * each]
@@ -225,16 +220,16 @@ def leave_gpus(gpus: list[str]) -> None:
     _left = os.environ[_VISIBLE] = ",".join(gpus)
 
 
-def _on_node(environ: _Environ) -> int:
-    text = environ.get(_ON_NODE)
+def _on_node() -> int:
+    text = os.environ.get(_ON_NODE)
     try:
         return whole_number(text) if text else 0
     except ValueError:
         raise ValueError(f"{_ON_NODE}={text!r}; expected a whole number: type: unset {_ON_NODE}") from None
 
 
-def _visible(environ: _Environ, on_node: int) -> list[str]:
-    text = environ.get(_VISIBLE)
+def _visible(on_node: int) -> list[str]:
+    text = os.environ.get(_VISIBLE)
     if text is None:
         return [str(gpu) for gpu in range(on_node)]
     names = [name.strip() for name in text.split(",")]
@@ -243,21 +238,19 @@ def _visible(environ: _Environ, on_node: int) -> list[str]:
     return names[:end]
 
 
-def _are_own(environ: _Environ, on_node: int) -> bool:
+def _are_own(on_node: int) -> bool:
     """Return whether the GPUs that this process sees are its task's alone.
 
     Otherwise all tasks of the node see them.
     """
-    if _left is not None and environ.get(_VISIBLE) == _left:
+    if _left is not None and os.environ.get(_VISIBLE) == _left:
         return True
-    shown = environ.get(_OF_STEP)
+    shown = os.environ.get(_OF_STEP)
     return bool(shown) and len(str(shown).split(",")) < on_node
 
 
-def _check_enough(
-    environ: _Environ, most_tasks: int, gpus_per_node: int | None, gpus_per_task: int, on_node: int
-) -> None:
-    if gpus_per_node is None and _ON_NODE not in environ:
+def _check_enough(most_tasks: int, gpus_per_node: int | None, gpus_per_task: int, on_node: int) -> None:
+    if gpus_per_node is None and _ON_NODE not in os.environ:
         raise ValueError(f"gpus_per_task is {gpus_per_task} and {_ON_NODE} is not set; expected gpus_per_node=")
     if gpus_per_task * most_tasks > on_node:
         raise ValueError(
@@ -310,12 +303,12 @@ class SlurmClusterResolver(RankedResolver):
         for name, number in given.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least 0")
-        self._layout = read_layout(os.environ, tasks_per_node)
+        self._layout = read_layout(tasks_per_node)
         self._port_base = port_base
         self._rpc_layer = rpc_layer
         self._tasks = deal_tasks(jobs, self._layout.size)
         self.rank = self._layout.rank
-        mine = gpus_of_task(os.environ, self._layout, gpus_per_node, gpus_per_task)
+        mine = gpus_of_task(self._layout, gpus_per_node, gpus_per_task)
         self._gpus_per_task = len(mine)
         if auto_set_gpu and mine:
             leave_gpus(mine)

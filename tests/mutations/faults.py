@@ -510,7 +510,7 @@ _ESTIMATOR = (
     ),
     Fault(
         "the first rank that trains is taken for the chief",
-        "mpidist/estimator/line.py",
+        "mpidist/estimator/roles.py",
         "chief = min(trainers, key=lambda number: tasks[number])",
         "chief = trainers[0]",
         ("tests/estimator/test_cast.py",),

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _JOBS = (*TRAINING_JOBS, "evaluator", "ps")
+_NAPS_SECONDS = 0.001, 0.05
+# How long a rank that fails keeps its error back so that the others hear of it.
+_SEND_SECONDS = 0.5
 # The type and index of a rank's task, and the directory of checkpoints that it was given.
 Told = tuple[str | None, int | None, str]
 
@@ -129,9 +132,6 @@ def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAIN
     return Cast(tasks, rank, trainers, chief, evaluator)
 
 
-_NAPS_SECONDS = 0.001, 0.05
-# How long a rank that fails keeps its error back so that the others hear of it.
-_SEND_SECONDS = 0.5
 # Lines that were given up with messages on their way, whose buffers MPI may still read.
 _given_up: list[Line] = []
 
