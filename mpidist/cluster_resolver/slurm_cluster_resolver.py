@@ -11,7 +11,7 @@ from typing import TypeVar
 from mpidist.cluster_resolver.cluster_resolver import RankedResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.core.errors import LaunchError
-from mpidist.core.numbers import whole_number
+from mpidist.core.wording import whole_number
 from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.slurm_lists import MOST_TASKS, expand_hostlist, expand_tasks_per_node
 

@@ -21,8 +21,7 @@ from mpidist.input.sources import StreamSource
 from mpidist.strategies.base import Strategy, Value
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
-from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
-from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpidist.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 
 _END = object()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from mpidist.core.numbers import decimal_number, whole_number
+from mpidist.core.wording import decimal_number, whole_number
 
 Value = TypeVar("Value", covariant=True)
 Parsed = TypeVar("Parsed")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mpidist.core.errors import LaunchError
-from mpidist.core.numbers import whole_number
+from mpidist.core.wording import whole_number
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI
 from mpidist.topology.slurm_lists import expand_tasks_per_node
 
