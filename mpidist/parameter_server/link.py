@@ -48,6 +48,7 @@ class Link:
         comm: A communicator of all ranks of the link.
         tasks: The task of every rank of ``comm``.
         task: That of this rank.
+        rank: The number of this rank in ``comm``.
         servers: The ranks of the servers, by their index.
         workers: The ranks of the chief, if there is one, and of the workers, in that order.
         is_coordinated: Whether a coordinator speaks of all workers as one.
@@ -71,6 +72,7 @@ class Link:
         told: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
         exchange.close()
         self.tasks = [Task(job, number) for job, number, _, _ in told]
+        self.rank = self.tasks.index(self.task)
         by_task = {task: rank for rank, task in enumerate(self.tasks)}
         owners = [owner for _, _, owner, _ in told]
         check_tasks(self.tasks, owners)
@@ -88,11 +90,6 @@ class Link:
         self.is_open = True
         self._acts: list[Callable[[], None]] = []
         before_the_end(self.leave)
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in ``comm``."""
-        return self.tasks.index(self.task)
 
     @property
     def connections(self) -> list[Connection]:

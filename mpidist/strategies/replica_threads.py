@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -81,21 +81,13 @@ class ReplicaRun:
     Its code runs only between ``resume`` and the next merge point or its end.
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        thread: ReplicaThread,
-        stream: ReplicaStream,
-        fn: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
-    ) -> None:
+    def __init__(self, frame: Frame, thread: ReplicaThread, stream: ReplicaStream, body: Callable[[], object]) -> None:
         assert frame.replica_context is not None
         self.context = frame.replica_context
         self._frame = frame
         self._thread = thread
         self._stream = stream
-        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._body = body
         # The queues that hand over between the two threads; they are quicker than semaphores, which are Python's.
         self._may_run: SimpleQueue[None] = SimpleQueue()
         self._has_paused: SimpleQueue[None] = SimpleQueue()
@@ -122,7 +114,7 @@ class ReplicaRun:
             push(self._frame)
             try:
                 with self._stream.entered():
-                    self.result = self._fn(*self._args, **self._kwargs)
+                    self.result = self._body()
                     self._stream.hand_over()
                 pop(self._frame)
             except BaseException as error:  # handed to the caller of run()
@@ -133,15 +125,12 @@ class ReplicaRun:
         if self._has_started:
             self._may_run.put(None)
         else:
-            self._thread.take(self)
+            self._thread.runs.put(self)
             self._has_started = True
         while True:
-            try:
-                self._has_paused.get(timeout=_SIGNAL_SECONDS)
-            except Empty:
-                # A signal that came just before the wait began does not end it; its handler has run by now.
-                continue
-            return
+            # A signal that came just before the wait began does not end it; its handler has run by then.
+            with suppress(Empty):
+                return self._has_paused.get(timeout=_SIGNAL_SECONDS)
 
     @property
     def has_left_its_thread(self) -> bool:
@@ -183,36 +172,27 @@ class ReplicaRun:
 
 
 class ReplicaThread(threading.Thread):
-    """The thread of a local replica, which carries out one run after the other."""
+    """The thread of a local replica, which carries out one run after the other.
+
+    Attributes:
+        runs: Those that it is to carry out; it ends at None.
+        present: The one that it carries out.
+    """
 
     def __init__(self, replica_id: int) -> None:
         super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
-        self._runs: SimpleQueue[ReplicaRun | None] = SimpleQueue()
+        self.runs: SimpleQueue[ReplicaRun | None] = SimpleQueue()
+        self.present: ReplicaRun | None = None
         self.start()
-
-    def take(self, run: ReplicaRun) -> None:
-        """Carry out ``run`` next."""
-        self._runs.put(run)
-
-    def end(self) -> None:
-        """End after the runs taken so far."""
-        self._runs.put(None)
 
     def run(self) -> None:
         """Body of the thread."""
-        while (run := self._runs.get()) is not None:
-            _of_this_thread.run = run
+        # The arrays of a run are not to wait for the next one.
+        while (run := self.runs.get()) is not None:
+            self.present = run
             run.carry_out()
-            # The arrays of a run are not to wait for the next one.
-            _of_this_thread.run = None
+            self.present = None
             del run
-
-
-class _OfThisThread(threading.local):
-    run: ReplicaRun | None = None
-
-
-_of_this_thread = _OfThisThread()
 
 
 def run_of_this_thread() -> ReplicaRun | None:
@@ -221,7 +201,8 @@ def run_of_this_thread() -> ReplicaRun | None:
     >>> run_of_this_thread() is None
     True
     """
-    return _of_this_thread.run
+    thread = threading.current_thread()
+    return thread.present if isinstance(thread, ReplicaThread) else None
 
 
 class ReplicaThreads:
@@ -254,8 +235,8 @@ class ReplicaThreads:
         streams = [ReplicaStream(place) for place in self._places]
         threads = self._taken(extended.local_replica_ids)
         runs = [
-            ReplicaRun(frame, thread, stream, fn, *own)
-            for frame, thread, stream, own in zip(self._frames, threads, streams, arguments, strict=True)
+            ReplicaRun(frame, thread, stream, partial(fn, *args, **kwargs))
+            for frame, thread, stream, (args, kwargs) in zip(self._frames, threads, streams, arguments, strict=True)
         ]
         try:
             while True:
@@ -308,7 +289,7 @@ class ReplicaThreads:
 def _end(idle: list[list[ReplicaThread]]) -> None:
     while idle:
         for thread in idle.pop():
-            thread.end()
+            thread.runs.put(None)
 
 
 def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
