@@ -83,7 +83,8 @@ class ReplicaRun:
 
     def __init__(self, frame: Frame, thread: ReplicaThread, stream: ReplicaStream, body: Callable[[], object]) -> None:
         assert frame.replica_context is not None
-        self.context = frame.replica_context
+        self.id = frame.replica_context.replica_id_in_sync_group
+        self._local_id = frame.replica_context.local_replica_id
         self._frame = frame
         self._thread = thread
         self._stream = stream
@@ -97,7 +98,7 @@ class ReplicaRun:
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.merge_request: tuple[Callable[..., object], tuple[object, ...], dict[str, object]] | None = None
+        self.merge_request: tuple[Callable[..., object], Args, Kwargs] | None = None
         self.merged: Any = None
         self.call: tuple[object, ...] = ()
         self.call_site = ""
@@ -167,7 +168,7 @@ class ReplicaRun:
             raise _Abandoned
         self.merge_request = None
         self._stream.take_back()
-        merged: Result = select_replica(self.context.local_replica_id, self.merged)
+        merged: Result = select_replica(self._local_id, self.merged)
         return merged
 
 
@@ -269,7 +270,7 @@ class ReplicaThreads:
     def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
         hangs: list[int] = []
         try:
-            hangs += [run.context.replica_id_in_sync_group for run in runs if not run.abandon()]
+            hangs += [run.id for run in runs if not run.abandon()]
         finally:
             # A second Ctrl-C comes here, too.
             if all(run.has_left_its_thread for run in runs):
@@ -293,9 +294,9 @@ def _end(idle: list[list[ReplicaThread]]) -> None:
 
 
 def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
-    returned = [run.context.replica_id_in_sync_group for run in runs if run.is_done]
+    returned = [run.id for run in runs if run.is_done]
     if returned:
-        waiting = [f"{run.context.replica_id_in_sync_group} at {run.call_site}" for run in runs if not run.is_done]
+        waiting = [f"{run.id} at {run.call_site}" for run in runs if not run.is_done]
         raise RuntimeError(
             f"replicas {returned} returned while replica {'; '.join(waiting)} waits for all replicas in merge_call(), "
             "all_reduce() or a variable's assign(); every replica has to make the same calls"
@@ -305,10 +306,7 @@ def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
 def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
     """Raise ValueError where replicas meet at different calls, as a sum and a mean."""
     if any(run.call != runs[0].call for run in runs):
-        sites = "; ".join(
-            f"replica {run.context.replica_id_in_sync_group} in {_call_text(run.call)} at {run.call_site}"
-            for run in runs
-        )
+        sites = "; ".join(f"replica {run.id} in {_call_text(run.call)} at {run.call_site}" for run in runs)
         raise ValueError(
             f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the same "
             "operation, axis and options, in the same order"
@@ -320,14 +318,14 @@ def _call_text(call: tuple[object, ...]) -> str:
 
 
 def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
-    requests = [run.merge_request for run in runs]
+    requests = [run.merge_request for run in runs if run.merge_request is not None]
+    ids = [run.id for run in runs]
     works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
-    ids = [run.context.replica_id_in_sync_group for run in runs]
-    fn = requests[0][0]  # type: ignore[index]
     with extended.shared_errors("the values of its replicas"):
         _check_same_call(runs)
-        args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-        kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
+        args = regroup([args for _, args, _ in requests], ids, unwrap_objects=True)
+        kwargs = regroup([kwargs for *_, kwargs in requests], ids, unwrap_objects=True)
+    fn, *_ = requests[0]
     with entered(extended.frame), (extended.first_gpu or HOST).current():
         merged = fn(extended.strategy, *args, **kwargs)
     for run in runs:
