@@ -100,7 +100,6 @@ class Dispatcher:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
             self._wait_until(self._can_put, "room in the queue")
-            self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
 
@@ -117,7 +116,6 @@ class Dispatcher:
         """Wait until nothing is queued or running; raise the error of a failed function."""
         with self._changed:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
-            self._raise_error()
 
     def wait_for(self, future: Future[Any]) -> None:
         """Wait for a result, which comes, or fails."""
@@ -140,8 +138,10 @@ class Dispatcher:
         return self._is_stopping or is_free
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait, and raise the error of a function that has failed."""
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
         self._check_alive()
+        self._raise_error()
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -179,12 +179,10 @@ class Dispatcher:
             self._dispatch()
             self._tell_to_stop()
         except BaseException as error:  # everybody who waits learns of it
-            failure: Exception
+            failure: Exception = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
+            failure.__cause__ = error
             if isinstance(error, RankLostError):
                 failure = error
-            else:
-                failure = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
-                failure.__cause__ = error
             with self._changed:
                 self._failure = failure
                 for worker in self._workers:
