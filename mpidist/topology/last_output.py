@@ -26,6 +26,15 @@ from mpidist.core import settings
 from mpidist.core.callsite import is_of_package, is_of_program, path_in_package
 
 _SHOWS = "; MPIDIST_FULL_TRACEBACK=1 shows them\n"
+STDERR = 2
+_LISTEN_SECONDS = 0.2
+# More than that: the first rank prints before it listens.
+_ANSWER_SECONDS = 0.5
+_RETRY_SECONDS = 0.005
+_MOST_WAITING = 1024
+_HEARD = b"!"
+_RANK = struct.Struct("q")
+_CREDENTIALS = struct.Struct("3i")
 
 
 def traceback_text(error: BaseException) -> str:
@@ -85,17 +94,6 @@ class _FoldedStack(traceback.StackSummary):
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**options)
         return lines
-
-
-STDERR = 2
-_LISTEN_SECONDS = 0.2
-# More than that: the first rank prints before it listens.
-_ANSWER_SECONDS = 0.5
-_RETRY_SECONDS = 0.005
-_MOST_WAITING = 1024
-_HEARD = b"!"
-_RANK = struct.Struct("q")
-_CREDENTIALS = struct.Struct("3i")
 
 
 def lasting_descriptor(stream: TextIO) -> int | None:
