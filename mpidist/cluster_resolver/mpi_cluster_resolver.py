@@ -16,6 +16,8 @@ from mpidist.topology.topology import Topology, has_world, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+# The jobs whose tasks train, in the order of their ranks.
+TRAINING_JOBS = ("chief", "worker")
 
 
 class MPIClusterResolver(RankedResolver):
@@ -176,10 +178,6 @@ class MPIClusterResolver(RankedResolver):
                 ranks = [rank for rank in range(self.size) if nodes[rank] == node]
                 self._shares.update(zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True))
         return self._shares
-
-
-# The jobs whose tasks train, in the order of their ranks.
-TRAINING_JOBS = ("chief", "worker")
 
 
 def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterResolver:

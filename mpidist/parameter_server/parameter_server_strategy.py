@@ -21,6 +21,9 @@ from mpidist.parameter_server.pickling import CannotTravelError
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
 from mpidist.strategies.base import Strategy
 
+_Values = TypeVar("_Values", bound=PerWorkerValues)
+Result = TypeVar("Result")
+
 
 class DatasetForWorkers:
     """A dataset that each worker makes for itself. A ``distribute_`` method returns it on the coordinator.
@@ -154,10 +157,6 @@ class WorkerTwin(Strategy):
 
     def __init__(self, link: Link, resolver: ClusterResolver) -> None:
         super().__init__(WorkerTwinExtended(self, link, None, resolver, gives_initial_values=False))
-
-
-_Values = TypeVar("_Values", bound=PerWorkerValues)
-Result = TypeVar("Result")
 
 
 class ClusterCoordinator:

@@ -55,6 +55,7 @@ _PCI = Path("/sys/bus/pci/devices")
 _WORD = 4
 # linux/sockios.h: the address and the mask of an interface.
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_PREFIX = "MPIDIST_"
 
 
 def nccl_net() -> NcclNet:
@@ -232,9 +233,6 @@ def cores_of_list(text: str) -> tuple[int, ...]:
     """
     ends = [part.partition("-")[::2] for part in text.split(",") if part]
     return tuple(core for first, last in ends for core in range(int(first), int(last or first) + 1))
-
-
-_PREFIX = "MPIDIST_"
 
 
 def facts_of_this_rank() -> RankFacts:
