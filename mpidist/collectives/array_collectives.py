@@ -25,7 +25,7 @@ from mpidist.collectives.channel.description import (
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.engine import BY_CORE, Engine
+from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
@@ -101,7 +101,7 @@ class ArrayCollectives:
     def last_algorithm(self) -> str:
         """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
         was_short = self._channel.executor.short.last() is not None
-        return BY_CORE if was_short else self._engine.last_algorithm
+        return self._engine.short_name if was_short else self._engine.last_algorithm
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
@@ -181,7 +181,7 @@ class ArrayCollectives:
         """Return a function of a result that opens the short way to calls like it."""
 
         def learn(result: T) -> T:
-            if operation.algorithms == ([BY_CORE] if name == "all_reduce" else []):
+            if operation.algorithms == ([self._engine.short_name] if name == "all_reduce" else []):
                 self._engine.learn(name, array, operation.description, op, divisor, root)
             return result
 

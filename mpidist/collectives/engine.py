@@ -28,7 +28,7 @@ from mpidist.collectives.reduce.registry import Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
-BY_CORE = "hierarchical"
+BY_CORE, ALONE = "hierarchical", "alone"
 """The algorithm that the core of a node carries out."""
 
 
@@ -75,6 +75,11 @@ class Engine:
         return node.core if node.is_alone else None
 
     @property
+    def short_name(self) -> str:
+        """The algorithm of all-reduces that take the short way."""
+        return BY_CORE if self.channel.size > 1 else ALONE
+
+    @property
     def has_core(self) -> bool:
         """Whether the core of a node takes all arrays in host memory."""
         return self._core is not None
@@ -92,7 +97,7 @@ class Engine:
         core = self._core
         if core is None or self.channel.node.slots is None:
             return
-        number = core.learn(name, array, description.id, op, divisor, root)
+        number = core.learn(name, array, description.id, op, divisor, root, description.text)
         if number is not None:
             self.channel.executor.short.learn(number, description)
 
@@ -105,7 +110,7 @@ class Engine:
         self.channel.handshake.has_begun()
         yield from self.channel.finish(description)
         if description.operation == "all_reduce":
-            self._took(BY_CORE)
+            self._took(self.short_name)
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def device_call(
@@ -282,8 +287,10 @@ class Engine:
             # The device works on while those in host memory are reduced.
             yield from self._reduce_on_device(plan, call, results)
         if is_alone:
+            # For the short way, which later calls of one array take.
+            yield from channel.node.make_room(channel.comm)
             plan.deliver_alone(arrays, results, are_given=out is not None, pool=self._pool)
-            self._took("alone")
+            self._took(ALONE)
             return results
         for number, pack in enumerate(plan.packs):
             names = self._names_for(plan, pack)

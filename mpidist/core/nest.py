@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 Structure = TypeVar("Structure")
 
@@ -81,7 +81,17 @@ def flatten(nest: object) -> list[Any]:
     """
     if not is_nest(nest):
         return [nest]
+    if _is_flat_list(nest):
+        return list(nest)
     return [leaf for _, child in _children(nest) for leaf in flatten(child)]
+
+
+def _is_flat_list(nest: object) -> TypeGuard[list[object]]:
+    """Return whether it is a list of leaves, as most nests are.
+
+    It is looked at by kinds, for there may be many.
+    """
+    return type(nest) is list and not any([_is_structure[kind] for kind in {*map(type, nest)}])
 
 
 def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -124,7 +134,7 @@ def assert_same_structure(first: object, second: object, path: str = "") -> None
             f"structures differ{where}: {type(first).__name__} against {type(second).__name__}; "
             "expected the same nest everywhere"
         )
-    if not is_nest(first):
+    if not is_nest(first) or (_is_flat_list(first) and _is_flat_list(second) and len(first) == len(second)):
         return
     ones, others = _children(first), _children(second)
     if [key for key, _ in ones] != [key for key, _ in others]:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
@@ -485,9 +486,12 @@ class ReplicaContext:
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         """Reduce a value of these leaves, after the checks of context and options."""
-        self._check_values(value, leaves, op, out)
+        targets = self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
-            return self.own_sum(value) if out is None else value_checks.copy_into(out, value)
+            if targets is None:
+                return self.own_sum(value)
+            value_checks.copy_leaves(targets, leaves)
+            return out
 
         def merged(strategy: Strategy, values: object, outs: object) -> object:
             pairs, note = self._contributions(op, values, outs)
@@ -501,11 +505,13 @@ class ReplicaContext:
         """Return the sum over one replica, a copy of ``value``. Extension."""
         return nest.map_structure(value_checks.copied, value)
 
-    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> None:
+    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> list[Array] | None:
+        """Return the arrays of ``out``, if any."""
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
             value_checks.check_can_reduce(leaves, op)
-            if out is not None:
-                value_checks.check_out(value, out, op, self.num_replicas_in_sync)
+            if out is None:
+                return None
+            return value_checks.checked_out(value, leaves, out, op, self.num_replicas_in_sync)
 
     def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
         """Return the values of all local replicas with their destinations, and their description."""

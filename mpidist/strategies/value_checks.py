@@ -37,9 +37,14 @@ _LOOKS = 32
 _shared_calls = [0]
 
 
-def check_out(value: object, out: object, op: ReduceOp, num_replicas: int) -> None:
-    """Raise ValueError unless ``out`` can take the result of reducing ``value`` over ``num_replicas`` replicas."""
-    for leaf, target_array in zip(nest.flatten(value), outputs_for(value, out), strict=True):
+def checked_out(value: object, leaves: Sequence[object], out: object, op: ReduceOp, num_replicas: int) -> list[Array]:
+    """Return the arrays of ``out``, which has to fit the result for ``value``.
+
+    Raises:
+        ValueError: They cannot take it.
+    """
+    arrays = outputs_for(value, out)
+    for leaf, target_array in zip(leaves, arrays, strict=True):
         if isinstance(leaf, IndexedSlices):
             raise ValueError("out was given for IndexedSlices, whose number of rows is not known; leave it out")
         array = to_array(leaf)
@@ -50,10 +55,13 @@ def check_out(value: object, out: object, op: ReduceOp, num_replicas: int) -> No
             )
         if not getattr(target_array.flags, "writeable", True):  # CuPy's arrays always are
             raise ValueError("out is read-only; expected arrays that can be written")
+    return arrays
 
 
 def outputs_for(value: object, out: object) -> list[Array]:
     """Return the arrays of ``out``, which has to have the structure of ``value``."""
+    if type(value) is type(out) is np.ndarray:
+        return [out]
     try:
         nest.assert_same_structure(value, out)
     except ValueError as error:
@@ -65,14 +73,19 @@ def outputs_for(value: object, out: object) -> list[Array]:
 
 def copy_into(out: Value, value: object) -> Value:
     """Copy the leaves of ``value`` into the arrays of ``out`` and return ``out``."""
-    nest.map_structure(lambda target, source: _copy_leaf(to_array(target, "out"), to_array(source)), out, value)
+    copy_leaves([to_array(target, "out") for target in nest.flatten(out)], nest.flatten(value))
     return out
 
 
-def _copy_leaf(target: Array, source: Array) -> None:
-    place = place_of(target)
-    with place.current():
-        np.copyto(target, place.brings(source))
+def copy_leaves(targets: Sequence[Array], leaves: Sequence[object]) -> None:
+    """Copy leaves into arrays."""
+    for target, leaf in zip(targets, leaves, strict=True):
+        if type(target) is type(leaf) is np.ndarray:
+            np.copyto(target, leaf)
+            continue
+        place = place_of(target)
+        with place.current():
+            np.copyto(target, place.brings(to_array(leaf)))
 
 
 def check_can_reduce(leaves: Sequence[object], op: ReduceOp) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import struct
 
 import pytest
 
 from mpidist.collectives.channel import short_calls
 from mpidist.collectives.node import core, packing
+from mpidist.collectives.watch import flight_record
 from mpidist.core.enums import ReduceOp
 from mpidist.native.build_library import SOURCES
 
@@ -55,9 +57,21 @@ def test_the_header() -> None:
 
 
 def test_the_cells_of_short_calls() -> None:
-    c = numbers_of("python.c")
+    c = numbers_of("python.h") | numbers_of("short.c")
     cells = ("_CLOSED", "_CALLS", "_LAST", "_THREAD")
     assert [getattr(short_calls, cell) for cell in cells] == [c[key] for key in ("HOLDS", "CALLS", "LAST", "THREAD")]
     assert (c["BUSY"], c["HANDED_ON"]) == (short_calls._BY_CORE, short_calls._HANDED_ON)
     assert core._KINDS["broadcast"] == c["BROADCAST"]
     assert core._IS_MEAN & c["KERNEL"] == 0
+
+
+def test_the_flight_record() -> None:
+    c = numbers_of("short.c")
+    assert (c["FLIGHT_HEAD"], c["FLIGHT_ENTRIES"]) == (flight_record._HEAD_BYTES, flight_record.ENTRIES)
+    assert c["FLIGHT_FIXED"] == flight_record._ENTRY.size
+    assert (c["FLIGHT_END"], c["FLIGHT_STATE"], c["FLIGHT_LENGTHS"]) == tuple(
+        struct.calcsize(fields) for fields in ("<QQd", "<QQdd", "<QQddB")
+    )
+    assert (c["FLIGHT_TEXT"], c["FLIGHT_LINE"]) == (core._MOST_TEXT, flight_record._TEXTS[2])
+    assert flight_record._TEXTS[1] == core._MOST_TEXT
+    assert (c["FLIGHT_RUNNING"], c["FLIGHT_DONE"]) == (flight_record.RUNNING, flight_record.DONE)

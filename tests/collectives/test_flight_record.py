@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from mpidist.collectives.watch.flight_record import (
     read_flight,
     read_folder,
 )
+from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
@@ -84,6 +86,42 @@ def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     assert "    rank 1: all_reduce SUM of float64(1048576,), at " in text
     assert f"    ranks 0,2: barrier, at {flights[0].entries[-1].call_site}\n" in text
     assert f"came to number {number}, which had not ended" in text
+
+
+SHORT = """
+import time, numpy, mpidist
+comm = mpidist.Communicator()
+for step in range(5):
+    if comm.rank == 0 and step == 3:
+        time.sleep(0.1)
+    comm.all_reduce("SUM", numpy.ones(5))
+    comm.barrier()
+for root in (0, 0, comm.rank):
+    try:
+        comm.broadcast(numpy.ones(2), root)
+    except mpidist.MismatchError:
+        pass
+print(comm._channel.executor.short.count, flush=True)
+"""
+
+
+@needs_core
+@pytest.mark.jobs
+def test_the_core_writes_the_calls_that_take_the_short_way(tmp_path: Path) -> None:
+    job = run_script(SHORT, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
+    assert job.returncode == 0, job.stderr
+    counts = [int(line) for line in job.stdout.split()]
+    assert max(counts) == 5, "four of the sums and one broadcast, but for calls that had to wait"
+    for record in read_folder(str(tmp_path))[0]:
+        entries = [entry for entry in record.entries if entry.text.startswith(("all_reduce", "barrier", "broadcast"))]
+        sums, last = entries[:10], entries[10:]
+        assert [entry.text for entry in sums] == ["all_reduce SUM of float64(5,)", "barrier"] * 5
+        assert [entry.number for entry in entries] == list(range(entries[0].number, entries[0].number + 13))
+        assert [entry.state for entry in entries] == [DONE] * 12 + [FAILED]
+        assert all(entry.begin <= entry.end <= later.begin for entry, later in pairwise(entries))
+        assert len({entry.call_site for entry in sums[::2]}) == 1
+        assert sums[0].call_site.endswith(":7 (<module>)")
+        assert last[-1].text == f"broadcast from rank {record.rank} of float64(2,)"
 
 
 def entry(number: int, text: str, state: int = DONE) -> FlightEntry:

@@ -20,7 +20,6 @@ from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [
-    pytest.mark.min_ranks(2),
     needs_core,
     pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
 ]
@@ -43,6 +42,21 @@ def test_a_communicator_is_freed() -> None:
     del comm
     gc.collect()
     assert gone() is None
+
+
+def test_a_rank_alone_goes_the_short_way_and_copies() -> None:
+    with Communicator(MPI.COMM_SELF) as comm:
+        given = np.arange(3, dtype=np.int32)
+        for out in (None, np.zeros(3, np.int32), given):
+            before = comm.all_reduce("MAX", given)
+            count = comm._channel.executor.short.count
+            result = comm.all_reduce("MAX", given, out=out)
+            assert comm._channel.executor.short.count == count + 1
+            assert comm.last_algorithm == "alone"
+            assert result is not before
+            assert result is out or not np.shares_memory(result, given)
+            np.testing.assert_array_equal(result, [0, 1, 2])
+        assert comm.all_reduce("MEAN", given).dtype == np.float64
 
 
 def test_a_root_that_is_no_rank_is_refused_the_second_time_too() -> None:
@@ -70,6 +84,7 @@ class _Looks(Observer):
         """Look on."""
 
 
+@pytest.mark.min_ranks(2)
 def test_a_second_thread_never_gets_the_numbers_of_the_first() -> None:
     with Communicator() as comm:
         large, small = known(comm, 30_000), known(comm, 10)

@@ -76,7 +76,7 @@ _NATIVE = (
     ),
     Fault(
         "the last element of every slice is not copied into the result",
-        "mpidist/native/core.c",
+        "mpidist/native/chunks.c",
         "deliver(c, lane(c, s, k), start, n);",
         "deliver(c, lane(c, s, k), start, n - 1);",
         ("tests/collectives/test_algorithms.py",),
@@ -84,7 +84,7 @@ _NATIVE = (
     ),
     Fault(
         "the parts of a message are read from the slots of the part before",
-        "mpidist/native/core.c",
+        "mpidist/native/chunks.c",
         "const char *slot = c->slots[r] + chunk_at(c, chunk)",
         "const char *slot = c->slots[r] + chunk_at(c, chunk + 1)",
         ("tests/collectives/test_algorithms.py",),
@@ -100,7 +100,7 @@ _NATIVE = (
     ),
     Fault(
         "a mean over several nodes is divided inside the node, too",
-        "mpidist/native/core.c",
+        "mpidist/native/chunks.c",
         "double divisor = c->on_wire ? 0 : c->call.divisor;",
         "double divisor = c->call.divisor;",
         ("tests/collectives/test_algorithms.py",),
@@ -117,14 +117,14 @@ _NATIVE = (
     ),
     Fault(
         "a slice is shown where others may still take one of before",
-        "mpidist/native/core.c",
+        "mpidist/native/chunks.c",
         "reached(c, TAKEN, free, c->ranks))",
         "reached(c, TAKEN, free - 1, c->ranks))",
         ("tests/native/test_threads.py",),
     ),
     Fault(
         "what a rank counts may be seen before what it has written",
-        "mpidist/native/core.c",
+        "mpidist/native/core.h",
         ".value, value, memory_order_release);",
         ".value, value, memory_order_relaxed);",
         ("tests/native/test_threads.py",),

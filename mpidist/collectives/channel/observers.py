@@ -104,12 +104,20 @@ class Observers:
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
+        self._see_short: tuple[Observer, ...] = ()
         self.changed: Callable[[], None] = _nobody_asks
         self._sort()
 
-    def add(self, observer: Observer) -> None:
-        """Have an observer see all events from now on."""
+    def add(self, observer: Observer, *, sees_short: bool = False) -> None:
+        """Have an observer see all events from now on.
+
+        Args:
+            observer: The observer.
+            sees_short: Whether it learns of short calls in another way, which then need not go the long one for it.
+        """
         self._all = (*self._all, observer)
+        if sees_short:
+            self._see_short = (*self._see_short, observer)
         self._sort()
 
     def remove(self, observer: Observer) -> None:
@@ -130,12 +138,17 @@ class Observers:
         self.explanation = self._overriding(Observer.explanation)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
-        self.see_calls = bool(self.see_steps or self.issued or self.phase or self.met or self.chunk)
+        self.see_calls = any(each not in self._see_short and _sees_calls(each) for each in self._all)
         self.changed()
 
     def _overriding(self, event: Callable[Concatenate[Observer, P], R]) -> tuple[Callable[P, R], ...]:
         name = event.__name__
         return tuple(getattr(each, name) for each in self._all if getattr(type(each), name) is not event)
+
+
+def _sees_calls(observer: Observer) -> bool:
+    events = (Observer.issued, Observer.began, Observer.phase, Observer.met, Observer.chunk, Observer.ended)
+    return any(getattr(type(observer), event.__name__) is not event for event in events)
 
 
 def _nobody_asks() -> None:

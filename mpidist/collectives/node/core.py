@@ -44,6 +44,8 @@ _BEGINS, _GOES_ON = 50_000, 200_000
 # After so many of them in vain it only looks, and takes naps in between.
 _LONG_LOOKS = 20
 _ALIGNMENT = 64
+# Of a description in the flight record.
+_MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
 SHARED_BYTES = 2 << 20
@@ -115,7 +117,7 @@ class Slice(NamedTuple):
 
 
 class Core:
-    """The core of one node of several ranks (collective over them).
+    """The core of one node (collective over its ranks).
 
     Args:
         functions: Of the library.
@@ -133,9 +135,9 @@ class Core:
     ) -> None:
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._window, memory = _control_memory(comm, functions["control_bytes"](self.size))
+        self._window, self._memory = _control_memory(comm, functions["control_bytes"](self.size))
         self._calls: dict[str, Any] = functions["open"](
-            address_of(memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
+            address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
@@ -320,6 +322,7 @@ class Core:
         op: ReduceOp | None = None,
         divisor: int | None = None,
         root: int = 0,
+        text: str = "",
     ) -> int | None:
         """Open the short way to calls like one; return the number of its signature.
 
@@ -332,10 +335,24 @@ class Core:
             op: The operation, for one that reduces.
             divisor: Of a mean.
             root: The rank that gives, for a broadcast.
+            text: Of calls like it, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
-        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity)
+        data = text.encode()[:_MOST_TEXT]
+        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity, data)
         return number
+
+    def keep_flight(self, memory: object, serial: object, last: object, name: bytes, line: Callable[[], str]) -> None:
+        """Have short calls write a flight record.
+
+        Args:
+            memory: Of its file.
+            serial: The serial number of its last entry, which this counts up.
+            last: Number on the communicator, and serial number, of the last collective; the same.
+            name: Of the communicator.
+            line: Returns the line of the program.
+        """
+        self._calls["flight"](memory, serial, last, name, line)
 
     # Memory -----------------------------------------------------------------------------------------------------
 
@@ -356,11 +373,20 @@ class Core:
         """Free the memory (collective)."""
         # But for the cells, which stay as long as this object does.
         self._calls = {"step": self._step}
-        self._window.Unlock_all()
-        self._window.Free()
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
 
 
-def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, Array]:
+def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win | None, Array]:
+    """Return memory that all ranks of a node map, after its window.
+
+    A rank alone needs no window.
+    """
+    if comm.Get_size() == 1:
+        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        start = -address_of(memory) % _ALIGNMENT
+        return None, memory[start : start + nbytes]
     mpi = import_mpi()
     window = mpi.Win.Allocate_shared(nbytes if comm.Get_rank() == 0 else 0, _ALIGNMENT, comm=comm)
     segment, _ = window.Shared_query(0)

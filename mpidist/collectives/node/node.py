@@ -49,7 +49,7 @@ class Node:
         rank, size: In the node.
         ranks: Of every node, its ranks in ``comm``.
         rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
-        core: Where the ranks of the node meet; None for a rank that is alone there.
+        core: Where the ranks of the node meet; None for a rank that is alone there but not in the communicator.
         shared: Shared memory of the node.
         results: Results that the ranks of the node share.
         slice_bytes: Of a reduced slice on its way between nodes, once there is room for it.
@@ -72,7 +72,7 @@ class Node:
             may_read = may_read and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
         self.core: Core | None = None
-        if functions is not None and self.size > 1:
+        if functions is not None and (self.size > 1 or self.is_alone):
             with revoking(self.comm):
                 read = pids if self.reads_neighbours else None
                 self.core = Core(functions, self.comm, read, self.is_alone, self.rails)

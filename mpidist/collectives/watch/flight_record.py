@@ -13,11 +13,13 @@ import os
 import socket
 import struct
 import time
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.node.core import Core
 from mpidist.core.callsite import user_call_site
 from mpidist.core.files import folder_to_write, replacing
 from mpidist.core.settings import FLIGHT_RECORD
@@ -84,6 +86,10 @@ class FlightFile:
         folder: Where it goes; made if need be. A file that an earlier job left there under this name is replaced.
         rank, ranks: Of the world.
 
+    Attributes:
+        memory: Of the file.
+        serial: The serial number of the last entry.
+
     Raises:
         OSError: It cannot be written.
     """
@@ -95,25 +101,26 @@ class FlightFile:
         with folder_to_write(folder, FLIGHT_RECORD.name), replacing(path) as descriptor:
             # Room that is not there now would end the process by SIGBUS later.
             os.posix_fallocate(descriptor, 0, size)
-            self._memory = mmap.mmap(descriptor, size)
-            self._memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
-        self._serial = 0
+            self.memory = mmap.mmap(descriptor, size)
+            self.memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
+        self.serial = array("q", [0])
 
     def begin(self, communicator: str, number: int, text: str, call_site: str) -> int:
         """Write down that a collective begins, and return its serial number."""
-        self._serial = serial = self._serial + 1
+        self.serial[0] += 1
+        serial = self.serial[0]
         texts = [_cut(communicator, _TEXTS[0]), _cut(text, _TEXTS[1]), _cut(call_site, _TEXTS[2], keep_end=True)]
         packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, texts)) + b"".join(texts)
         at = self._at(serial)
-        self._memory[at : at + len(packed)] = packed
+        self.memory[at : at + len(packed)] = packed
         return serial
 
     def end(self, serial: int, failed: bool) -> None:
         """Write down that it has ended."""
         at = self._at(serial)
-        found: tuple[float, ...] = _ENTRY.unpack_from(self._memory, at)
+        found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, at)
         if found[0] == serial:
-            _ENTRY.pack_into(self._memory, at, *found[:3], time.time(), FAILED if failed else DONE, *found[5:])
+            _ENTRY.pack_into(self.memory, at, *found[:3], time.time(), FAILED if failed else DONE, *found[5:])
 
     def _at(self, serial: int) -> int:
         return _HEAD_BYTES + (serial - 1) % ENTRIES * _ENTRY_BYTES
@@ -122,15 +129,21 @@ class FlightFile:
 class FlightObserver(Observer):
     """Writes the collectives of one channel into the flight record.
 
+    The core writes those that take the short way.
+
     Args:
         file: Of this process.
         name: Of the communicator, the same on all its ranks and no other's.
+        core: Of its node; None where no call takes the short way.
     """
 
-    def __init__(self, file: FlightFile, name: str) -> None:
+    def __init__(self, file: FlightFile, name: str, core: Core | None) -> None:
         self._file = file
         self._name = name
-        self._number = self._serial = 0
+        # Number on the communicator and serial number of the last collective.
+        self._last = array("q", [0, 0])
+        if core is not None:
+            core.keep_flight(file.memory, file.serial, self._last, _cut(name, _TEXTS[0]), user_call_site)
 
     def issued(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
@@ -139,12 +152,14 @@ class FlightObserver(Observer):
 
     def began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        self._number += 1
-        self._serial = self._file.begin(self._name, self._number, operation.text, operation.call_site or "")
+        if operation.is_rest:
+            return  # the core has written that down
+        self._last[0] += 1
+        self._last[1] = self._file.begin(self._name, self._last[0], operation.text, operation.call_site or "")
 
     def ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        self._file.end(self._serial, failed=operation.error is not None)
+        self._file.end(self._last[1], failed=operation.error is not None)
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:

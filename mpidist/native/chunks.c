@@ -1,0 +1,294 @@
+/* Calls in chunks, for larger data.
+
+   The elements are cut into stripes, one for each rank that has one, and chunk k is the k-th slice of every stripe.
+   Each rank fills its slot with what the others need of its private inputs, reduces its own slice out of the inputs of
+   all ranks in their order, into its result and a lane that the others read, and takes theirs. Chunks are numbered
+   through all calls, so a slot or lane is free when the counters of all ranks say so. */
+
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <string.h>
+
+/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns
+   on a processor had better have fewer turns. */
+enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
+enum { REDUCED_AT_ONCE = 32 << 10 };
+
+static int has_lanes(const nc *c) { return c->call.kind != NC_REDUCE_SCATTER && c->shared == NULL; }
+
+static int stripes(const nc *c) { return c->call.kind == NC_ALL_GATHER ? c->ranks : c->rails; }
+
+static size_t longest_stripe(const nc *c)
+{
+    size_t longest = 0;
+    for (int r = 0; r < stripes(c); r++)
+        if (c->border[r + 1] - c->border[r] > longest)
+            longest = c->border[r + 1] - c->border[r];
+    return longest;
+}
+
+int core_start_chunks(nc *c)
+{
+    size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
+    size_t usual = (size_t)(c->spins ? SLICE_BYTES : SLICE_BYTES_IN_TURNS);
+    size_t slice = c->call.slice ? c->call.slice : usual / c->itemsize;
+    if (c->call.kind == NC_ALL_GATHER)
+        fits = c->sizes.slice;
+    if (slice > c->sizes.slice / c->itemsize)
+        slice = c->sizes.slice / c->itemsize;
+    c->slice = slice < fits ? slice : fits;
+    if (c->slice == 0)
+        return 0;
+    /* Slices of one slot lie side by side, each aligned. */
+    size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
+    if (c->slice > aligned)
+        c->slice -= c->slice % aligned;
+    c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
+    c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
+    c->phase = CHUNKS;
+    return 1;
+}
+
+/* Elements of the whole ---------------------------------------------------------------------------------------- */
+
+int core_piece_with(const nc *c, size_t element)
+{
+    int low = 0, high = c->call.pieces - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (c->first[middle] <= element)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* A slice of a stripe. */
+static size_t slice_of(const nc *c, int stripe, uint64_t chunk, size_t *start)
+{
+    size_t a = c->border[stripe] + (size_t)(chunk - c->begin) * c->slice, end = c->border[stripe + 1];
+    *start = a < end ? a : end;
+    size_t left = end - *start;
+    return left < c->slice ? left : c->slice;
+}
+
+/* Copy flat elements to the pieces of the result. */
+static void deliver(nc *c, const char *from, size_t start, size_t n)
+{
+    int i = core_piece_with(c, start);
+    while (n) {
+        size_t offset = start - c->first[i], m = c->piece[i].count - offset;
+        if (m > n)
+            m = n;
+        core_copy(c->piece[i].out + offset * c->itemsize, from, m * c->itemsize, streams(c));
+        from += m * c->itemsize, start += m, n -= m, i++;
+    }
+}
+
+/* The first of elements that a rank's replica contributes, and how many more lie behind it: `slot` is where its private
+   elements begin in its slot for this rank's slice, which begins at element `start`. */
+static const char *input_at(const nc *c, int r, int q, int piece, size_t element, size_t start, const char *slot)
+{
+    size_t offset = (element - c->first[piece]) * c->itemsize;
+    int number = piece * replicas_of(c, r) + q;
+    if (r == c->rank)
+        return c->in[number] + offset;
+    if (flags_of(c, r) & TOLD_PLACES) {
+        int64_t place = nc_told(c, r)[number];
+        if (place != PRIVATE)
+            return at_place(c, r, place) + offset;
+    }
+    return slot + (size_t)q * c->slice * c->itemsize * (size_t)c->rails + (element - start) * c->itemsize;
+}
+
+static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chunk)
+{
+    if (c->shared != NULL)
+        return c->shared + element * c->itemsize;
+    if (c->call.kind == NC_REDUCE_SCATTER)
+        return c->piece[0].out + (element - c->border[c->rank]) * c->itemsize;
+    if (c->on_wire || c->call.flags & NC_UNWANTED)
+        return lane(c, c->rank, chunk) + (element - start) * c->itemsize;
+    return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
+}
+
+/* Reduce this rank's slice, block by block, so that a second copy is written out of the cache. */
+static void reduce_slice(nc *c, uint64_t chunk)
+{
+    _Alignas(64) char streamed[REDUCED_AT_ONCE];
+    size_t start, n = slice_of(c, c->rank, chunk, &start), block = REDUCED_AT_ONCE / c->itemsize;
+    char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
+    double divisor = c->on_wire ? 0 : c->call.divisor;
+    for (size_t e = start; e < start + n;) {
+        int piece = core_piece_with(c, e);
+        size_t m = c->first[piece + 1] - e, left = start + n - e;
+        m = m < left ? m : left;
+        m = m < block ? m : block;
+        int inputs = 0;
+        for (int r = 0; r < c->ranks; r++) {
+            const char *slot = c->slots[r] + chunk_at(c, chunk) + (size_t)c->rank * c->slice * c->itemsize;
+            for (int q = 0; q < replicas_of(c, r); q++)
+                c->combined[inputs++] = input_at(c, r, q, piece, e, start, slot);
+        }
+        char *to = target(c, piece, e, start, chunk);
+        char *shown = own_lane == NULL ? to : own_lane + (e - start) * c->itemsize;
+        int in_place = to == input_at(c, c->rank, 0, piece, e, start, NULL);
+        if (streams(c) && to != shown && !in_place) {
+            nc_combine(shown, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
+            core_copy(to, shown, m * c->itemsize, 1);
+        } else if (c->whole >= 4 * (size_t)STREAMED_BYTES && own_lane == NULL && !in_place) {
+            nc_combine(streamed, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
+            core_copy(to, streamed, m * c->itemsize, 1);
+        } else {
+            nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
+            if (shown != to)
+                memcpy(shown, to, m * c->itemsize);
+        }
+        e += m;
+    }
+}
+
+/* One step of a chunk ------------------------------------------------------------------------------------------- */
+
+static void fill_slot(nc *c, uint64_t chunk)
+{
+    char *slot = c->slots[c->rank] + chunk_at(c, chunk);
+    const int64_t *places = flags_of(c, c->rank) & TOLD_PLACES ? nc_told(c, c->rank) : NULL;
+    for (int stripe = 0; stripe < c->rails; stripe++) {
+        size_t start, n = slice_of(c, stripe, chunk, &start);
+        if (stripe == c->rank || n == 0)
+            continue;
+        for (int q = 0; q < c->call.replicas; q++) {
+            char *to = slot + (size_t)(q * c->rails + stripe) * c->slice * c->itemsize;
+            for (size_t e = start; e < start + n;) {
+                int piece = core_piece_with(c, e), number = piece * c->call.replicas + q;
+                size_t m = c->first[piece + 1] - e, left = start + n - e;
+                m = m < left ? m : left;
+                if (places == NULL || places[number] == PRIVATE)
+                    memcpy(to + (e - start) * c->itemsize, c->in[number] + (e - c->first[piece]) * c->itemsize,
+                           m * c->itemsize);
+                e += m;
+            }
+        }
+    }
+}
+
+static int try_fill(nc *c)
+{
+    /* The slot is free when all have read what was in it before. */
+    if (!c->any_private || c->filled == c->end)
+        return 0;
+    if (c->filled >= NC_DEPTH && (c->reduced < c->filled - NC_DEPTH + 1 ||
+                                  !reached(c, c->on_wire ? READ : REDUCED, c->filled - NC_DEPTH + 1, c->ranks)))
+        return 0;
+    fill_slot(c, c->filled);
+    count(c, FILLED, ++c->filled);
+    return 1;
+}
+
+static nc_state try_reduce(nc *c)
+{
+    uint64_t k = c->reduced, depth = (uint64_t)c->sizes.lanes;
+    if (k == c->end || (c->any_private && !(c->filled > k && reached(c, FILLED, k + 1, c->ranks))))
+        return NC_NOT_YET;
+    uint64_t free = k + 1 - depth; /* chunks that all have to have taken before this one has a lane */
+    if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= free && reached(c, TAKEN, free, c->ranks)))
+        return NC_NOT_YET;
+    c->reduced++;
+    if (c->call.kind == NC_ALL_GATHER) {
+        size_t start, n = slice_of(c, c->rank, k, &start);
+        if (n)
+            memcpy(lane(c, c->rank, k), c->in[0] + (start - c->border[c->rank]), n);
+    } else if (c->rank < c->rails) {
+        reduce_slice(c, k);
+        if (c->on_wire) {
+            size_t start;
+            count(c, READ, c->reduced);
+            if (slice_of(c, c->rank, k, &start))
+                return NC_SLICE;
+        }
+    }
+    if (c->on_wire) {
+        count(c, READ, c->reduced);
+        if (c->crossed != k) /* an empty slice behind one that is still on its way */
+            return NC_SLICE;
+        c->crossed = c->reduced;
+    }
+    count(c, REDUCED, c->reduced);
+    return NC_MOVED;
+}
+
+static int try_take(nc *c)
+{
+    uint64_t k = c->taken, own = c->on_wire ? c->crossed : c->reduced;
+    if (k == c->end || own <= k || !reached(c, REDUCED, k + 1, stripes(c)))
+        return 0;
+    if (has_lanes(c) && !(c->call.flags & NC_UNWANTED)) {
+        for (int s = 0; s < stripes(c); s++) {
+            size_t start, n = slice_of(c, s, k, &start);
+            if (n == 0 || (s == c->rank && !c->on_wire && c->call.kind != NC_ALL_GATHER))
+                continue;
+            if (c->call.kind == NC_ALL_GATHER)
+                core_copy(c->piece[0].out + start, lane(c, s, k), n, streams(c));
+            else
+                deliver(c, lane(c, s, k), start, n);
+        }
+    }
+    count(c, TAKEN, ++c->taken);
+    return 1;
+}
+
+static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state state)
+{
+    if (!(c->call.flags & NC_WATCH) || state == NC_SLICE)
+        return state;
+    c->event = (nc_event){what, (size_t)(chunk - c->begin), now() - since};
+    return NC_CHUNK;
+}
+
+/* Ends a call in chunks; what others still read of this rank lies in slots and lanes, which the next call waits for.
+   Inputs that were read in place have been: all chunks are reduced. */
+static nc_state end_chunks(nc *c)
+{
+    c->chunks = c->end;
+    c->phase = IDLE;
+    return NC_DONE;
+}
+
+nc_state core_move_chunks(nc *c)
+{
+    int64_t since = c->call.flags & NC_WATCH ? now() : 0;
+    if (c->taken == c->end)
+        return end_chunks(c);
+    if (try_fill(c))
+        return watched(c, 0, c->filled - 1, since, NC_MOVED);
+    nc_state state = try_reduce(c);
+    if (state != NC_NOT_YET)
+        return watched(c, 1, c->reduced - 1, since, state);
+    if (try_take(c))
+        return watched(c, 2, c->taken - 1, since, NC_MOVED);
+    return NC_NOT_YET;
+}
+
+void nc_get_slice(const nc *c, nc_slice *slice)
+{
+    uint64_t k = c->reduced - 1;
+    slice->chunk = (size_t)(k - c->begin);
+    slice->start = 0;
+    slice->count = c->rank < c->rails ? slice_of(c, c->rank, k, &slice->start) : 0;
+    slice->lane = lane_at(c, k);
+}
+
+void nc_crossed(nc *c, size_t chunk)
+{
+    uint64_t k = c->begin + chunk;
+    size_t start = 0, n = c->rank < c->rails ? slice_of(c, c->rank, k, &start) : 0;
+    if (c->call.divisor != 0 && n) {
+        char *at = c->shared != NULL ? c->shared + start * c->itemsize : lane(c, c->rank, k);
+        nc_divide(at, n, c->call.dtype, c->call.divisor);
+    }
+    c->crossed = k + 1;
+    count(c, REDUCED, c->crossed);
+}

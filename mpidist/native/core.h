@@ -1,0 +1,150 @@
+/* What the files of the core share: a core, and what is asked of it all the time.
+
+   The control memory has a row for each rank, which that rank alone writes. A row has counters that only grow, and two
+   pages that take turns: what is written before one meeting is read after it, and overwritten only before the meeting
+   after the next, to which nobody comes who has not read it.
+
+   Assumes: counters of 8 bytes are lock-free; all ranks run this build; one thread at a time calls into a core. */
+
+#ifndef MPIDIST_CORE_H
+#define MPIDIST_CORE_H
+
+#include "mpidist.h"
+
+#include <stdatomic.h>
+#include <time.h>
+
+typedef _Atomic uint64_t counter;
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters of 64 bits");
+
+/* Chunks whose inputs a rank has laid out, read, reduced for others to take, and taken; exits from calls in which ranks
+   read one another's memory. */
+enum { FILLED, READ, REDUCED, TAKEN, LEFT, COUNTERS };
+
+/* Two lines of the cache, which travel together: to share one with another rank's costs more than its bytes do. */
+enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
+
+typedef struct {
+    counter met;         /* the number of the meeting for which this page was written */
+    uint64_t id;
+    uint64_t info;       /* flags, replicas << 8, bytes << 24 */
+    int64_t note;
+    char data[IN_PAGE];
+    int64_t words[NC_WORDS];
+} page;
+
+typedef struct {
+    _Alignas(LINES) counter value;
+} padded;
+
+typedef struct {
+    padded counters[COUNTERS];
+    _Alignas(LINES) page pages[2];
+} row;
+
+/* What a rank tells with the id: where its data lie. */
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, KIND_SHIFT = 4 };
+/* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
+   PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. */
+enum { PRIVATE = -1, MAPPED = -2 };
+enum { SEGMENT_SHIFT = 44 };
+
+/* From here on results are written past the cache, which they would only empty. */
+enum { STREAMED_BYTES = 8 << 20 };
+
+typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
+
+struct nc {
+    row *rows;
+    int rank, ranks, spins, rails, on_wire;
+    const int32_t *pids;
+    int32_t pid[NC_MOST_RANKS];
+    uint64_t meeting, exits;
+    char *slots[NC_MOST_RANKS];
+    nc_sizes sizes;
+    int has_room;
+    int segments;
+    size_t segment_bytes[NC_SEGMENTS];
+    char *base[NC_SEGMENTS][NC_MOST_RANKS];
+    /* The call. */
+    nc_call call;
+    phase phase;
+    int came, shares, all_shown, any_private, most_replicas, inputs;
+    size_t itemsize, count, bytes, slice;
+    size_t whole;                      /* bytes of the result */
+    size_t first[NC_PIECES + 1];       /* elements before each piece */
+    size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe */
+    char *shared;
+    uint64_t begin, end, filled, reduced, crossed, taken; /* chunks */
+    uint64_t chunks;                   /* of all calls before */
+    int reader;                        /* DIRECT: whose data are read next, and from where */
+    size_t reader_at;
+    nc_event event;
+    nc_piece piece[NC_PIECES];
+    const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* of this rank; of all */
+};
+
+static inline int64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages[c->meeting & 1]; }
+static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
+static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
+static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
+
+static inline void count(nc *c, int which, uint64_t value)
+{
+    atomic_store_explicit(&c->rows[c->rank].counters[which].value, value, memory_order_release);
+}
+
+static inline uint64_t counted(const nc *c, int rank, int which)
+{
+    return atomic_load_explicit(&c->rows[rank].counters[which].value, memory_order_acquire);
+}
+
+static inline int reached(const nc *c, int which, uint64_t value, int ranks)
+{
+    for (int r = 0; r < ranks; r++)
+        if (r != c->rank && counted(c, r, which) < value)
+            return 0;
+    return 1;
+}
+
+/* The places of slots in a segment. */
+static inline size_t small_at(const nc *c) { return (c->meeting & 1) * c->sizes.small; }
+
+static inline size_t chunk_at(const nc *c, uint64_t chunk)
+{
+    return 2 * c->sizes.small + chunk % NC_DEPTH * c->sizes.chunk;
+}
+
+static inline size_t lane_at(const nc *c, uint64_t chunk)
+{
+    return 2 * c->sizes.small + NC_DEPTH * c->sizes.chunk + chunk % (uint64_t)c->sizes.lanes * c->sizes.slice;
+}
+
+static inline char *lane(const nc *c, int rank, uint64_t chunk) { return c->slots[rank] + lane_at(c, chunk); }
+
+static inline const char *at_place(const nc *c, int rank, int64_t place)
+{
+    int64_t location = MAPPED - place;
+    return c->base[location >> SEGMENT_SHIFT][rank] + (location & (((int64_t)1 << SEGMENT_SHIFT) - 1));
+}
+
+static inline int streams(const nc *c) { return c->whole >= STREAMED_BYTES; }
+
+/* memory.c */
+int64_t core_place_of(const nc *c, const char *address, size_t bytes);
+/* Copies, past the cache where the whole is large: nobody on this core reads the target soon. */
+void core_copy(char *to, const char *from, size_t bytes, int streamed);
+
+/* chunks.c: each goes on with a call in chunks. */
+int core_start_chunks(nc *c); /* 0 where a slice has no room for an element */
+nc_state core_move_chunks(nc *c);
+int core_piece_with(const nc *c, size_t element);
+
+#endif

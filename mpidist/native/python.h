@@ -1,0 +1,137 @@
+/* What the files of the face for Python share: CPython's functions, declared by hand, and the state of one face.
+
+   The library is loaded by ctypes.PyDLL and finds the symbols below in the interpreter that loads it, so that one file
+   serves every CPython. Functions of one core hold it in a capsule. All run with the interpreter's lock (GIL), which
+   they give up while they wait or move much. Arrays are those that offer their buffer, contiguous and aligned. */
+
+#ifndef MPIDIST_PYTHON_H
+#define MPIDIST_PYTHON_H
+
+#include "mpidist.h"
+
+#include <errno.h>
+#include <sys/types.h>
+
+typedef struct PyObject PyObject;
+typedef struct {
+    void *buf;
+    PyObject *obj;
+    ssize_t len, itemsize;
+    int readonly, ndim;
+    char *format;
+    ssize_t *shape, *strides, *suboffsets;
+    void *internal;
+} Py_buffer;
+typedef PyObject *(*function)(PyObject *, PyObject *const *, ssize_t);
+typedef struct {
+    const char *name;
+    function call;
+    int flags;
+    const char *doc;
+} PyMethodDef;
+enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, STRIDED = 0x18, BUF_WRITE = 0x200 };
+
+extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct;
+PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
+PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
+void *PyCapsule_GetPointer(PyObject *, const char *);
+PyObject *PyDict_New(void);
+int PyDict_SetItemString(PyObject *, const char *, PyObject *);
+PyObject *PyList_New(ssize_t);
+PyObject *PyList_GetItem(PyObject *, ssize_t);
+int PyList_SetItem(PyObject *, ssize_t, PyObject *);
+ssize_t PyList_Size(PyObject *);
+PyObject *PyTuple_New(ssize_t);
+int PyTuple_SetItem(PyObject *, ssize_t, PyObject *);
+PyObject *PyLong_FromLongLong(long long);
+long long PyLong_AsLongLong(PyObject *);
+double PyFloat_AsDouble(PyObject *);
+PyObject *PyMemoryView_FromMemory(char *, ssize_t, int);
+PyObject *PyUnicode_InternFromString(const char *);
+const char *PyUnicode_AsUTF8AndSize(PyObject *, ssize_t *);
+char *PyBytes_AsString(PyObject *);
+ssize_t PyBytes_Size(PyObject *);
+PyObject *PyObject_GetAttr(PyObject *, PyObject *);
+PyObject *PyObject_Type(PyObject *);
+PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
+int PyObject_GetBuffer(PyObject *, Py_buffer *, int);
+void PyBuffer_Release(Py_buffer *);
+void Py_IncRef(PyObject *);
+void Py_DecRef(PyObject *);
+PyObject *PyErr_Occurred(void);
+void PyErr_Clear(void);
+PyObject *PyErr_Format(PyObject *, const char *, ...);
+PyObject *PyErr_SetFromErrno(PyObject *);
+unsigned long PyThread_get_thread_ident(void);
+void *PyEval_SaveThread(void);
+void PyEval_RestoreThread(void *);
+
+#define NONE (&_Py_NoneStruct)
+
+/* Cells that Python sees, too. HOLDS: anything but 0 sends calls the long way. CALLS: short calls so far; LAST: the
+   signature of the last. */
+enum { HOLDS, CALLS, LAST, THREAD, CELLS };
+/* A thread, which THREAD names, is in a short call; a call has begun that Python is to carry on. */
+enum { BUSY = 1, HANDED_ON = 4 };
+enum { SIGNATURES = 2048, AXES = 8, OPS = 32 };
+/* For how long a call keeps the interpreter's lock. */
+enum { KEEPS_LOCK = 30000 };
+
+typedef struct {
+    int is_known, number, kind, op, dtype, axes, root;
+    ssize_t shape[AXES];
+    double divisor;
+    uint64_t id;
+    PyObject *text; /* bytes, for the flight record */
+} signature;
+
+/* The flight record that short calls write, as mpidist/collectives/watch/flight_record.py lays it out. */
+typedef struct {
+    char *memory;     /* NULL where none is kept */
+    int64_t *serial;  /* of the last entry of this process */
+    int64_t *last;    /* number and serial of the last collective of this communicator */
+    PyObject *name, *line; /* bytes; called for the line of the program */
+    PyObject *kept[5];     /* all that this points into */
+} flight;
+
+typedef struct {
+    nc *core;
+    int rank, ranks, op_count, lost; /* errno of a call that ended as NC_LOST */
+    int64_t cells[CELLS];
+    PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
+    PyObject *op[OPS];
+    int op_code[OPS];
+    signature known[SIGNATURES];
+    flight flight;
+    nc_range given[NC_INPUTS], results[NC_PIECES]; /* of one call */
+} face;
+
+static const char CAPSULE[] = "mpidist core";
+
+static inline face *face_of(PyObject *self) { return PyCapsule_GetPointer(self, CAPSULE); }
+static inline PyObject *none(void) { Py_IncRef(NONE); return NONE; }
+static inline long long whole(PyObject *number) { return PyLong_AsLongLong(number); }
+
+static inline nc_state go_on(face *f, nc_state state, int64_t nanoseconds)
+{
+    void *thread = PyEval_SaveThread();
+    state = nc_step(f->core, nanoseconds);
+    PyEval_RestoreThread(thread);
+    return state;
+}
+
+static inline int memory_of(PyObject *array, int flags, Py_buffer *view)
+{
+    if (PyObject_GetBuffer(array, view, flags) < 0)
+        return -1;
+    PyBuffer_Release(view); /* the caller keeps the array */
+    return 0;
+}
+
+/* The functions of the short way. */
+extern PyMethodDef short_functions[];
+
+/* Let go of what they hold. */
+void short_close(face *f);
+
+#endif
