@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mpidist.core.advice import IN_PLACE_OF
 from mpidist.core.context import (
-    default_strategy_is_in,
     experimental_set_strategy,
     get_loss_reduction,
     has_strategy,
@@ -31,7 +30,6 @@ from mpidist.topology import install_excepthook, prepare_environment, rank, size
 prepare_environment()
 install_excepthook()
 warn_about_unknown()
-default_strategy_is_in("mpidist.strategies.default")
 
 # Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
 # program pays for what it needs alone.
@@ -120,7 +118,6 @@ else:
 
 # Not for programs, and not to be shown to those who look what there is.
 del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
-del default_strategy_is_in
 
 __all__ = [
     "AUTOTUNE",

@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -179,19 +179,20 @@ def _infiniband(device: Path) -> Interface:
 
 def traffic() -> dict[str, int]:
     """Return the bytes that each network interface has moved so far, both ways."""
-    moved = {}
-    for path in _listed(_NETWORK):
-        if path.name != "lo":
-            counters = [_read(path / "statistics" / name) for name in ("rx_bytes", "tx_bytes")]
-            moved[path.name] = sum(int(counter or 0) for counter in counters)
+    moved = {
+        path.name: _counted(path / "statistics" / name for name in ("rx_bytes", "tx_bytes"))
+        for path in _listed(_NETWORK)
+        if path.name != "lo"
+    }
     for device in _listed(_INFINIBAND):
-        counters = [
-            _read(port / "counters" / name)
-            for port in _active_ports(device)
-            for name in ("port_rcv_data", "port_xmit_data")
-        ]
-        moved[device.name] = sum(int(counter or 0) for counter in counters) * _WORD
+        counters = [port / "counters" for port in _active_ports(device)]
+        words = _counted(folder / name for folder in counters for name in ("port_rcv_data", "port_xmit_data"))
+        moved[device.name] = words * _WORD
     return moved
+
+
+def _counted(counters: Iterable[Path]) -> int:
+    return sum(int(_read(counter) or 0) for counter in counters)
 
 
 # GPUs -----------------------------------------------------------------------------------------------------------------
