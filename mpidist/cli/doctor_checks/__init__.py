@@ -8,13 +8,7 @@ from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_checks.gpus import check_gpus
 from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
 from mpidist.cli.doctor_checks.network import check_links, check_network, check_reach
-from mpidist.cli.doctor_checks.setup import (
-    check_native_core,
-    check_settings,
-    check_software,
-    check_table,
-    check_world,
-)
+from mpidist.cli.doctor_checks.setup import check_native_core, check_settings, check_software, check_table, check_world
 from mpidist.cli.doctor_facts.facts import JobFacts
 
 CHECKS = (
