@@ -71,14 +71,8 @@ if TYPE_CHECKING:
         Strategy,
         StrategyExtended,
     )
-    from mpidist.training import (
-        common_rng,
-        compute_average_loss,
-        global_count,
-        replica_rng,
-        scale_regularization_loss,
-        set_seed,
-    )
+    from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
+    from mpidist.training.random import common_rng, replica_rng, set_seed
     from mpidist.values import DistributedValues, IndexedSlices, Variable
 
     # core knows strategies by protocols, which have less than programs use.
@@ -109,8 +103,8 @@ else:
             "mpidist.parameter_server.server": "Server",
             "mpidist.strategies": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy ReplicaContext "
             "Strategy StrategyExtended",
-            "mpidist.training": "common_rng compute_average_loss global_count replica_rng scale_regularization_loss "
-            "set_seed",
+            "mpidist.training.losses": "compute_average_loss global_count scale_regularization_loss",
+            "mpidist.training.random": "common_rng replica_rng set_seed",
             "mpidist.values": "DistributedValues IndexedSlices Variable",
         },
         IN_PLACE_OF,

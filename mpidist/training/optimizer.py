@@ -204,7 +204,7 @@ class Optimizer:
     # Updating -------------------------------------------------------------------------------------------------
 
     def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
-        """Return the pairs with the gradients summed over replicas: see ``mpidist.training.aggregate_gradients``."""
+        """Return the pairs with the gradients summed over replicas: see ``mpidist.optimizers.aggregate_gradients``."""
         return gradient_tools.aggregate_gradients(grads_and_vars)
 
     def apply_gradients(
