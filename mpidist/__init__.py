@@ -14,13 +14,7 @@ from mpidist.core.context import (
     variable_creator_scope,
 )
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.core.errors import (
-    CollectiveTimeoutError,
-    LaunchError,
-    MismatchError,
-    OutOfRangeError,
-    PeerError,
-)
+from mpidist.core.errors import CollectiveTimeoutError, LaunchError, MismatchError, OutOfRangeError, PeerError
 from mpidist.core.first_use import on_first_use
 from mpidist.core.options import RunOptions
 from mpidist.core.settings import warn_about_unknown
@@ -40,12 +34,7 @@ if TYPE_CHECKING:
     from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
     from mpidist.compat.tpu import TPUStrategy
-    from mpidist.cross_device_ops import (
-        CrossDeviceOps,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
+    from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
     from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
     from mpidist.input import (
         AUTOTUNE,
