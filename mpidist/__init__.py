@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mpidist.core.advice import IN_PLACE_OF
 from mpidist.core.context import (
-    default_strategy_is_in,
     experimental_set_strategy,
     get_loss_reduction,
     has_strategy,
@@ -15,13 +14,7 @@ from mpidist.core.context import (
     variable_creator_scope,
 )
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.core.errors import (
-    CollectiveTimeoutError,
-    LaunchError,
-    MismatchError,
-    OutOfRangeError,
-    PeerError,
-)
+from mpidist.core.errors import CollectiveTimeoutError, LaunchError, MismatchError, OutOfRangeError, PeerError
 from mpidist.core.first_use import on_first_use
 from mpidist.core.options import RunOptions
 from mpidist.core.settings import warn_about_unknown
@@ -31,7 +24,6 @@ from mpidist.topology import install_excepthook, prepare_environment, rank, size
 prepare_environment()
 install_excepthook()
 warn_about_unknown()
-default_strategy_is_in("mpidist.strategies.default")
 
 # Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
 # program pays for what it needs alone.
@@ -42,12 +34,7 @@ if TYPE_CHECKING:
     from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
     from mpidist.compat.tpu import TPUStrategy
-    from mpidist.cross_device_ops import (
-        CrossDeviceOps,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
+    from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
     from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
     from mpidist.input import (
         AUTOTUNE,
@@ -73,14 +60,8 @@ if TYPE_CHECKING:
         Strategy,
         StrategyExtended,
     )
-    from mpidist.training import (
-        common_rng,
-        compute_average_loss,
-        global_count,
-        replica_rng,
-        scale_regularization_loss,
-        set_seed,
-    )
+    from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
+    from mpidist.training.random import common_rng, replica_rng, set_seed
     from mpidist.values import DistributedValues, IndexedSlices, Variable
 
     # core knows strategies by protocols, which have less than programs use.
@@ -111,8 +92,8 @@ else:
             "mpidist.parameter_server.server": "Server",
             "mpidist.strategies": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy ReplicaContext "
             "Strategy StrategyExtended",
-            "mpidist.training": "common_rng compute_average_loss global_count replica_rng scale_regularization_loss "
-            "set_seed",
+            "mpidist.training.losses": "compute_average_loss global_count scale_regularization_loss",
+            "mpidist.training.random": "common_rng replica_rng set_seed",
             "mpidist.values": "DistributedValues IndexedSlices Variable",
         },
         IN_PLACE_OF,
@@ -120,7 +101,6 @@ else:
 
 # Not for programs, and not to be shown to those who look what there is.
 del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
-del default_strategy_is_in
 
 __all__ = [
     "AUTOTUNE",

@@ -50,12 +50,7 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
-_home_of_default: list[str] = []
-
-
-def default_strategy_is_in(module: str) -> None:
-    """Have ``module``, which registers the default strategy, imported when that is first needed."""
-    _home_of_default[:] = [module]
+_HOME_OF_DEFAULT = "mpidist.strategies.default"
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
@@ -69,7 +64,7 @@ def current_frame() -> Frame:
     if frames:
         return frames[-1]
     if not _default:
-        imported(_home_of_default[0])
+        imported(_HOME_OF_DEFAULT)
     return _default[0]
 
 

@@ -21,15 +21,7 @@ from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CallOptions, CommunicationOptions
-from mpidist.cross_device_ops.local_values import (
-    accumulate,
-    check_alike,
-    destination_devices,
-    device_of,
-    divided,
-    formed,
-    place,
-)
+from mpidist.cross_device_ops import local_values
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
@@ -150,7 +142,7 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: object, destinations: object) -> Any:
         """Copy ``tensor`` to ``destinations`` of this rank."""
-        destination_devices(destinations)
+        local_values.destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     # Extension points ---------------------------------------------------------------------------------------
@@ -163,9 +155,9 @@ class CrossDeviceOps:
         Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
         """
         arrays = self._gathered(per_replica_value, destinations)
-        total = accumulate(arrays, reduce_op)
+        total = local_values.accumulate(arrays, reduce_op)
         if reduce_op is ReduceOp.MEAN:
-            total = divided(total, len(arrays))
+            total = local_values.divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
     def batch_reduce_implementation(
@@ -176,11 +168,11 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: object, destinations: object) -> Any:
         """Return a copy of ``tensor`` for each destination of this rank."""
-        return place(tensor, destination_devices(destinations))
+        return local_values.place(tensor, local_values.destination_devices(destinations))
 
     def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
         """Return the arrays of this rank's replicas, brought to the first destination."""
-        where = place_at(destination_devices(destinations)[0])
+        where = place_at(local_values.destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
 
     def between_ranks_implementation(
@@ -250,7 +242,7 @@ class CrossDeviceOps:
         for i in sparse:
             value, destinations = pairs[i]
             total = self._sparse(op, value, divisor, options)
-            results[i] = place(total, destination_devices(destinations))
+            results[i] = local_values.place(total, local_values.destination_devices(destinations))
         return results
 
     def reduce_pairs_async(
@@ -284,7 +276,7 @@ class CrossDeviceOps:
         if comm is not None:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
-            totals = [divided(total, divisor) for total in totals]
+            totals = [local_values.divided(total, divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)
 
     def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
@@ -304,9 +296,9 @@ class CrossDeviceOps:
             dtypes = []
             for value, _ in pairs:
                 arrays = [to_array(component) for component in value.values]
-                check_alike(arrays)
+                local_values.check_alike(arrays)
                 dtypes.append(reduction_dtypes(arrays[0].dtype, op)[1])
-                local.append([formed(array, op) for array in arrays])
+                local.append([local_values.formed(array, op) for array in arrays])
             return [list(arrays) for arrays in zip(*local, strict=True)] or [[]], dtypes
 
     def _combined(self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CallOptions) -> list[Array]:
@@ -315,7 +307,7 @@ class CrossDeviceOps:
             return replicas[0]
         with self._shared_errors("the values of its replicas"):
             values = [PerReplica(arrays, pairs[0][0].replica_ids) for arrays in zip(*replicas, strict=True)]
-            to_first = [(value, device_of(value.values[0])) for value in values]
+            to_first = [(value, local_values.device_of(value.values[0])) for value in values]
             # The mean is taken once, at the end, over all replicas.
             local_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
             reduced = self.batch_reduce_implementation(local_op, to_first, options)
@@ -330,7 +322,11 @@ class CrossDeviceOps:
             here = place_of(total)
             own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)
             restore = restorer(value.values[0])
-            results.append(place(own if restore is None else restore(own), destination_devices(destinations)))
+            results.append(
+                local_values.place(
+                    own if restore is None else restore(own), local_values.destination_devices(destinations)
+                )
+            )
         return results
 
     def _sparse(self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CallOptions) -> IndexedSlices:
@@ -345,7 +341,7 @@ class CrossDeviceOps:
             slices = IndexedSlices(values, indices, slices.dense_shape)
         if op is ReduceOp.MEAN:
             result = reduction_dtypes(slices.dtype, op)[1]
-            mean = place_of(slices.values).casts(divided(slices.values, divisor), result)
+            mean = place_of(slices.values).casts(local_values.divided(slices.values, divisor), result)
             slices = IndexedSlices(mean, slices.indices, slices.dense_shape)
         return slices
 
@@ -385,7 +381,7 @@ def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
         raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
     checked = []
     for value, destinations in pairs:
-        destination_devices(destinations)
+        local_values.destination_devices(destinations)
         checked.append((value if isinstance(value, ReplicaValues) else PerReplica((value,)), destinations))
     counts = {len(value.values) for value, _ in checked}
     if len(counts) > 1:

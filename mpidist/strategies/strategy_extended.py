@@ -523,7 +523,7 @@ class StrategyExtended(ABC):
         """Update variables by summed gradients, in update context. Extension.
 
         Args:
-            optimizer: A ``mpidist.training.Optimizer`` whose slots exist.
+            optimizer: A ``mpidist.optimizers.Optimizer`` whose slots exist.
             summed: Gradients and their variables, as they come in.
         """
         optimizer.update_copies(summed)

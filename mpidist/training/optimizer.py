@@ -204,7 +204,7 @@ class Optimizer:
     # Updating -------------------------------------------------------------------------------------------------
 
     def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
-        """Return the pairs with the gradients summed over replicas: see ``mpidist.training.aggregate_gradients``."""
+        """Return the pairs with the gradients summed over replicas: see ``mpidist.optimizers.aggregate_gradients``."""
         return gradient_tools.aggregate_gradients(grads_and_vars)
 
     def apply_gradients(
@@ -525,7 +525,7 @@ class SGD(Optimizer):
         """See ``Optimizer.update_variable``."""
         dtype = compute_dtype(variable)
         # A Python float would make float64 of a 0-d float32 array before NumPy 2.
-        move = to_array(dtype.type(learning_rate) * gradient.astype(dtype, copy=False))
+        move = dtype.type(learning_rate) * gradient.astype(dtype, copy=False)
         if not self.momentum:
             subtract(variable, move)
             return

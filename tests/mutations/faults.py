@@ -383,7 +383,7 @@ _CROSS_DEVICE_OPS = (
     Fault(
         "the mean of sparse values is their sum",
         "mpidist/cross_device_ops/cross_device_ops.py",
-        "casts(divided(slices.values, divisor), result)",
+        "casts(local_values.divided(slices.values, divisor), result)",
         "casts(slices.values, result)",
         ("tests/acceptance/test_values.py",),
     ),

@@ -102,10 +102,7 @@ def meet(comm: MPI.Intracomm, seconds: float, doing: str) -> None:
 def send_report(comm: MPI.Intracomm, content: bytes, seconds: float) -> bool:
     """Send this rank's report to rank 0; whether it went out in time."""
     length = len(content).to_bytes(_LENGTH_BYTES, "little")
-    requests = {
-        0: comm.Isend(length, 0, DOCTOR_LENGTH),
-        1: comm.Isend(content, 0, DOCTOR_CONTENT),
-    }
+    requests = {0: comm.Isend(length, 0, DOCTOR_LENGTH), 1: comm.Isend(content, 0, DOCTOR_CONTENT)}
     return len(finished(requests, seconds)) == len(requests)
 
 
