@@ -30,7 +30,7 @@ from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
-from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import GoOn
 from mpidist.collectives.reduce.choice import check_options
@@ -251,14 +251,20 @@ class ArrayCollectives:
         return self._now(self._gathering(arrays, axis, options, note))
 
     def _gathering(
-        self, arrays: Sequence[Array], axis: int, options: CommunicationOptions | None, note: str
+        self,
+        arrays: Sequence[Array],
+        axis: int,
+        options: CommunicationOptions | None,
+        note: str,
+        outs: Sequence[Array] | None = None,
     ) -> Operation[list[Array]]:
         signature, engine = signature_of(arrays), self._engine
         on_device = self._moved_on_device("all_gather", arrays, options)
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            operation = self._operation(engine.on_host.all_gather(plan, copies), plan.description, options)
+            steps = engine.on_host.all_gather(plan, copies, _in_host_memory(outs))
+            operation = self._operation(steps, plan.description, options)
             if options is None and axis == 0 and len(arrays) == 1:
                 operation.then(self._learns("all_gather", arrays[0], operation))
             return operation.then(bring_back)
@@ -272,19 +278,58 @@ class ArrayCollectives:
         return self._now(self._broadcasting(arrays, root, options, note))
 
     def _broadcasting(
-        self, arrays: Sequence[Array], root: int, options: CommunicationOptions | None, note: str
+        self,
+        arrays: Sequence[Array],
+        root: int,
+        options: CommunicationOptions | None,
+        note: str,
+        outs: Sequence[Array] | None = None,
     ) -> Operation[list[Array]]:
         root, signature, engine = self._check_root(root), signature_of(arrays), self._engine
         on_device = self._moved_on_device("broadcast", arrays, options)
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
         if on_device is None:
             copies, bring_back = on_host(arrays)
-            operation = self._operation(engine.on_host.broadcast(plan, copies), plan.description, options)
+            steps = engine.on_host.broadcast(plan, copies, _in_host_memory(outs))
+            operation = self._operation(steps, plan.description, options)
             if options is None and len(arrays) == 1:
                 operation.then(self._learns("broadcast", arrays[0], operation, root=root))
             return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
         return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
+
+    def _dealing(
+        self,
+        name: str,
+        arrays: Sequence[Array],
+        cut: Callable[[int], Sequence[int]] | None,
+        options: CommunicationOptions | None,
+        note: str,
+        outs: Sequence[Array] | None,
+        root: int | None = None,
+    ) -> Operation[list[Array]]:
+        """Return the operation that gives each rank the rows between two borders.
+
+        Args:
+            name: Of the collective.
+            arrays: Of this rank.
+            cut: Returns the borders in so many rows; None for a rank that gives none.
+            options: Of the call.
+            note: The structure that the arrays came from.
+            outs: For the results, if they are given.
+            root: The rank that gives, or takes, if only one does.
+        """
+        signature = signature_of(arrays)
+        key = (name, root, tuple([(shape[1:], dtype) for shape, dtype in signature]), note)
+        with self.shared_errors(name):
+            self._check_options(options)
+            plan: DealPlan | None = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = DealPlan(name, root, signature, note)
+            borders = [[0] * (self.size + 1) if cut is None else cut(len(array)) for array in arrays]
+        copies, bring_back = on_host(arrays if cut is not None else [array[:0] for array in arrays])
+        steps = self._engine.on_host.deal(plan, copies, borders, _in_host_memory(outs))
+        return self._operation(steps, plan.description, options).then(bring_back)
 
     def _movement_call(
         self,
@@ -517,3 +562,11 @@ def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
         )
     if not plan.on_device and not all([array.flags.writeable for array in out]):
         raise ValueError("out is read-only; expected arrays that can be written")
+
+
+def _in_host_memory(outs: Sequence[Array] | None) -> Sequence[Array] | None:
+    """Return the arrays for results if they lie in host memory.
+
+    Those on a GPU get a copy later.
+    """
+    return outs if outs and not which_on_device(outs) else None

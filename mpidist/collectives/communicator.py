@@ -6,6 +6,8 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +25,7 @@ from mpidist.collectives.move.movement_plan import check_has_axis
 from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import packing
-from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import read, read_out, restore
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
@@ -195,58 +197,93 @@ class Communicator(ArrayCollectives):
             return operation.then(_nothing)
         return operation.then(bring_back).then(rebuild)
 
-    def reduce_scatter(self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None) -> T:
+    def reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
+    ) -> T:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
 
-        The rows (axis 0) are dealt in rank order; where they do not divide, the first ranks get one more.
+        The rows (axis 0) are dealt in rank order.
+
+        Args:
+            op: See :meth:`all_reduce`.
+            value: Array of at least one dimension, equal in shape and dtype on all ranks.
+            options: Laid over those of the communicator.
+            counts: How many rows each rank keeps, the same on all ranks; by default equally many, and where they do
+                not divide one more for the first ranks.
+            out: Where to put this rank's rows; a new array by default.
 
         Raises:
-            ValueError: A 0-d value.
+            ValueError: A 0-d value, counts that do not make up its rows, or ``out`` does not fit.
 
         >>> comm = Communicator()
         >>> comm.reduce_scatter("SUM", np.ones((4 * comm.size, 2))).shape
         (4, 2)
         >>> comm.close()
         """
-        if options is None:
+        if options is None and counts is None and out is None:
             rows: T | None = self.short.reduce_scatter(op, value)
             if rows is not None:
                 return rows
-        return self._now(self._reduce_scattering(op, value, options))
+        return self._now(self._reduce_scattering(op, value, options, counts, out))
 
     def reduce_scatter_async(
-        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None
+        self,
+        op: ReduceOp | str,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
     ) -> Work[T]:
         """Start a :meth:`reduce_scatter` and return its handle (collective)."""
-        return self._later(self._reduce_scattering(op, value, options))
+        return self._later(self._reduce_scattering(op, value, options, counts, out))
 
-    def _reduce_scattering(self, op: ReduceOp | str, value: T, options: CommunicationOptions | None) -> Operation[T]:
+    def _reduce_scattering(
+        self,
+        op: ReduceOp | str,
+        value: T,
+        options: CommunicationOptions | None,
+        counts: Sequence[int] | None,
+        out: T | None,
+    ) -> Operation[T]:
         with self.shared_errors("reduce_scatter"):
             op = ReduceOp.of(op)
             given = to_array(value)
             check_has_axis(given.ndim, 0, "reduce_scatter")
-        engine = self._engine
-        start, stop = slices(len(given), self.size)[self.rank]
-        shape = (stop - start, *given.shape[1:])
+            rows = self._cut(len(given), counts)
+            outs = None if out is None else read_out(out, "")
+        engine, note = self._engine, "" if counts is None else f"parts of {list(counts)} rows"
         on_device = self._moved_on_device("reduce_scatter", [given], options)
-        if on_device is not None:
+        if on_device is not None and counts is None:
             plan = self._plan("reduce_scatter", op, [given], self.size, options, "")
             if engine.scatters_on_device(plan):
+                shape = (rows[self.rank + 1] - rows[self.rank], *given.shape[1:])
                 result = (math.prod(shape),), plan.result_dtypes[0]
                 call = self._movement_call("reduce_scatter", [given], [given], (result,), options)
                 operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
-                return operation.then(lambda flats: restore(value, flats[0].reshape(shape)))
+                kept = operation.then(lambda flats: [flats[0].reshape(shape)])
+                return kept.then(_delivering(outs)).then(lambda parts: restore(value, parts[0]))
         copies, bring_back = on_host([given])
         are_copies = bool(which_on_device([given]))
-        plan = self._plan("reduce_scatter", op, copies, self.size, options, "", are_copies=are_copies)
-        operation = self._operation(engine.reduce_scatter(plan, copies[0]), plan.description, options)
-        if options is None and plan.may_be_short:
+        plan = self._plan("reduce_scatter", op, copies, self.size, options, note, are_copies=are_copies)
+        on_host_out = outs[0] if outs and not which_on_device(outs) else None
+        steps = engine.reduce_scatter(plan, copies[0], rows, on_host_out)
+        operation = self._operation(steps, plan.description, options)
+        if options is None and counts is None and plan.may_be_short:
             operation.then(self._learns("reduce_scatter", given, operation, op, plan.divisor))
-        return operation.then(lambda flats: restore(value, bring_back([flats[0].reshape(shape)])[0]))
+        return operation.then(bring_back).then(_delivering(outs)).then(lambda parts: restore(value, parts[0]))
 
     # Movement ---------------------------------------------------------------------------------------------
 
-    def all_gather(self, value: T, axis: int = 0, options: CommunicationOptions | None = None) -> T:
+    def all_gather(
+        self, value: T, axis: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> T:
         """Concatenate the arrays of all ranks along ``axis``, in rank order (collective; MPI_Allgatherv).
 
         Args:
@@ -254,9 +291,11 @@ class Communicator(ArrayCollectives):
                 between ranks and may be 0; dtypes and other dimensions must be equal.
             axis: Where to concatenate; may be negative.
             options: Laid over those of the communicator.
+            out: Where to put the result; a new array by default. A value that is this rank's part of it, where all
+                give as much, is not copied.
 
         Raises:
-            ValueError: A 0-d array, or an axis out of range.
+            ValueError: A 0-d array, an axis out of range, or ``out`` does not fit the result.
             MismatchError: Ranks differ in dtype or another dimension.
 
         >>> comm = Communicator()
@@ -264,41 +303,184 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        if options is None and axis == 0:
+        if options is None and axis == 0 and out is None:
             gathered: T | None = self.short.all_gather(value)
             if gathered is not None:
                 return gathered
-        return self._now(self._all_gathering(value, axis, options))
+        return self._now(self._all_gathering(value, axis, options, out))
 
-    def all_gather_async(self, value: T, axis: int = 0, options: CommunicationOptions | None = None) -> Work[T]:
+    def all_gather_async(
+        self, value: T, axis: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> Work[T]:
         """Start an :meth:`all_gather` and return its handle (collective)."""
-        return self._later(self._all_gathering(value, axis, options))
+        return self._later(self._all_gathering(value, axis, options, out))
 
-    def _all_gathering(self, value: T, axis: int, options: CommunicationOptions | None) -> Operation[T]:
-        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        return self._gathering(arrays, axis, options, structure).then(rebuild)
+    def _all_gathering(self, value: T, axis: int, options: CommunicationOptions | None, out: T | None) -> Operation[T]:
+        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        return self._gathering(arrays, axis, options, structure, outs).then(_delivering(outs)).then(rebuild)
 
-    def broadcast(self, value: T, root: int = 0, options: CommunicationOptions | None = None) -> T:
-        """Return the value of rank ``root`` on every rank, as new arrays (collective; MPI_Bcast).
+    def gather(
+        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> T | None:
+        """Concatenate the arrays of all ranks along axis 0 on one rank (collective; MPI_Gatherv).
+
+        Args:
+            value: As for :meth:`all_gather`.
+            root: The rank that gets the result; the others get None.
+            options: Laid over those of the communicator.
+            out: Where to put the result on ``root``; a new array by default. Left out on the others.
+
+        >>> comm = Communicator()
+        >>> rows = comm.gather(np.full((2, 3), comm.rank))
+        >>> rows.shape == (2 * comm.size, 3) if comm.rank == 0 else rows is None
+        True
+        >>> comm.close()
+        """
+        return self._now(self._gathering_to(value, root, options, out))
+
+    def gather_async(
+        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> Work[T | None]:
+        """Start a :meth:`gather` and return its handle (collective)."""
+        return self._later(self._gathering_to(value, root, options, out))
+
+    def _gathering_to(
+        self, value: T, root: int, options: CommunicationOptions | None, out: T | None
+    ) -> Operation[T | None]:
+        root = self._check_root(root)
+        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+
+        def cut(rows: int) -> Sequence[int]:
+            return [0] * (root + 1) + [rows] * (self.size - root)
+
+        gathering = self._dealing("gather", arrays, cut, options, structure, outs, root)
+        if self.rank != root:
+            return gathering.then(_nothing)
+        return gathering.then(_delivering(outs)).then(rebuild)
+
+    def scatter(
+        self,
+        value: T,
+        root: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
+    ) -> T:
+        """Deal the rows of an array of one rank, in rank order (collective; MPI_Scatterv).
+
+        Args:
+            value: Array, or nest of arrays, of at least one dimension. On ranks other than ``root`` it tells structure,
+                dtype and the shape of a row, and may have no rows.
+            root: Whose rows are dealt.
+            options: Laid over those of the communicator.
+            counts: How many rows each rank gets; that of ``root`` counts. By default equally many, and where they do
+                not divide one more for the first ranks.
+            out: Where to put this rank's rows; a new array by default.
+
+        >>> comm = Communicator()
+        >>> comm.scatter(np.arange(3.0 * comm.size)) - 3 * comm.rank
+        array([0., 1., 2.])
+        >>> comm.close()
+        """
+        return self._now(self._scattering(value, root, options, counts, out))
+
+    def scatter_async(
+        self,
+        value: T,
+        root: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
+    ) -> Work[T]:
+        """Start a :meth:`scatter` and return its handle (collective)."""
+        return self._later(self._scattering(value, root, options, counts, out))
+
+    def _scattering(
+        self, value: T, root: int, options: CommunicationOptions | None, counts: Sequence[int] | None, out: T | None
+    ) -> Operation[T]:
+        root = self._check_root(root)
+        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        cut = partial(self._cut, counts=counts) if self.rank == root else None
+        dealing = self._dealing("scatter", arrays, cut, options, structure, outs, root)
+        return dealing.then(_delivering(outs)).then(rebuild)
+
+    def all_to_all(
+        self,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
+    ) -> T:
+        """Deal the rows of every rank's array, in rank order (collective; MPI_Alltoallv).
+
+        Args:
+            value: Array, or nest of arrays, of at least one dimension; ranks may have other numbers of rows, but the
+                same dtypes and other dimensions.
+            options: Laid over those of the communicator.
+            counts: How many of this rank's rows each rank gets; by default equally many, and where they do not divide
+                one more for the first ranks.
+            out: Where to put the rows from all ranks, those of rank 0 first; a new array by default.
+
+        Raises:
+            ValueError: A 0-d array, counts that do not make up its rows, or ``out`` does not fit the result.
+
+        >>> comm = Communicator()
+        >>> comm.all_to_all(np.arange(2 * comm.size)).size == 2 * comm.size
+        True
+        >>> comm.close()
+        """
+        return self._now(self._exchanging(value, options, counts, out))
+
+    def all_to_all_async(
+        self,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out: T | None = None,
+    ) -> Work[T]:
+        """Start an :meth:`all_to_all` and return its handle (collective)."""
+        return self._later(self._exchanging(value, options, counts, out))
+
+    def _exchanging(
+        self, value: T, options: CommunicationOptions | None, counts: Sequence[int] | None, out: T | None
+    ) -> Operation[T]:
+        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        cut = partial(self._cut, counts=counts)
+        exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs)
+        return exchange.then(_delivering(outs)).then(rebuild)
+
+    def broadcast(
+        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> T:
+        """Return the value of rank ``root`` on every rank (collective; MPI_Bcast).
 
         Args:
             value: Array, number, or nest of them; on ranks other than ``root`` it tells structure, shape and dtype.
             root: Whose value it is.
             options: Laid over those of the communicator.
+            out: Where to put it, ``value`` itself for instance; new arrays by default.
         """
-        if options is None:
+        if options is None and out is None:
             copy: T | None = self.short.broadcast(value, root)
             if copy is not None:
                 return copy
-        return self._now(self._broadcasting_value(value, root, options))
+        return self._now(self._broadcasting_value(value, root, options, out))
 
-    def broadcast_async(self, value: T, root: int = 0, options: CommunicationOptions | None = None) -> Work[T]:
+    def broadcast_async(
+        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
+    ) -> Work[T]:
         """Start a :meth:`broadcast` and return its handle (collective)."""
-        return self._later(self._broadcasting_value(value, root, options))
+        return self._later(self._broadcasting_value(value, root, options, out))
 
-    def _broadcasting_value(self, value: T, root: int, options: CommunicationOptions | None) -> Operation[T]:
-        _, arrays, _, structure, rebuild = self._read(ReduceOp.SUM, value)
-        return self._broadcasting(arrays, root, options, structure).then(rebuild)
+    def _broadcasting_value(
+        self, value: T, root: int, options: CommunicationOptions | None, out: T | None
+    ) -> Operation[T]:
+        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        return self._broadcasting(arrays, root, options, structure, outs).then(_delivering(outs)).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
@@ -394,6 +576,17 @@ class Communicator(ArrayCollectives):
         part.Free()
         return group
 
+    def _cut(self, rows: int, counts: Sequence[int] | None) -> Sequence[int]:
+        """Return the borders of the rows for each rank."""
+        if counts is None:
+            return borders(rows, self.size)
+        cuts = list(accumulate(counts, initial=0))
+        if len(cuts) != self.size + 1 or cuts[-1] != rows or min(counts) < 0:
+            raise ValueError(
+                f"counts is {counts!r}; expected how many of {rows} rows each of {self.size} ranks gets, in their order"
+            )
+        return cuts
+
     def _read(
         self, op: ReduceOp | str, value: T, out: T | None = None
     ) -> tuple[ReduceOp, list[Array], list[Array] | None, str, Callable[[list[Array]], T]]:
@@ -439,3 +632,27 @@ def _is_c_int(value: object, smallest: int) -> bool:
 
 def _nothing(_: object) -> None:
     return None
+
+
+def _delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
+    """Return a function that puts results where they are wanted.
+
+    Raises:
+        ValueError: They do not fit there.
+    """
+
+    def deliver(results: list[Array]) -> list[Array]:
+        if outs is None:
+            return results
+        for out, result in zip(outs, results, strict=True):
+            if out is result:
+                continue
+            given, expected = signature_of([out]), signature_of([result])
+            if given != expected:
+                raise ValueError(
+                    f"out has {signature_text(given)}; expected {signature_text(expected)}, as the result has"
+                )
+            out[...] = result
+        return list(outs)
+
+    return deliver

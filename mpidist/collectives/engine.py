@@ -17,7 +17,6 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, qu
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, copies_of_overlapping
@@ -366,14 +365,15 @@ class Engine:
         """Whether NCCL can carry out a ``reduce_scatter`` with its options."""
         return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
 
-    def reduce_scatter(self, plan: ReductionPlan, array: Array) -> Steps[list[Array]]:
-        """Return the flat elements of this rank's rows of the reduction, one array."""
+    def reduce_scatter(
+        self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None
+    ) -> Steps[list[Array]]:
+        """Return this rank's rows of the reduction, those between two borders, one array."""
         if _asks_for_more(plan):
             (whole,) = yield from self._reduce_packs(plan, [array], None, None, may_share=False, is_wanted=True)
-            first, last = slices(len(array), self.channel.size)[self.channel.rank]
-            mine: Array = whole[first:last].reshape(-1).copy()
+            mine: Array = whole[rows[self.channel.rank] : rows[self.channel.rank + 1]].copy()
             return [mine]
-        return (yield from self.on_host.reduce_scatter(plan, array))
+        return (yield from self.on_host.reduce_scatter(plan, array, rows, out))
 
 
 def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:

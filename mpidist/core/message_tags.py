@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # On the communicator of a channel. Those of arrays are counted, and begin anew after the last.
 TAGS_OF_ARRAYS = 1 << 14
-CONNECTIONS, SIDE_THREAD, NCCL_START = 32765, 32766, 32767
+PARTS, CONNECTIONS, SIDE_THREAD, NCCL_START = range(32764, 32768)
 # On the private duplicate of the world.
 TALLIES = 0x7ACE
 # On that of the ranks of train_and_evaluate.

@@ -17,14 +17,18 @@ enum { REDUCED_AT_ONCE = 32 << 10 };
 
 static int has_lanes(const nc *c) { return c->call.kind != NC_REDUCE_SCATTER && c->shared == NULL; }
 
-static int stripes(const nc *c) { return c->call.kind == NC_ALL_GATHER ? c->ranks : c->rails; }
+static int stripes(const nc *c) { return moves(c) ? c->ranks : c->rails; }
+
+/* Where bytes are moved, a stripe is all that a rank gives. */
+static size_t stripe_begin(const nc *c, int stripe) { return moves(c) ? 0 : c->border[stripe]; }
+static size_t stripe_end(const nc *c, int stripe) { return moves(c) ? bytes_of(c, stripe) : c->border[stripe + 1]; }
 
 static size_t longest_stripe(const nc *c)
 {
     size_t longest = 0;
     for (int r = 0; r < stripes(c); r++)
-        if (c->border[r + 1] - c->border[r] > longest)
-            longest = c->border[r + 1] - c->border[r];
+        if (stripe_end(c, r) - stripe_begin(c, r) > longest)
+            longest = stripe_end(c, r) - stripe_begin(c, r);
     return longest;
 }
 
@@ -33,7 +37,7 @@ int core_start_chunks(nc *c)
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
     size_t usual = (size_t)(c->spins ? SLICE_BYTES : SLICE_BYTES_IN_TURNS);
     size_t slice = c->call.slice ? c->call.slice : usual / c->itemsize;
-    if (c->call.kind == NC_ALL_GATHER)
+    if (moves(c))
         fits = c->sizes.slice;
     if (slice > c->sizes.slice / c->itemsize)
         slice = c->sizes.slice / c->itemsize;
@@ -68,7 +72,7 @@ int core_piece_with(const nc *c, size_t element)
 /* A slice of a stripe. */
 static size_t slice_of(const nc *c, int stripe, uint64_t chunk, size_t *start)
 {
-    size_t a = c->border[stripe] + (size_t)(chunk - c->begin) * c->slice, end = c->border[stripe + 1];
+    size_t a = stripe_begin(c, stripe) + (size_t)(chunk - c->begin) * c->slice, end = stripe_end(c, stripe);
     *start = a < end ? a : end;
     size_t left = end - *start;
     return left < c->slice ? left : c->slice;
@@ -197,10 +201,10 @@ static nc_state try_reduce(nc *c)
     if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= free && reached(c, TAKEN, free, c->ranks)))
         return NC_NOT_YET;
     c->reduced++;
-    if (c->call.kind == NC_ALL_GATHER) {
+    if (moves(c)) {
         size_t start, n = slice_of(c, c->rank, k, &start);
         if (n)
-            memcpy(lane(c, c->rank, k), c->in[0] + (start - c->border[c->rank]), n);
+            memcpy(lane(c, c->rank, k), c->in[0] + start, n);
     } else if (c->rank < c->rails) {
         reduce_slice(c, k);
         if (c->on_wire) {
@@ -220,6 +224,17 @@ static nc_state try_reduce(nc *c)
     return NC_MOVED;
 }
 
+/* Take what a rank gives to this one out of the bytes from start to end, which it has put into its lane. */
+static void take_part(nc *c, int rank, uint64_t chunk, size_t start, size_t end)
+{
+    size_t first, n = given(c, rank, &first), begin = first > start ? first : start;
+    if (end > first + n)
+        end = first + n;
+    if (begin < end)
+        core_copy(c->piece[0].out + c->border[rank] + (begin - first), lane(c, rank, chunk) + (begin - start),
+                  end - begin, streams(c));
+}
+
 static int try_take(nc *c)
 {
     uint64_t k = c->taken, own = c->on_wire ? c->crossed : c->reduced;
@@ -228,10 +243,10 @@ static int try_take(nc *c)
     if (has_lanes(c) && !(c->call.flags & NC_UNWANTED)) {
         for (int s = 0; s < stripes(c); s++) {
             size_t start, n = slice_of(c, s, k, &start);
-            if (n == 0 || (s == c->rank && !c->on_wire && c->call.kind != NC_ALL_GATHER))
+            if (n == 0 || (s == c->rank && !c->on_wire && !moves(c)))
                 continue;
-            if (c->call.kind == NC_ALL_GATHER)
-                core_copy(c->piece[0].out + start, lane(c, s, k), n, streams(c));
+            if (moves(c))
+                take_part(c, s, k, start, start + n);
             else
                 deliver(c, lane(c, s, k), start, n);
         }

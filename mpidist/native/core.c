@@ -26,7 +26,7 @@ enum { SHOWN_BY_ALL = 256 << 10 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
 
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
-size_t nc_length(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
+size_t nc_length(const nc *c, int rank) { return given(c, rank, &(size_t){0}); }
 int64_t *nc_tell(nc *c) { return next_page(c)->words; }
 const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
@@ -70,7 +70,7 @@ static int show(nc *c, page *p)
         return 0;
     if (all > IN_PAGE) {
         size_t most = c->call.kind == NC_ALL_REDUCE ? most_shown(c) : c->sizes.small;
-        if (c->call.kind == NC_ALL_GATHER && c->pids != NULL && most > SMALLEST_READ)
+        if (moves(c) && c->pids != NULL && most > SMALLEST_READ)
             most = SMALLEST_READ;
         if (!c->has_room || all > most)
             return 0;
@@ -95,7 +95,7 @@ static int tell_places(nc *c, page *p)
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = core_place_of(c, c->in[i], bytes);
-        if (place == PRIVATE && c->call.kind == NC_ALL_GATHER && c->pids != NULL)
+        if (place == PRIVATE && moves(c) && c->pids != NULL)
             place = (int64_t)(intptr_t)c->in[i];
         p->words[i] = place;
         any = any || place != PRIVATE;
@@ -109,6 +109,8 @@ static void announce(nc *c)
     page *p = next_page(c);
     int flags = 0;
     if (c->call.kind != NC_MEET) {
+        if (c->call.kind == NC_ALL_TO_ALL)
+            memcpy(p->words + 1, c->call.parts, sizeof *c->call.parts * ((size_t)c->ranks + 1));
         flags = show(c, p);
         if (!flags)
             flags = tell_places(c, p);
@@ -136,7 +138,7 @@ static int all_came(nc *c)
 /* What is shown lies on the page or in the slot, replica after replica. */
 static const char *shown_by(const nc *c, int rank)
 {
-    size_t all = nc_length(c, rank) * (size_t)replicas_of(c, rank);
+    size_t all = bytes_of(c, rank) * (size_t)replicas_of(c, rank);
     if (rank == c->rank && c->inputs == 1)
         return c->in[0]; /* which is nearer */
     return all <= IN_PAGE ? page_of(c, rank)->data : c->slots[rank] + small_at(c);
@@ -145,13 +147,18 @@ static const char *shown_by(const nc *c, int rank)
 static void cut_stripes(nc *c)
 {
     size_t ranks = (size_t)c->rails, unit = c->call.unit ? c->call.unit : 1;
-    if (c->call.kind == NC_ALL_GATHER) {
+    if (moves(c)) {
         for (int r = 0; r < c->ranks; r++)
             c->border[r + 1] = c->border[r] + nc_length(c, r);
         c->whole = c->border[c->ranks];
         return;
     }
     c->whole = c->bytes;
+    if (c->call.parts != NULL) {
+        for (size_t r = 0; r <= ranks; r++)
+            c->border[r] = (size_t)c->call.parts[r];
+        return;
+    }
     size_t units = (c->count + unit - 1) / unit, each = units / ranks, more = units % ranks;
     for (size_t r = 0; r <= ranks; r++) {
         size_t before = (r * each + (r < more ? r : more)) * unit;
@@ -175,9 +182,9 @@ static nc_state decide(nc *c)
     for (int r = 0; r < c->ranks; r++) {
         page *p = page_of(c, r);
         int flags = flags_of(c, r), replicas = replicas_of(c, r);
-        int is_reduction = c->call.kind == NC_ALL_REDUCE || c->call.kind == NC_REDUCE_SCATTER;
+        int is_reduction = c->call.kind != NC_MEET && !moves(c);
         if (p->id != c->call.id || flags >> KIND_SHIFT != (int)c->call.kind ||
-            (is_reduction && nc_length(c, r) != c->bytes)) {
+            (is_reduction && bytes_of(c, r) != c->bytes)) {
             c->phase = IDLE;
             return NC_MISMATCH;
         }
@@ -198,17 +205,18 @@ static nc_state decide(nc *c)
     cut_stripes(c);
     if (c->all_shown) {
         c->phase = SHOWN_ONCE;
-    } else if (c->call.kind == NC_ALL_GATHER && readable) {
+    } else if (moves(c) && readable) {
         c->phase = DIRECT;
         c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
     } else {
-        for (int r = 0; r < c->ranks && c->call.kind != NC_ALL_GATHER; r++)
+        for (int r = 0; r < c->ranks && !moves(c); r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
                 c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] == PRIVATE;
         if (!core_start_chunks(c))
             return refuse(c, ENOBUFS);
     }
-    int differ = c->call.flags & NC_EQUAL && c->whole != c->bytes * (size_t)c->ranks;
+    size_t expected = c->call.kind == NC_ALL_GATHER ? c->bytes * (size_t)c->ranks : c->bytes;
+    int differ = c->call.flags & NC_EQUAL && c->whole != expected;
     return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
@@ -245,32 +253,35 @@ static nc_state take_shown(nc *c)
     c->phase = IDLE;
     if (c->call.flags & NC_UNWANTED)
         return NC_DONE;
-    if (c->call.kind != NC_ALL_GATHER) {
+    if (!moves(c)) {
         reduce_shown(c);
         return NC_DONE;
     }
-    for (int r = 0; r < c->ranks; r++)
-        if (c->piece[0].out + c->border[r] != shown_by(c, r))
-            memcpy(c->piece[0].out + c->border[r], shown_by(c, r), nc_length(c, r));
+    for (int r = 0; r < c->ranks; r++) {
+        size_t begin, n = given(c, r, &begin);
+        if (n && c->piece[0].out + c->border[r] != shown_by(c, r) + begin)
+            memcpy(c->piece[0].out + c->border[r], shown_by(c, r) + begin, n);
+    }
     return NC_DONE;
 }
 
 static nc_state read_next(nc *c)
 {
     int r = c->reader;
-    size_t length = nc_length(c, r), n = length - c->reader_at;
+    size_t begin, length = given(c, r, &begin), n = length - c->reader_at;
     char *to = c->piece[0].out + c->border[r] + c->reader_at;
     n = n < READ_AT_ONCE ? n : READ_AT_ONCE;
+    begin += c->reader_at;
     if (n && !(c->call.flags & NC_UNWANTED)) {
         int64_t place = nc_told(c, r)[0];
         if (r == c->rank) {
-            if (to != c->in[0] + c->reader_at)
-                core_copy(to, c->in[0] + c->reader_at, n, streams(c));
+            if (to != c->in[0] + begin)
+                core_copy(to, c->in[0] + begin, n, streams(c));
         } else if (flags_of(c, r) & SHOWN) {
-            memcpy(to, shown_by(c, r) + c->reader_at, n);
+            memcpy(to, shown_by(c, r) + begin, n);
         } else if (place <= MAPPED) {
-            core_copy(to, at_place(c, r, place) + c->reader_at, n, streams(c));
-        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)place + c->reader_at, n) < 0) {
+            core_copy(to, at_place(c, r, place) + begin, n, streams(c));
+        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)place + begin, n) < 0) {
             return NC_LOST;
         }
     }

@@ -45,7 +45,8 @@ typedef struct {
 /* What a rank tells with the id: where its data lie. */
 enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, KIND_SHIFT = 4 };
 /* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
-   PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. */
+   PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. Behind
+   the first are the parts of ALL_TO_ALL. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
@@ -73,7 +74,7 @@ struct nc {
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
-    size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe */
+    size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe; of the result, before what each rank gives */
     char *shared;
     uint64_t begin, end, filled, reduced, crossed, taken; /* chunks */
     uint64_t chunks;                   /* of all calls before */
@@ -95,6 +96,24 @@ static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages
 static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
 static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
 static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
+
+/* Whether ranks give bytes to one another, which are not reduced. */
+static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }
+
+/* Bytes that a rank told of, for one replica. */
+static inline size_t bytes_of(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
+
+/* The bytes that a rank gives to this one: how many, and where they begin among those that it gives in all. */
+static inline size_t given(const nc *c, int rank, size_t *begin)
+{
+    if (c->call.kind != NC_ALL_TO_ALL) {
+        *begin = 0;
+        return bytes_of(c, rank);
+    }
+    const int64_t *part = page_of(c, rank)->words + 1 + c->rank;
+    *begin = (size_t)part[0];
+    return (size_t)(part[1] - part[0]);
+}
 
 static inline void count(nc *c, int which, uint64_t value)
 {

@@ -21,8 +21,10 @@ typedef enum {
 
 typedef enum { NC_SUM, NC_PROD, NC_MIN, NC_MAX, NC_LAND, NC_LOR, NC_LXOR, NC_BAND, NC_BOR, NC_BXOR, NC_OPS } nc_op;
 
-/* ALL_GATHER concatenates what each rank gives, of any length; a broadcast is one to which only the root gives. */
-typedef enum { NC_MEET, NC_ALL_REDUCE, NC_REDUCE_SCATTER, NC_ALL_GATHER } nc_kind;
+/* ALL_GATHER concatenates what each rank gives, of any length; a broadcast is one to which only the root gives.
+   ALL_TO_ALL concatenates the parts that each rank gives to this one, of any length; a scatter is one to which only the
+   root gives, a gather one where all is given to the root. */
+typedef enum { NC_MEET, NC_ALL_REDUCE, NC_REDUCE_SCATTER, NC_ALL_GATHER, NC_ALL_TO_ALL } nc_kind;
 
 typedef enum {
     NC_DONE,
@@ -43,7 +45,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_EQUAL = 16      /* ALL_GATHER: return NC_MET unless all give as much as if each gave what this rank does */
+    NC_EQUAL = 16      /* return NC_MET unless the result is as long as if all had given what this rank gives */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */
@@ -64,6 +66,8 @@ typedef struct {
     size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best, which is
                          another one on nodes with other numbers of replicas */
     int64_t note;     /* a number for the others */
+    const int64_t *parts; /* one more than ranks. ALL_TO_ALL: bytes before what goes to each rank; REDUCE_SCATTER:
+                             elements before what each rank keeps, NULL for equal parts */
 } nc_call;
 
 /* The size of the slots of each rank. */
@@ -158,7 +162,7 @@ void nc_get_event(const nc *core, nc_event *event);
 /* Whole numbers that this rank tells the others at the next meeting, and what they told at the last one. */
 int64_t *nc_tell(nc *core);
 const int64_t *nc_told(const nc *core, int rank);
-size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to ALL_GATHER */
+size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to this one */
 int nc_shares(const nc *core);                /* whether all ranks take a shared result */
 int64_t nc_note(const nc *core, int rank);    /* that a rank gave */
 

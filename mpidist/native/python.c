@@ -46,6 +46,21 @@ static int read_outs(face *f, PyObject *list)
     return n < 0 ? -1 : 0;
 }
 
+/* Borders of as many parts as there are ranks, which make up all elements. */
+static int read_parts(face *f, PyObject *list)
+{
+    int64_t before = 0, all = (int64_t)nc_pieces(f->core)[0].count;
+    int fit = PyList_Size(list) == f->ranks + 1;
+    for (int r = 0; r <= f->ranks && fit; r++) {
+        f->parts[r] = whole(PyList_GetItem(list, r));
+        fit = f->parts[r] >= before && (r > 0 || f->parts[r] == 0) && (r < f->ranks || f->parts[r] == all);
+        before = f->parts[r];
+    }
+    if (!fit && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "parts are not the borders of %d parts of %lld", f->ranks, (long long)all);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int results_overlap(face *f, const nc_call *call)
 {
     size_t itemsize = nc_itemsize(call->dtype);
@@ -65,18 +80,18 @@ static int results_overlap(face *f, const nc_call *call)
 
 /* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, nanoseconds) -> state,
-   or -1 where nothing has begun as results overlap inputs that are still to be read */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, parts or None,
+   nanoseconds) -> state, or -1 where nothing has begun as results overlap inputs that are still to be read */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
-    if (n != 13)
-        return PyErr_Format(PyExc_ValueError, "begin takes 13 arguments, not %zd", n);
+    if (n != 14)
+        return PyErr_Format(PyExc_ValueError, "begin takes 14 arguments, not %zd", n);
     nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
                     .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
                     .replicas = (int)whole(a[6]), .unit = (size_t)whole(a[7]), .slice = (size_t)whole(a[8]),
                     .note = whole(a[9])};
-    int64_t nanoseconds = whole(a[12]);
+    int64_t nanoseconds = whole(a[13]);
     if (PyErr_Occurred())
         return NULL;
     int reduces = call.kind == NC_ALL_REDUCE || call.kind == NC_REDUCE_SCATTER;
@@ -88,6 +103,9 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
         return NULL;
     if (call.kind == NC_ALL_REDUCE && a[11] != NONE && results_overlap(f, &call))
         return PyLong_FromLongLong(-1);
+    if (call.kind == NC_ALL_TO_ALL ? read_parts(f, a[12]) < 0 : a[12] != NONE && read_parts(f, a[12]) < 0)
+        return NULL;
+    call.parts = a[12] == NONE ? NULL : f->parts;
     void *thread = PyEval_SaveThread();
     nc_state state = nc_begin(f->core, &call, nanoseconds);
     PyEval_RestoreThread(thread);
@@ -195,6 +213,17 @@ static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
     return all;
 }
 
+/* lengths() -> the bytes that each rank gives to this one */
+static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    face *f = face_of(self);
+    PyObject *all = PyList_New(f->ranks);
+    for (int r = 0; r < f->ranks && all != NULL; r++)
+        PyList_SetItem(all, r, PyLong_FromLongLong((long long)nc_length(f->core, r)));
+    return all;
+}
+
 /* shares() -> whether all ranks take a shared result */
 static PyObject *shares(PyObject *self, PyObject *const *a, ssize_t n)
 {
@@ -249,6 +278,7 @@ static PyMethodDef of_core[] = {
     {"tell", tell, METH_FASTCALL, NULL},
     {"told", told, METH_FASTCALL, NULL},
     {"notes", notes, METH_FASTCALL, NULL},
+    {"lengths", lengths, METH_FASTCALL, NULL},
     {"shares", shares, METH_FASTCALL, NULL},
     {"room", room, METH_FASTCALL, NULL},
     {"segment", segment, METH_FASTCALL, NULL},

@@ -104,6 +104,7 @@ typedef struct {
     signature known[SIGNATURES];
     flight flight;
     nc_range given[NC_INPUTS], results[NC_PIECES]; /* of one call */
+    int64_t parts[NC_MOST_RANKS + 1];
 } face;
 
 static const char CAPSULE[] = "mpidist core";

@@ -91,7 +91,7 @@ class DeviceMovement:
                 for index, array in enumerate(arrays):
                     counts = [row[index] * plan.row_sizes[index] for row in rows]
                     _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
-            results = [plan.result(index, whole, lengths[index]) for index, whole in call.results.items()]
+            results = [plan.result(index, whole) for index, whole in call.results.items()]
         return results
 
     def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:

@@ -8,24 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array, reduction_dtypes
+from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.description import Description
 from mpidist.collectives.channel.observers import MOVE, REDUCE
-from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
+from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import as_bytes
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import Core
+from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import divided, in_order
+from mpidist.collectives.node.packing import copies_of_overlapping, divided, in_order
 from mpidist.collectives.reduce.plan import ReductionPlan
 
 _NOTHING = np.empty(0, np.uint8)
+# Arrays for results, as many as are given; None for new ones.
+Outs = Sequence[Array] | None
 
 
 class HostMovement:
@@ -57,12 +60,14 @@ class HostMovement:
         yield from core.go_on()
         return core
 
-    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
+    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks."""
-        comm = self._channel.comm
+        channel, comm = self._channel, self._channel.comm
+        if outs and not all([_is_part(array, out, channel) for array, out in zip(arrays, outs, strict=True)]):
+            arrays = copies_of_overlapping(arrays, outs, self._pool)
         moved = [np.ascontiguousarray(array) for array in plan.moved(arrays)]
         core = yield from self._open(plan.description, partial(_gather, moved[0]) if moved else None)
-        self._channel.phase(MOVE)
+        channel.phase(MOVE)
         rows: list[list[int]] = []
         if core is None:
             rows = yield from gathering.gather_lengths(comm, [len(array) for array in moved])
@@ -71,14 +76,15 @@ class HostMovement:
             if core is not None:
                 yield from _begun(core, array if index else None)
             lengths = [row[index] for row in rows] if core is None else core.notes()
-            counts = [length * plan.row_sizes[index] for length in lengths]
-            flat = self._pool.take(sum(counts), array.dtype)
+            out = outs[index] if outs and plan.positions[index] == 0 else None
+            whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
             if core is None:
-                yield from gathering.all_gather_flat(comm, array.reshape(-1), flat, counts)
+                counts = [length * plan.row_sizes[index] for length in lengths]
+                yield from gathering.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts)
             else:
-                core.targets([as_bytes(flat)])
+                core.targets([as_bytes(whole)])
                 yield from core.go_on()
-            results.append(plan.result(index, flat, sum(lengths)))
+            results.append(plan.result(index, whole))
         return results
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
@@ -91,38 +97,83 @@ class HostMovement:
         yield from core.go_on()
         return result
 
-    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array]) -> Steps[list[Array]]:
+    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
         """Return the arrays of the root; those of others tell shapes and dtypes."""
         is_root = self._channel.rank == plan.root
+        if is_root and outs and not all([_begins(array, out) for array, out in zip(arrays, outs, strict=True)]):
+            arrays = copies_of_overlapping(arrays, outs, self._pool)
         given = [np.ascontiguousarray(array) if is_root else _NOTHING for array in arrays]
         core = yield from self._open(plan.description, partial(_gather, given[0]) if given else None)
         self._channel.phase(MOVE)
         results = []
         for index, array in enumerate(arrays):
-            flat = self._pool.take(array.size, array.dtype)
+            copy = self._target(array.shape, array.dtype, outs[index] if outs else None)
             if core is not None:
                 yield from _begun(core, given[index] if index else None)
-                core.targets([as_bytes(flat)])
+                core.targets([as_bytes(copy)])
                 yield from core.go_on()
             else:
                 if is_root:
-                    flat[:] = given[index].reshape(-1)
-                yield from gathering.broadcast_flat(self._channel.comm, flat, plan.root)
-            results.append(flat.reshape(array.shape))
+                    copy[...] = given[index]
+                yield from gathering.broadcast_flat(self._channel.comm, copy.reshape(-1), plan.root)
+            results.append(copy)
         return results
 
-    def reduce_scatter(self, plan: ReductionPlan, array: Array) -> Steps[list[Array]]:
-        """Return the flat elements of this rank's rows of the reduction, one array."""
+    def deal(
+        self, plan: DealPlan, arrays: Sequence[Array], borders: Sequence[Sequence[int]], outs: Outs
+    ) -> Steps[list[Array]]:
+        """Give each rank the rows between two borders.
+
+        Returns what all give to this one, one after the other.
+        """
+        comm, results = self._channel.comm, []
+        parts = [[row * nbytes for row in rows] for rows, nbytes in zip(borders, plan.row_bytes, strict=True)]
+        apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
+        given = [as_bytes(in_order(array)) for array in apart]
+        core = yield from self._open(plan.description, partial(_deal, given[0], parts[0]) if given else None)
+        self._channel.phase(MOVE)
+        for index, array in enumerate(arrays):
+            if core is None:
+                own = [stop - start for start, stop in pairwise(parts[index])]
+                lengths = yield from gathering.exchange_lengths(comm, own)
+            else:
+                if index:
+                    _deal(given[index], parts[index], core, 0)
+                    yield from core.go_on()
+                lengths = core.lengths()
+            rows = sum(lengths) // (plan.row_bytes[index] or 1)
+            dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
+            if core is None:
+                yield from gathering.exchange_parts(comm, given[index], parts[index], as_bytes(dealt), lengths)
+            else:
+                core.targets([as_bytes(dealt)])
+                yield from core.go_on()
+            results.append(dealt)
+        return results
+
+    def _target(self, shape: tuple[int, ...], dtype: DType, out: Array | None) -> Array:
+        """Return memory for a result: that of ``out`` where it fits."""
+        if out is not None and out.shape == shape and out.dtype == dtype and in_order(out) is out:
+            return out
+        return self._pool.take(shape, dtype)
+
+    def reduce_scatter(
+        self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None
+    ) -> Steps[list[Array]]:
+        """Return the rows of the reduction between two borders, one array."""
         channel = self._channel
         row_size = math.prod(array.shape[1:])
-        borders = tuple([(a * row_size, b * row_size) for a, b in slices(len(array), channel.size)])
-        start, stop = borders[channel.rank]
+        borders = [border * row_size for border in rows]
+        shape = (rows[channel.rank + 1] - rows[channel.rank], *array.shape[1:])
         wire, result_dtype = plan.formed[0]
+        if out is not None:
+            (array,) = copies_of_overlapping([array], [out], self._pool)
         send = in_order(array.astype(wire, copy=False)).reshape(-1)
-        flat = self._pool.take(stop - start, wire)
+        kept = self._target(shape, wire, out)
+        flat = kept.reshape(-1)
 
         def begin(core: Core, identity: int) -> None:
-            core.reduce_scatter(identity, plan.op, send, row_size, flat, plan.divisor)
+            core.reduce_scatter(identity, plan.op, send, borders, flat, plan.divisor)
 
         core = yield from self._open(plan.description, begin)
         channel.phase(REDUCE)
@@ -131,11 +182,29 @@ class HostMovement:
             send, flat = send.astype(wide, copy=False), flat.astype(wide, copy=False)
             yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
             divided(flat, plan.divisor)
-        return [flat.astype(result_dtype, copy=False)]
+            kept = flat.reshape(shape)
+        return [kept.astype(result_dtype, copy=False)]
 
 
 def _gather(array: Array, core: Core, identity: int) -> None:
     core.gather(identity, as_bytes(array), len(array))
+
+
+def _begins(array: Array, out: Array, offset: int = 0) -> bool:
+    """Return whether an array begins so many bytes behind the begin of a result."""
+    return address_of(array) == address_of(out) + offset
+
+
+def _is_part(array: Array, out: Array, channel: Channel) -> bool:
+    """Return whether an array is this rank's part of a result.
+
+    That is one to which all ranks give as much.
+    """
+    return out.nbytes == channel.size * array.nbytes and _begins(array, out, channel.rank * array.nbytes)
+
+
+def _deal(given: Array, parts: list[int], core: Core, identity: int) -> None:
+    core.deal(identity, given, parts)
 
 
 def _begun(core: Core, array: Array | None) -> Steps[None]:

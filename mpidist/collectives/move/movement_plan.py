@@ -26,6 +26,7 @@ class GatherPlan:
     Attributes:
         description: The text and id that all ranks have to agree on.
         row_sizes: Elements of each array per index of the axis.
+        positions: The axis of each array, counted from 0.
 
     Raises:
         TypeError: A dtype that cannot be sent.
@@ -34,33 +35,63 @@ class GatherPlan:
 
     def __init__(self, axis: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
         parts = []
-        self._positions: list[int] = []
-        self._other_axes: list[tuple[int, ...]] = []
+        self.positions: list[int] = []
+        self.row_sizes: list[int] = []
         for shape, dtype in signature:
             check_transportable(dtype, "all_gather")
             position = check_has_axis(len(shape), axis, "all_gather")
             shown = ", ".join("*" if i == position else str(n) for i, n in enumerate(shape))
             parts.append(f"{dtype.name}({shown})")
-            self._positions.append(position)
-            self._other_axes.append(shape[:position] + shape[position + 1 :])
+            self.positions.append(position)
+            self.row_sizes.append(math.prod(shape[:position] + shape[position + 1 :]))
         place = " on GPUs" if on_device else ""
         of = f"{', '.join(parts)}{place}{note_text('as', note)}"
         nbytes = _bytes_of(signature)
         self.description = describe(f"all_gather along axis {axis}", of, operation="all_gather", nbytes=nbytes)
-        self.row_sizes = [math.prod(axes) for axes in self._other_axes]
 
     def moved(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays with the axis first."""
         return [
             np.moveaxis(array, position, 0) if position else array
-            for array, position in zip(arrays, self._positions, strict=True)
+            for array, position in zip(arrays, self.positions, strict=True)
         ]
 
-    def result(self, index: int, flat: Array, length: int) -> Array:
-        """Return array ``index`` of the result, ``length`` long, given its elements with the axis first."""
-        position = self._positions[index]
-        whole = flat.reshape(length, *self._other_axes[index])
-        return np.moveaxis(whole, 0, position) if position else whole
+    def result(self, index: int, moved: Array) -> Array:
+        """Return array ``index`` of the result, given it with the axis first."""
+        position = self.positions[index]
+        return np.moveaxis(moved, 0, position) if position else moved
+
+
+class DealPlan:
+    """The plan for a list of arrays whose rows go from some ranks to some.
+
+    Args:
+        name: Of the collective.
+        root: The rank that gives, or takes, if only one does.
+        signature: Shape and dtype of each array; ranks may have other numbers of rows.
+        note: Further facts that all ranks must agree on.
+
+    Attributes:
+        description: The text and id that all ranks have to agree on.
+        row_shapes: Of each array.
+        row_bytes: Of each array.
+
+    Raises:
+        TypeError: A dtype that cannot be sent.
+        ValueError: An array has no rows.
+    """
+
+    def __init__(self, name: str, root: int | None, signature: Signature, note: str = "") -> None:
+        parts = []
+        for shape, dtype in signature:
+            check_transportable(dtype, name)
+            check_has_axis(len(shape), 0, name)
+            parts.append(f"{dtype.name}({', '.join(['*', *map(str, shape[1:])])})")
+        at = "" if root is None else f" {'to' if name == 'gather' else 'from'} rank {root}"
+        of = f"{', '.join(parts)}{note_text('as', note)}"
+        self.description = describe(f"{name}{at}", of, operation=name, nbytes=_bytes_of(signature))
+        self.row_shapes = [shape[1:] for shape, _ in signature]
+        self.row_bytes = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in signature]
 
 
 class BroadcastPlan:

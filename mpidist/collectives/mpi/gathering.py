@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import PARTS
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -76,8 +78,45 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
         yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
 
 
+def exchange_lengths(comm: MPI.Intracomm, lengths: Sequence[int]) -> Steps[list[int]]:
+    """Return what each rank tells this one, which tells each one of ``lengths`` (MPI_Ialltoall)."""
+    mpi = import_mpi()
+    mine, theirs = np.array(lengths, np.int64), np.empty(len(lengths), np.int64)
+    yield from until_done(comm.Ialltoall([mine, 1, mpi.INT64_T], [theirs, 1, mpi.INT64_T]))
+    told: list[int] = theirs.tolist()
+    return told
+
+
+def exchange_parts(
+    comm: MPI.Intracomm, send: Array, borders: Sequence[int], result: Array, lengths: Sequence[int]
+) -> Steps[None]:
+    """Give each rank its part, and get one from each.
+
+    By MPI_Isend and MPI_Irecv, whose counts are no limit for the whole.
+
+    Args:
+        comm: The communicator.
+        send: Flat array of bytes.
+        borders: Before, between and behind the parts of the ranks.
+        result: Flat array of bytes, for what the ranks give, one after the other.
+        lengths: Of what each rank gives.
+    """
+    own, byte = comm.Get_rank(), import_mpi().BYTE
+    requests, begin = [], 0
+    for rank, length in enumerate(lengths):
+        part, target = send[borders[rank] : borders[rank + 1]], result[begin : begin + length]
+        begin += length
+        if rank == own:
+            target[:] = part
+            continue
+        requests += [comm.Irecv([target[a:b], b - a, byte], rank, PARTS) for a, b in chunks(length)]
+        requests += [comm.Isend([part[a:b], b - a, byte], rank, PARTS) for a, b in chunks(part.size)]
+    for request in requests:
+        yield from until_done(request)
+
+
 def reduce_scatter_rows(
-    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
+    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp
 ) -> Steps[None]:
     """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
 
@@ -87,16 +126,16 @@ def reduce_scatter_rows(
         comm: The communicator.
         send: Flat array.
         result: Flat array of this rank's elements.
-        borders: Of every rank, where its elements begin and end.
+        borders: Before, between and behind the elements of the ranks.
         op: The operation.
     """
     datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
     if send.size <= mpi_types.MAX_COUNT:
-        counts = tuple([stop - start for start, stop in borders])
+        counts = tuple([stop - start for start, stop in pairwise(borders)])
         request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
         yield from until_done(request)
         return
-    for root, (start, stop) in enumerate(borders):
+    for root, (start, stop) in enumerate(pairwise(borders)):
         for a, b in chunks(stop - start):
             target = [result[a:b], b - a, datatype] if root == comm.Get_rank() else None
             source = [send[start + a : start + b], b - a, datatype]

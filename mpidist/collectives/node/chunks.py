@@ -22,6 +22,16 @@ def slices(count: int, ranks: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(borders))
 
 
+@lru_cache(maxsize=256)
+def borders(count: int, ranks: int) -> tuple[int, ...]:
+    """Return where the slices begin, and where the last ends.
+
+    >>> borders(5, 2)
+    (0, 3, 5)
+    """
+    return (*tuple([start for start, _ in slices(count, ranks)]), count)
+
+
 @lru_cache(maxsize=1024)
 def pieces(counts: tuple[int, ...], start: int, stop: int, limit: int) -> tuple[Piece, ...]:
     """Cut elements ``start`` to ``stop`` of concatenated parts into pieces of one part.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # As in mpidist.h: what a call does, ...
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = 1, 2, 3, 4
 _KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
@@ -246,25 +246,38 @@ class Core:
             outs = outs and [_lending(array) for array in outs]
         self.state = self._begin(
             identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
-            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, _BEGINS,
+            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))),
+            outs, None, _BEGINS,
         )  # fmt: skip
 
     def reduce_scatter(
-        self, identity: int, op: ReduceOp, array: Array, row_size: int, out: Array, divisor: int | None
+        self, identity: int, op: ReduceOp, array: Array, borders: list[int], out: Array, divisor: int | None
     ) -> None:
-        """Begin a reduction of which each rank keeps its rows."""
-        code, unit = _code_of(array.dtype), max(row_size, 1)
+        """Begin a reduction of which each rank keeps the elements between two borders."""
         given, kept = (_lending(array), _lending(out))
         self.state = self._begin(
-            identity, _REDUCE_SCATTER, _OPS[op], code, divisor or 0, 0, 1, unit, 0, 0, [given], [kept], _BEGINS
-        )
+            identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, 1, 0, 0, [given], [kept],
+            borders, _BEGINS,
+        )  # fmt: skip
 
     def gather(self, identity: int, given: Array, note: int) -> None:
         """Begin to gather the bytes that each rank gives.
 
         The state becomes MET when all ``notes`` are there.
         """
-        self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, _BEGINS)
+        self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
+
+    def deal(self, identity: int, given: Array, borders: list[int]) -> None:
+        """Begin to give each rank the bytes between two borders.
+
+        The state becomes MET when all ``lengths`` are there.
+        """
+        self.state = self._begin(identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, 0, [given], None, borders, _BEGINS)
+
+    def lengths(self) -> list[int]:
+        """Return how many bytes each rank gives to this one."""
+        lengths: list[int] = self._calls["lengths"]()
+        return lengths
 
     def notes(self) -> list[int]:
         """Return the number that each rank gave with its call."""

@@ -120,8 +120,7 @@ static void place_outs(member *m, call *c)
 {
     const world_plan *w = &m->world->plan;
     size_t size = nc_itemsize(c->plan.call.dtype), at = 0, own = 0;
-    int is_gather = c->plan.call.kind == NC_ALL_GATHER;
-    if (c->own.place == IN_PLACE && !is_gather) {
+    if (c->own.place == IN_PLACE && !moves_bytes(&c->plan)) {
         for (int i = 0; i < c->plan.call.pieces; i++)
             c->out[i] = c->in[i * c->plan.replicas[m->rank]];
         return;
@@ -129,7 +128,7 @@ static void place_outs(member *m, call *c)
     c->outs = memory(result_bytes(w, &c->plan, m->node) + 64);
     for (int i = 0; i < c->plan.call.pieces; at += c->plan.count[i] * size, i++)
         c->out[i] = c->outs + at;
-    if (c->own.place != IN_PLACE)
+    if (c->own.place != IN_PLACE || c->plan.call.kind != NC_ALL_GATHER)
         return;
     for (int r = 0; r < m->rank; r++)
         own += c->plan.length[r];
@@ -264,8 +263,8 @@ static void verify(const member *m, const call *c, const char *expected)
     const call_plan *p = &c->plan;
     const world_plan *w = &m->world->plan;
     size_t size = nc_itemsize(p->call.dtype), ranks = (size_t)w->ranks[m->node];
-    for (int r = 0; r < (int)ranks && p->call.kind == NC_ALL_GATHER; r++)
-        if (nc_length(m->core, r) != p->length[r])
+    for (int r = 0; r < (int)ranks && moves_bytes(p); r++)
+        if (nc_length(m->core, r) != (p->call.kind == NC_ALL_GATHER ? p->length[r] : part_bytes(p, r, m->rank)))
             report_and_fail(m, c, "a wrong length", nc_length(m->core, r));
     if (c->own.flags & NC_UNWANTED)
         return;
@@ -273,6 +272,10 @@ static void verify(const member *m, const call *c, const char *expected)
         compare(m, c, m->shared, expected, count_of(p));
     } else if (p->call.kind == NC_ALL_GATHER) {
         compare(m, c, c->out[0], expected, result_bytes(w, p, m->node));
+    } else if (p->call.kind == NC_ALL_TO_ALL) {
+        const char *found = c->out[0];
+        for (size_t r = 0; r < ranks; found += part_bytes(p, (int)r, m->rank), expected += p->length[r], r++)
+            compare(m, c, found, expected + p->parts[r][m->rank], part_bytes(p, (int)r, m->rank));
     } else if (p->call.kind == NC_REDUCE_SCATTER) {
         size_t begin = stripe_begin(p, (int)ranks, m->rank), end = stripe_begin(p, (int)ranks, m->rank + 1);
         compare(m, c, c->out[0], expected + begin * size, end - begin);
@@ -303,6 +306,8 @@ static void prepare(member *m, call *c, int number)
     c->plan.call.note = note_of(w, number, m->rank);
     c->plan.call.replicas = c->plan.call.kind == NC_MEET ? 1 : c->plan.replicas[m->rank];
     c->plan.call.id += m->rank == c->plan.stranger;
+    if (c->plan.call.kind == NC_ALL_TO_ALL || c->plan.has_parts)
+        c->plan.call.parts = c->plan.parts[c->plan.has_parts ? 0 : m->rank];
     for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
         nc_tell(m->core)[i] = word_told(w, number, m->rank, i);
     place_inputs(m, c);
@@ -311,7 +316,7 @@ static void prepare(member *m, call *c, int number)
         place_outs(m, c);
     for (int i = 0; i < c->plan.call.pieces; i++)
         nc_pieces(m->core)[i] = (nc_piece){
-            c->out[i], c->plan.call.kind == NC_ALL_GATHER ? c->plan.length[m->rank] : c->plan.count[i]};
+            c->out[i], moves_bytes(&c->plan) ? c->plan.length[m->rank] : c->plan.count[i]};
 }
 
 /* Each rank in turn forms what all expect, before it begins: that they have met orders it before they look. */

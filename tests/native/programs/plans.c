@@ -66,6 +66,21 @@ static void plan_gather(const world_plan *w, int node, call_plan *p, dice *d)
     }
 }
 
+/* Cut so much into a part for each rank, of which some are empty. */
+static void cut_parts(dice *d, int64_t *parts, int ranks, size_t whole)
+{
+    parts[ranks] = (int64_t)whole;
+    for (int r = ranks - 1; r > 0; r--)
+        parts[r] = chance(d, 15) ? (chance(d, 50) ? 0 : parts[r + 1]) : (int64_t)below(d, (size_t)parts[r + 1] + 1);
+}
+
+static void plan_deal(const world_plan *w, int node, call_plan *p, dice *d)
+{
+    plan_gather(w, node, p, d);
+    for (int r = 0; r < w->ranks[node]; r++)
+        cut_parts(d, p->parts[r], w->ranks[node], p->length[r]);
+}
+
 static void plan_reduction(const world_plan *w, int node, call_plan *p, dice *d)
 {
     do {
@@ -96,8 +111,9 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     size_t kind = below(&d, 100), barred = w->nodes > 1;
     p->number = number;
     p->call.kind = kind < 10               ? NC_MEET
-                   : kind < 35             ? NC_ALL_GATHER
-                   : kind < 55 && !barred  ? NC_REDUCE_SCATTER
+                   : kind < 27             ? NC_ALL_GATHER
+                   : kind < 42             ? NC_ALL_TO_ALL
+                   : kind < 60 && !barred  ? NC_REDUCE_SCATTER
                                            : NC_ALL_REDUCE;
     p->call.id = draw(&d);
     p->nasty = chance(&d, 30);
@@ -106,8 +122,14 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     p->call.flags = chance(&d, 40) ? NC_SHARE : 0;
     if (p->call.kind == NC_ALL_GATHER)
         plan_gather(w, node, p, &d);
+    else if (p->call.kind == NC_ALL_TO_ALL)
+        plan_deal(w, node, p, &d);
     else if (p->call.kind != NC_MEET)
         plan_reduction(w, node, p, &d);
+    p->call.parts = NULL; /* of each rank: prepare */
+    p->has_parts = p->call.kind == NC_REDUCE_SCATTER && chance(&d, 50);
+    if (p->has_parts)
+        cut_parts(&d, p->parts[0], w->ranks[node], count_of(p));
     if (p->call.kind != NC_ALL_REDUCE)
         p->call.flags = 0;
 }
@@ -141,8 +163,12 @@ size_t count_of(const call_plan *p)
     return count;
 }
 
+int moves_bytes(const call_plan *p) { return p->call.kind == NC_ALL_GATHER || p->call.kind == NC_ALL_TO_ALL; }
+
 size_t stripe_begin(const call_plan *p, int ranks, int rank)
 {
+    if (p->has_parts)
+        return (size_t)p->parts[0][rank];
     size_t unit = p->call.unit ? p->call.unit : 1, count = count_of(p), units = (count + unit - 1) / unit, begin = 0;
     for (int r = 0; r < rank; r++)
         begin += (units / (size_t)ranks + ((size_t)r < units % (size_t)ranks)) * unit;
@@ -151,7 +177,7 @@ size_t stripe_begin(const call_plan *p, int ranks, int rank)
 
 size_t input_bytes(const call_plan *p, int rank, int piece)
 {
-    return p->call.kind == NC_ALL_GATHER ? p->length[rank] : p->count[piece] * nc_itemsize(p->call.dtype);
+    return moves_bytes(p) ? p->length[rank] : p->count[piece] * nc_itemsize(p->call.dtype);
 }
 
 void fill_input(const world_plan *w, const call_plan *p, int node, int rank, int piece, int replica, char *to)
@@ -169,7 +195,7 @@ static void gather(const world_plan *w, const call_plan *p, int node, char *to)
 
 void expect_of_node(const world_plan *w, const call_plan *p, int node, char *to)
 {
-    if (p->call.kind == NC_ALL_GATHER) {
+    if (moves_bytes(p)) {
         gather(w, p, node, to);
         return;
     }
@@ -192,11 +218,16 @@ void expect_of_node(const world_plan *w, const call_plan *p, int node, char *to)
 size_t result_bytes(const world_plan *w, const call_plan *p, int node)
 {
     size_t bytes = 0;
-    if (p->call.kind != NC_ALL_GATHER)
+    if (!moves_bytes(p))
         return count_of(p) * nc_itemsize(p->call.dtype);
     for (int r = 0; r < w->ranks[node]; r++)
         bytes += p->length[r];
     return bytes;
+}
+
+size_t part_bytes(const call_plan *p, int from, int to)
+{
+    return (size_t)(p->parts[from][to + 1] - p->parts[from][to]);
 }
 
 void expect(const world_plan *w, const call_plan *p, int node, char *to)
@@ -231,7 +262,7 @@ int64_t note_of(const world_plan *w, int number, int rank)
 
 void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)
 {
-    static const char *const kinds[] = {"meeting", "all_reduce", "reduce_scatter", "all_gather"};
+    static const char *const kinds[] = {"meeting", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"};
     snprintf(text, bytes,
              "seed %llu, call %d: %s %s of %s, %zu elements in %d pieces, replicas %d %d, divisor %g, unit %zu, "
              "slice %zu, flags %d; %d + %d ranks, %d rails, small %zu, chunk %zu, slice %zu x %d, spins %d%s",

@@ -24,7 +24,9 @@ typedef struct {
     nc_call call;                 /* but for what each rank decides by itself */
     size_t count[MOST_PIECES];
     int replicas[MOST_RANKS];     /* of the ranks of one node; of ALL_GATHER, see lengths */
-    size_t length[MOST_RANKS];    /* ALL_GATHER: bytes of each rank of one node */
+    size_t length[MOST_RANKS];    /* where bytes are moved: of each rank of one node */
+    int64_t parts[MOST_RANKS][MOST_RANKS + 1]; /* ALL_TO_ALL: of each rank; REDUCE_SCATTER: the first, for all */
+    int has_parts;                /* REDUCE_SCATTER into unequal ones */
     int nasty, stranger;          /* the rank that passes another id, or -1 */
 } call_plan;
 
@@ -40,6 +42,12 @@ void plan_call(const world_plan *world, int node, int number, call_plan *call);
 rank_plan plan_rank(const world_plan *world, const call_plan *call, int node, int rank);
 
 size_t count_of(const call_plan *call);
+
+/* Whether ranks give bytes to one another. */
+int moves_bytes(const call_plan *call);
+
+/* Bytes that one rank of a node gives another one in ALL_TO_ALL. */
+size_t part_bytes(const call_plan *call, int from, int to);
 
 /* Elements of REDUCE_SCATTER before the stripe of a rank. */
 size_t stripe_begin(const call_plan *call, int ranks, int rank);
