@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
@@ -184,7 +182,7 @@ class LoneReplicaContext(ReplicaContext):
         if any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
             return super()._all_reduce(op, value, leaves, options, out)
         try:
-            arrays = [leaf if type(leaf) is np.ndarray else to_array(leaf) for leaf in leaves]
+            arrays = [to_array(leaf) for leaf in leaves]
             outs = None if out is None else outputs_for(value, out)
         except (TypeError, ValueError) as error:
             self._comm.announce(error, f"{op.name} of its values")
