@@ -20,13 +20,12 @@ else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
-            "PreemptionCheckpointHandler": "mpidist.checkpoint.preemption",
-            "ShardedVariable": "mpidist.parameter_server.sharded_variable",
-            "TerminationConfig": "mpidist.checkpoint.termination",
-            "cache_variable_reads": "mpidist.parameter_server.remote",
-            "coordinator": "mpidist.experimental.coordinator",
-            "partitioners": "mpidist.experimental.partitioners",
+            "mpidist.checkpoint.preemption": "PreemptionCheckpointHandler",
+            "mpidist.checkpoint.termination": "TerminationConfig",
+            "mpidist.experimental": "coordinator partitioners",
+            "mpidist.parameter_server.parameter_server_strategy": "ParameterServerStrategy",
+            "mpidist.parameter_server.remote": "cache_variable_reads",
+            "mpidist.parameter_server.sharded_variable": "ShardedVariable",
         },
     )
 
