@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import check_copy
+from mpidist.arrays.host_ops import DeviceOps, check_copy
 from mpidist.arrays.streams import Event, Stream
 from mpidist.core.errors import DeviceError
 
@@ -36,7 +36,7 @@ _NOT_READY = 600
 _NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
-class CupyEvent:
+class CupyEvent(Event):
     """A CUDA event that has been recorded."""
 
     def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
@@ -68,8 +68,10 @@ class CupyEvent:
             self.raw.synchronize()
 
 
-class CupyStream:
+class CupyStream(Stream):
     """A CUDA stream with its device, for any thread; CuPy's default stream knows none."""
+
+    raw: cupy.cuda.Stream
 
     def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
         self.cupy = cupy
@@ -144,7 +146,7 @@ class CupyStream:
         self._current.leave(device)
 
 
-class CupyOps:
+class CupyOps(DeviceOps):
     """Operations on CuPy arrays.
 
     Args:
@@ -247,10 +249,6 @@ class CupyOps:
     def pointer(self, array: Array) -> int:
         """Return the address of the first element in the memory of its GPU."""
         return int(array.data.ptr)  # type: ignore[attr-defined]
-
-    def is_contiguous(self, array: Array) -> bool:
-        """Return whether the elements lie one after the other in C order."""
-        return bool(array.flags.c_contiguous)
 
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory as an array of uint8."""

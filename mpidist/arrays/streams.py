@@ -1,106 +1,64 @@
-"""Streams and events of a device: the interface, and the one stream of the CPU."""
+"""Streams and events: those of the CPU, which are the base of a device's."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
 
 
-class Event(Protocol):
-    """A point in a stream."""
+class Event:
+    """A point in a stream; on the CPU it has passed."""
 
     @property
     def is_done(self) -> bool:
         """Whether everything before the point has happened; never waits. Raises where the device has failed."""
-        ...
+        return True
 
     def synchronize(self) -> None:
         """Block the calling thread until everything before the point has happened."""
-        ...
 
 
-class Stream(Protocol):
+class Stream:
     """Work that a device does in the order given; ``with stream:`` makes it current.
+
+    The one stream of the CPU has never anything left to do.
 
     Attributes:
         device: The number of the device.
+        raw: The stream of CuPy; None for the CPU.
     """
 
-    device: int
+    device: int = 0
+    raw: object = None
 
     @property
     def handle(self) -> int:
         """The number by which NCCL knows the stream."""
-        ...
-
-    @property
-    def raw(self) -> object:
-        """The stream of CuPy; None for the CPU."""
-        ...
+        return 0
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the stream records its work as a CUDA graph instead of doing it."""
-        ...
+        """Whether the stream records its work as a CUDA graph instead of doing it, or would spoil one."""
+        return False
 
     def record(self, *, blocks: bool = False) -> Event:
         """Return an event after all work given so far.
 
         A thread sleeps while it waits for an event that ``blocks``.
         """
-        ...
+        return Event()
 
     def wait(self, event: Event) -> None:
-        """Let later work wait for ``event``, of any device, without waiting here."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the calling thread until everything has happened."""
-        ...
-
-    def __enter__(self) -> object:
-        """Make the stream and its device current in this thread."""
-        ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Return to the stream and device that were current before."""
-        ...
-
-
-class HostEvent:
-    """A point in the past."""
-
-    is_done = True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-class HostStream:
-    """The one stream of the CPU, on which nothing is ever left to do."""
-
-    handle = 0
-    device = 0
-    raw = None
-    is_capturing = False
-
-    def record(self, *, blocks: bool = False) -> HostEvent:
-        """Return an event that is done."""
-        return HostEvent()
-
-    def wait(self, event: Event) -> None:
-        """Wait for ``event``, which may be of a GPU; on the CPU the caller waits."""
+        """Let later work wait for ``event``, of any device, without waiting here; on the CPU the caller waits."""
         event.synchronize()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Block the calling thread until everything has happened."""
 
-    def __enter__(self) -> HostStream:
+    def __enter__(self) -> object:
+        """Make the stream and its device current in this thread."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        return None
+        """Return to the stream and device that were current before."""
