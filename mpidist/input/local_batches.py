@@ -66,6 +66,10 @@ class LocalBatches(ABC):
         Data of skipped steps is read only where that cannot be avoided.
         """
 
+    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
+        """Yield the elements of the only replica of a lone worker, after the first ``start``."""
+        return (element for (element,) in self.open(run, start))
+
     @abstractmethod
     def local_specs(self) -> list[object] | None:
         """Return the element spec for each local replica, or None without an element.
@@ -95,9 +99,9 @@ class DealtBatches(LocalBatches):
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
-        node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
-            return ([as_element(element)] for element in node.elements(run))
+            return ([element] for element in self.open_alone(run, start))
+        node = skip_elements(self.node, start)
         if node.form is Form.BATCHES:
             table = node.row_table().opened(run.readers)
             return run.read_ahead(
@@ -107,6 +111,10 @@ class DealtBatches(LocalBatches):
             [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
             for batch in map(as_element, node.elements(run))
         )
+
+    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
+        """Yield the elements as they are."""
+        return map(as_element, skip_elements(self.node, start).elements(run))
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
         workers = self.workers

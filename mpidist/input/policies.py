@@ -39,6 +39,11 @@ def dealt_batches(
     return batches, policy, f"{_summary(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
 
 
+def batches_of_worker(node: GraphNode, options: DatasetOptions, workers: WorkerLayout) -> LocalBatches:
+    """Return a worker's batches of a shared dataset; see :func:`dealt_batches`."""
+    return dealt_batches(node, options, workers)[0]
+
+
 def policy_in_force(node: GraphNode, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:
     """Return the policy in force for a dataset: OFF, FILE, DATA or HINT.
 
