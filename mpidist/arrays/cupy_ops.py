@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import DeviceOps, check_copy
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import MOST_STAGED_BYTES, Event, Staging, Stream
 from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from mpidist.arrays.kernels import Kernels
 
-# Arrays go to a GPU through pinned memory: the bytes of a piece, and of all that are on their way at a time.
-_PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
+# Arrays go to a GPU and back through pinned memory, in pieces of so many bytes.
+_PIECE_BYTES = 4 << 20
 # cudaStreamPerThread.
 _PER_THREAD = 2
 # The priority of what others wait for. CUDA takes the highest that the device has, which CuPy does not tell.
@@ -158,7 +158,7 @@ class CupyOps(DeviceOps):
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
         self._current = CurrentDevice(cupy)
-        self._staging = _Staging()
+        self._staging = Staging(cupy)
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
@@ -189,7 +189,7 @@ class CupyOps(DeviceOps):
         with self.on(device):
             for start in range(0, source.size, per_piece):
                 piece = source[start : start + per_piece]
-                staged = self._staging.room(self, piece.nbytes)
+                staged = self._staging.room(piece.nbytes)
                 np.copyto(staged.view(array.dtype), piece)
                 self.copy_to_device(flat[start : start + per_piece], staged, stream)
                 self._staging.keep(stream.record(blocks=True), staged)
@@ -216,9 +216,9 @@ class CupyOps(DeviceOps):
                 per_piece = max(1, _PIECE_BYTES // array.itemsize)
                 for start in range(0, flat.size, per_piece):
                     piece = source[start : start + per_piece]
-                    while on_its_way + piece.nbytes > _MOST_ON_ITS_WAY // 2:
+                    while on_its_way + piece.nbytes > MOST_STAGED_BYTES // 2:
                         on_its_way -= _arrive(arriving.popleft())
-                    staged = self._staging.room(self, piece.nbytes)
+                    staged = self._staging.room(piece.nbytes)
                     self.copy_to_host(staged, piece, stream)
                     event = stream.record()
                     self._staging.keep(event, staged)
@@ -252,9 +252,7 @@ class CupyOps(DeviceOps):
 
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory as an array of uint8."""
-        if nbytes == 0:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        return self._staging.pinned(nbytes)
 
     def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
         """Return a new stream that waits for no other; an urgent one comes first."""
@@ -334,40 +332,3 @@ def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
     event.synchronize()
     np.copyto(target, staged)
     return staged.nbytes
-
-
-class _Staging:
-    """Pinned memory that a GPU may still be reading or writing.
-
-    CuPy's pool would hand it out again without looking. Memory that is pinned stays with the pool for good, so there is
-    a limit to the bytes on their way at a time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[tuple[CupyEvent, Array]] = deque()
-
-    def room(self, ops: CupyOps, nbytes: int) -> Array:
-        """Return pinned memory, once enough earlier copies have arrived."""
-        oldest = self._oldest(nbytes)
-        while oldest is not None:
-            oldest[0].synchronize()
-            oldest = self._oldest(nbytes)
-        return ops.pinned(nbytes)
-
-    def _oldest(self, nbytes: int) -> tuple[CupyEvent, Array] | None:
-        """Return the oldest copy that has to arrive before ``nbytes`` are sent, or None.
-
-        Lets go of those that have arrived.
-        """
-        with self._lock:
-            while self._items and self._items[0][0].is_done:
-                self._items.popleft()
-            if sum(memory.nbytes for _, memory in self._items) + nbytes <= _MOST_ON_ITS_WAY or not self._items:
-                return None
-            return self._items.popleft()
-
-    def keep(self, event: CupyEvent, memory: Array) -> None:
-        """Keep ``memory`` until ``event`` is done."""
-        with self._lock:
-            self._items.append((event, memory))

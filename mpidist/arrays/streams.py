@@ -1,8 +1,17 @@
-"""Streams and events: those of the CPU, which are the base of a device's."""
+"""Streams and events: those of the CPU, which are the base of a device's; and memory that streams read and write."""
 
 from __future__ import annotations
 
-from types import TracebackType
+import threading
+from collections import deque
+from types import ModuleType, TracebackType
+
+import numpy as np
+
+from mpidist.arrays.dtypes import Array
+
+# Of copies between the host and GPUs that are on their way at a time.
+MOST_STAGED_BYTES = 32 << 20
 
 
 class Event:
@@ -62,3 +71,50 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Return to the stream and device that were current before."""
+
+
+class Staging:
+    """Pinned memory that a GPU may still be reading or writing.
+
+    CuPy's pool would hand it out again without looking. Memory that is pinned stays with the pool for good, so there is
+    a limit to the bytes on their way at a time.
+
+    Args:
+        cupy: The module.
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._lock = threading.Lock()
+        self._items: deque[tuple[Event, Array]] = deque()
+
+    def pinned(self, nbytes: int) -> Array:
+        """Return pinned memory as an array of uint8."""
+        if nbytes == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def room(self, nbytes: int) -> Array:
+        """Return pinned memory, once enough earlier copies have arrived."""
+        oldest = self._oldest(nbytes)
+        while oldest is not None:
+            oldest[0].synchronize()
+            oldest = self._oldest(nbytes)
+        return self.pinned(nbytes)
+
+    def _oldest(self, nbytes: int) -> tuple[Event, Array] | None:
+        """Return the oldest copy that has to arrive before ``nbytes`` are sent, or None.
+
+        Lets go of those that have arrived.
+        """
+        with self._lock:
+            while self._items and self._items[0][0].is_done:
+                self._items.popleft()
+            if sum(memory.nbytes for _, memory in self._items) + nbytes <= MOST_STAGED_BYTES or not self._items:
+                return None
+            return self._items.popleft()
+
+    def keep(self, event: Event, memory: Array) -> None:
+        """Keep ``memory`` until ``event`` is done."""
+        with self._lock:
+            self._items.append((event, memory))

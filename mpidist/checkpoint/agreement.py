@@ -118,7 +118,8 @@ class Agreement:
         except Exception as error:
             answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
         item = np.frombuffer(json.dumps(answer).encode() + b",", np.uint8)
-        gathered = self.extended.gather([item], 0, None, f"a checkpoint ({self._action})")[0]
+        comm, note = self.extended.communicator, f"a checkpoint ({self._action})"
+        gathered = item if comm is None else comm.gather_arrays([item], 0, options=None, note=note)[0]
         if failure is not None:
             raise failure
         answers: list[dict[str, Any]] = json.loads(b"[" + gathered.tobytes()[:-1] + b"]")

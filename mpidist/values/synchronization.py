@@ -61,10 +61,6 @@ def _first_replica(strategy: StrategyLike, value: object, doing: str) -> Any:
 class _OnWrite(Policy):
     """Copies are equal at all times."""
 
-    def read(self, variable: Variable) -> Array:
-        """Return the value in cross-replica context."""
-        return variable.values[0].as_array()
-
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         """Assign in replica context."""
         self._require_aggregation(variable)
@@ -160,6 +156,8 @@ class _Central(_OnWrite):
 
 class _OnRead(_OnWrite):
     """Every replica writes its own copy; copies are combined when they are read together."""
+
+    combines = True
 
     def read(self, variable: Variable) -> Array:
         if variable.aggregation == VariableAggregation.NONE:

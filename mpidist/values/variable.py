@@ -242,16 +242,16 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is not None:
-            return self._component(local_id).as_array()
-        return self._policy.read(self)
+        if local_id is None and self._policy.combines:
+            return self._policy.read(self)
+        return self._component(local_id or 0).as_array()
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+        if local_id is None and self._policy.combines:
             return super().value()
         return self._component(local_id or 0).value()
 
@@ -263,7 +263,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+        if local_id is None and self._policy.combines:
             return super().sparse_read(indices)
         return self._component(local_id or 0).sparse_read(indices)
 
@@ -375,11 +375,17 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
 
 class Policy(ABC):
-    """The rules by which a variable is read and written outside of an update."""
+    """The rules by which a variable is read and written outside of an update.
 
-    @abstractmethod
+    Attributes:
+        combines: Whether copies may differ, and are combined where they are read together.
+    """
+
+    combines = False
+
     def read(self, variable: Variable) -> Array:
-        """Return the value in cross-replica context."""
+        """Return all copies combined, of a policy that ``combines`` them."""
+        raise NotImplementedError
 
     @abstractmethod
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:

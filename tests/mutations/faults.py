@@ -399,7 +399,7 @@ _INPUT = (
     ),
     Fault(
         "a pass that goes on from a state takes the last step again",
-        "mpidist/input/distributed_dataset.py",
+        "mpidist/input/iteration.py",
         "return self._remainder.after(self._taken).to_json()",
         "return self._remainder.after(max(0, self._taken - 1)).to_json()",
         ("tests/input/test_resume.py",),
