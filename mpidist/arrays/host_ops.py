@@ -1,4 +1,4 @@
-"""The operations on arrays of one kind: those on NumPy arrays, which are the base of those on a device's."""
+"""The operations on arrays of one kind: on NumPy arrays, the base of those on devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpidist.arrays.streams import Stream
 
 
 class DeviceOps:
-    """The operations on arrays of one kind; these are for NumPy arrays: one device, one stream, nothing asynchronous.
+    """The operations on arrays of one kind.
 
-    A buffer must live until the last event of a stream that uses it: nothing here keeps it.
+    These are for NumPy arrays: one device, one stream, nothing asynchronous. A buffer must live until the last event of a stream that uses it: nothing here keeps it.
     """
 
     kind: str = "cpu"  # or "gpu"

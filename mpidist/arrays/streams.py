@@ -1,4 +1,7 @@
-"""Streams and events: those of the CPU, which are the base of a device's; and memory that streams read and write."""
+"""Streams and events, and the page-locked memory that they read and write.
+
+The streams of the CPU are the base of a device's.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class Stream:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the stream records its work as a CUDA graph instead of doing it, or would spoil one."""
+        """Whether the stream records its work as a CUDA graph, or would spoil one."""
         return False
 
     def record(self, *, blocks: bool = False) -> Event:
@@ -57,7 +60,10 @@ class Stream:
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Let later work wait for ``event``, of any device, without waiting here; on the CPU the caller waits."""
+        """Let later work wait for ``event``, of any device.
+
+        Only on the CPU the caller waits.
+        """
         event.synchronize()
 
     def synchronize(self) -> None:

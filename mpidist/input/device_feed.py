@@ -80,7 +80,7 @@ class _Transfer:
         self.place = place
         self._stream: Stream = place.ops.stream(place.number)
         self._free: deque[_Buffer] = deque()
-        self._made: list[_Buffer] = []
+        self.buffers: list[_Buffer] = []
 
     def stage(self, batch: object) -> object:
         """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
@@ -90,7 +90,7 @@ class _Transfer:
             buffer = self._free.popleft()
         except IndexError:
             buffer = _Buffer(self.place)
-            self._made.append(buffer)
+            self.buffers.append(buffer)
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
     def send(self, staged: _Staged) -> tuple[object, Event]:
@@ -119,12 +119,6 @@ class _Transfer:
         """Let the caller's stream wait for a batch."""
         self.place.ops.current_stream(self.place.number).wait(event)
 
-    def drain(self) -> None:
-        """Wait until the device has read all pending batches."""
-        for buffer in self._made:
-            if buffer.copied is not None:
-                buffer.copied.synchronize()
-
 
 class DeviceFeed(Iterator[list[object]]):
     """The steps of a pass with each batch on the device of its replica.
@@ -152,7 +146,7 @@ class DeviceFeed(Iterator[list[object]]):
         self._on_the_way: deque[list[tuple[object, Event | None]]] = deque()
         self._end: Exception | None = None
         # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
-        self._finalizer = weakref.finalize(self, _drain, [transfer for transfer in transfers if transfer is not None])
+        self._finalizer = weakref.finalize(self, _drain, transfers)
 
     def __next__(self) -> list[object]:
         if not self._on_the_way:
@@ -202,9 +196,11 @@ def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[o
     ]
 
 
-def _drain(transfers: Sequence[_Transfer]) -> None:
-    for transfer in transfers:
-        transfer.drain()
+def _drain(transfers: Sequence[_Transfer | None]) -> None:
+    """Wait until the devices have read all pending batches."""
+    for buffer in [buffer for transfer in transfers if transfer is not None for buffer in transfer.buffers]:
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
 
 
 def _can_travel(dtype: DType) -> bool:

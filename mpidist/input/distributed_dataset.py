@@ -258,7 +258,9 @@ class DistributedIterator(PassIterator[E_co]):
         if not (several and self._taken == self._steps_left):
             with workers.shared_errors("reading the next batch"):
                 step = next(self._steps, None)
-                self._remember_spec(step)
+                if step is not None and self._distribution.spec is None:
+                    element = next(part for part in step if part is not MISSING)
+                    self._distribution.spec = with_rows(spec_of(element), None)
             more = step is not None or several
             if several and self._steps_left == UNKNOWN:
                 more = self._vote(step)
@@ -269,11 +271,6 @@ class DistributedIterator(PassIterator[E_co]):
         self._taken += 1
         with workers.shared_errors("making up the batches of a step"):
             return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
-
-    def _remember_spec(self, step: list[object] | None) -> None:
-        if step is not None and self._distribution.spec is None:
-            element = next(part for part in step if part is not MISSING)
-            self._distribution.spec = with_rows(spec_of(element), None)
 
     def _vote(self, step: list[object] | None) -> bool:
         """Return whether any rank has data.

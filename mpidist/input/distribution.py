@@ -67,7 +67,10 @@ class Distribution:
 
     @cached_property
     def beginning(self) -> Position:
-        """The beginning of the next pass, but for its number; this worker's own until the workers agree."""
+        """The beginning of the next pass, but for its number.
+
+        It is this worker's own until the workers agree.
+        """
         return first_position(self.batches, pipelines_of(self.batches))
 
     def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:

@@ -98,7 +98,9 @@ class PassIterator(ABC, Generic[E_co]):
         """Return the next element, if any, to the caller of ``method``."""
 
     def get_next(self) -> E_co:
-        """Return the next element; collective for a distributed dataset: call it on every rank, in the same order.
+        """Return the next element.
+
+        Collective for a distributed dataset: call it on every rank, in the same order.
 
         Raises:
             OutOfRangeError: There is none; on all ranks at the same step.

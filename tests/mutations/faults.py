@@ -165,7 +165,7 @@ _ARRAYS = (
     ),
     Fault(
         "page-locked memory is given to others while a GPU still reads it",
-        "mpidist/arrays/cupy_ops.py",
+        "mpidist/arrays/streams.py",
         "            self._items.append((event, memory))",
         "            del event, memory",
         ("tests/arrays/test_cupy_ops.py",),
