@@ -1,4 +1,4 @@
-"""The operations on arrays of one kind: on NumPy arrays, the base of those on devices."""
+"""The operations on arrays; those on NumPy arrays are the base of a device's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mpidist.arrays.streams import Stream
 class DeviceOps:
     """The operations on arrays of one kind.
 
-    These are for NumPy arrays: one device, one stream, nothing asynchronous. A buffer must live until the last event of a stream that uses it: nothing here keeps it.
+    These are for NumPy arrays: one device, one stream, nothing asynchronous. A buffer must live until the last event of
+    a stream that uses it: nothing here keeps it.
     """
 
     kind: str = "cpu"  # or "gpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.collecting import WAITING_ATTRIBUTE, Leaves, collect, follow, is_within, keys_above
@@ -150,6 +151,7 @@ class Waiting:
             )
 
 
+@dataclass(eq=False, repr=False)
 class LoadStatus:
     """The result of ``Checkpoint.restore``; ask it whether everything was restored.
 
@@ -160,19 +162,13 @@ class LoadStatus:
         unused: Keys of the checkpoint that no object has.
     """
 
-    def __init__(
-        self,
-        path: str,
-        missing: list[str],
-        unused: list[str],
-        deferred: dict[str, dict[str, Array]],
-        waiting: Waiting,
-        is_any: bool,
-    ) -> None:
-        self.path = path
-        self.unused = tuple(unused)
-        self._missing, self._deferred, self._waiting, self._is_any = missing, deferred, waiting, is_any
-        self._is_asked = False
+    path: str
+    unused: tuple[str, ...]
+    _missing: list[str]
+    _deferred: dict[str, dict[str, Array]]
+    _waiting: Waiting
+    _is_any: bool
+    _is_asked: bool = False
 
     def __repr__(self) -> str:
         counts = f"{len(self.missing)} missing, {len(self.unused)} unused, {len(self.deferred)} deferred"

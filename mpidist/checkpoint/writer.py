@@ -24,7 +24,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import formats
-from mpidist.checkpoint.division import Plan
+from mpidist.checkpoint.agreement import Plan
 from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
 from mpidist.checkpoint.formats import (
     DATA,

@@ -11,8 +11,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import extended_of
-from mpidist.checkpoint.alignment import describe_container
-from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, tracked_by
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
 from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.restoring import Read
 from mpidist.core.context import in_scope_of
@@ -221,17 +220,7 @@ def take_snapshot(tracked: TrackedObjects) -> Snapshot:
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
         values = leaves.values()
-    manifest = Manifest(
-        0,
-        tracked.save_counter,
-        describe_tensors(leaves),
-        values,
-        containers={key: describe_container(container) for key, container in leaves.containers.items()},
-        iterators=tuple(leaves.iterators),
-        run_calls=tracked.run_calls,
-        classes=leaves.classes(),
-        links=leaves.links,
-    )
+    manifest = manifest_of(leaves, describe_tensors(leaves), values, tracked.save_counter, tracked.run_calls)
     return Snapshot(manifest, arrays)
 
 

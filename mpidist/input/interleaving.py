@@ -129,10 +129,9 @@ class _Reading:
 
         The next block is under way meanwhile.
         """
-        block = self._block
+        error, values = self._block.exception(), self._values
         # The error is not held here, as its traceback holds this object.
         del self._block
-        error, values = block.exception(), self._values
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is None and len(values) == self._size:

@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist.checkpoint import termination
-from mpidist.checkpoint.termination import TerminationWatch
+from mpidist.checkpoint.preemption import TerminationWatch
 from mpidist.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.support.ranks.jobs import run_script
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import DamagedCheckpointError, division, formats
-from mpidist.checkpoint.division import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint.agreement import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.checkpoint.writer import Job
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
