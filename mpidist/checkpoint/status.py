@@ -27,12 +27,13 @@ class Waiting:
     Attributes:
         is_expected: Whether values that no variable gets are nothing to warn of.
         has_given: Whether any variable has got one.
+        without_value: Keys of variables that came, and for which there is no value.
     """
 
     def __init__(self, path: str, objects: dict[str, object], manifest: Manifest, values: dict[str, Array]) -> None:
         self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
         self.has_given = False
-        self._without_value: dict[str, None] = {}
+        self.without_value: dict[str, None] = {}
         self.is_expected = False
         self._keepers: list[object] = []
         if values:
@@ -46,11 +47,6 @@ class Waiting:
     def open(self) -> tuple[str, ...]:
         """Keys of the values that no variable has got."""
         return tuple(sorted(self._values))
-
-    @property
-    def without_value(self) -> tuple[str, ...]:
-        """Keys of variables that came, and for which there is no value."""
-        return tuple(self._without_value)
 
     def look(self, used: Variable | None = None) -> None:
         """Give each unused variable its value, if that waits; local, in any context.
@@ -95,7 +91,7 @@ class Waiting:
             value = self._values.get(source)
             if value is None:
                 if source not in self._manifest.tensors:
-                    self._without_value[key] = None
+                    self.without_value[key] = None
             elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
                 misfits[source] = variable
             else:

@@ -247,10 +247,6 @@ class CachedTable(RowTable):
         """Return the spec of the table."""
         return self.table.spec()
 
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether the rows of the table are cut from arrays."""
-        return self.table.is_cut_from_arrays()
-
     def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers, which keep the rows that they read themselves.
         return {**self.__dict__, "kept": {}}
