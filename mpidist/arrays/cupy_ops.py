@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,12 @@ import numpy as np
 from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import DeviceOps, check_copy
-from mpidist.arrays.streams import MOST_STAGED_BYTES, Event, Staging, Stream
+from mpidist.arrays.kernels import Kernels
+from mpidist.arrays.streams import MOST_STAGED_BYTES, Event, Stream
 from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
     import cupy
-
-    from mpidist.arrays.kernels import Kernels
 
 # Arrays go to a GPU and back through pinned memory, in pieces of so many bytes.
 _PIECE_BYTES = 4 << 20
@@ -146,8 +144,8 @@ class CupyStream(Stream):
         self._current.leave(device)
 
 
-class CupyOps(DeviceOps):
-    """Operations on CuPy arrays.
+class CupyOps(Kernels, DeviceOps):
+    """Operations on CuPy arrays; those that pack and unpack are kernels.
 
     Args:
         cupy: The module, which sees a GPU.
@@ -156,9 +154,8 @@ class CupyOps(DeviceOps):
     kind = "gpu"
 
     def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
+        super().__init__(cupy)
         self._current = CurrentDevice(cupy)
-        self._staging = Staging(cupy)
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
@@ -293,37 +290,6 @@ class CupyOps(DeviceOps):
         """Make all elements of a contiguous array 0; return before it is done."""
         with self.on(self.device_of(array)):
             array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
-
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
-        """Copy contiguous arrays into ``flat``, cast to its dtype.
-
-        They lie from ``starts`` on, or one after the other.
-        """
-        self._kernels.pack(sources, flat, stream, starts)
-
-    def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
-    ) -> None:
-        """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
-
-        Elements are divided by ``divisor``, if any, and cast.
-        """
-        self._kernels.unpack(flat, targets, divisor, stream, starts)
-
-    def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Compile the kernel of a cast for the current device, before it is needed."""
-        self._kernels.compile(source, target, divides)
-
-    @cached_property
-    def _kernels(self) -> Kernels:
-        from mpidist.arrays.kernels import Kernels
-
-        return Kernels(self._cupy)
 
 
 def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:

@@ -38,8 +38,7 @@ class Cached(PassThrough):
     # The seeds of all steps before, and the elements that come of them.
     kept: tuple[list[tuple[int, ...]], list[object]] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "cache()"
         self.table = None if self.table is None else self.table.cached()
 
@@ -79,8 +78,7 @@ class CachedFile(PassThrough):
 
     filename: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "cache(file)"
         self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
 

@@ -146,6 +146,13 @@ class GraphNode(ABC):
         self.dynamic = any(node.dynamic for node in self.inputs)
         if len(self.inputs) == 1:
             self.cardinality = self.source.cardinality
+        self._set_up()
+
+    def _set_up(self) -> None:  # noqa: B027 - sources have no need
+        """Set the text, and what differs from the inputs.
+
+        The last part of making a node.
+        """
 
     @property
     def source(self) -> GraphNode:
@@ -272,8 +279,8 @@ class PassThrough(GraphNode):
     keeps_batches = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.form, self.table, self.read_ahead = self.source.form, self.source.table, self.source.read_ahead
+        super().__post_init__()
 
     def row_count(self) -> int:
         """Return the number of rows of the input."""

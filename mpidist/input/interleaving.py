@@ -41,8 +41,7 @@ class Interleaved(GraphNode):
     calls: int = 1
     _first: GraphNode | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = f"interleave(cycle_length={self.cycle_length}, block_length={self.block_length})"
         self.cardinality = UNKNOWN if self.cardinality else 0
         self.batched = False
