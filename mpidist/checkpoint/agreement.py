@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -54,10 +53,6 @@ class Agreement:
         self.is_chief = bool(self.extended.should_checkpoint)
         self._chief_name = f"rank 0, the chief of {type(strategy).__name__}"
         self._action, self._doing = action, f"{action} {subject}"
-
-    def before_collective(self) -> AbstractContextManager[None]:
-        """Return a block for local work whose errors the others learn at their next collective."""
-        return self.extended.shared_errors(self._action)
 
     def chief_does(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the chief and return its result on every rank (collective).

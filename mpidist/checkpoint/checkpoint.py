@@ -491,7 +491,7 @@ class Save:
             plan = plan_parts(extents, ranks)
         is_writer = agreement.is_chief or self._is_divided
         # There may be no memory for a copy on this rank.
-        with agreement.before_collective():
+        with agreement.extended.shared_errors("saving"):
             arrays = self._read(plan, rank if is_writer else None)
 
         def manifest() -> Manifest:

@@ -152,6 +152,7 @@ class Shuffled(Chosen):
     block_size: int | None = None
 
     def _set_up(self) -> None:
+        self.own_seed = self.seed
         seed, blocks = self.seed.number if self.seed.given else None, f", block_size={self.block_size}"
         self.text = (
             f"shuffle({self.buffer_size}, seed={seed}, reshuffle_each_iteration={self.seed.is_renewed}"
@@ -185,11 +186,6 @@ class Shuffled(Chosen):
             buffer[chosen] = item
         for chosen in generator.permutation(len(buffer)):
             yield buffer[chosen]
-
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the input, then its own."""
-        yield from super().seeds()
-        yield self.seed
 
 
 def check_shuffle(node: GraphNode, buffer_size: int | None, block_size: int | None) -> None:

@@ -127,6 +127,7 @@ class GraphNode(ABC):
         read_ahead: The number of elements that are read ahead when rows are read by number.
         batched: Whether the elements went through ``batch``.
         dynamic: Whether the first axis of the elements may differ from element to element.
+        own_seed: The origin of this step's own random choices, None where it makes none.
         keeps_batches: Whether the elements are those of the inputs, although maybe others are left out or between them.
     """
 
@@ -140,6 +141,7 @@ class GraphNode(ABC):
     read_ahead: int = field(init=False, default=0)
     batched: bool = field(init=False, default=False)
     dynamic: bool = field(init=False, default=False)
+    own_seed: Seed | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.batched = bool(self.inputs) and all(node.batched for node in self.inputs)
@@ -223,9 +225,11 @@ class GraphNode(ABC):
         yield self
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the whole graph, in the order of the inputs."""
+        """Yield the seeds of the whole graph, those of the inputs first."""
         for node in self.inputs:
             yield from node.seeds()
+        if self.own_seed is not None:
+            yield self.own_seed
 
     def files(self) -> Iterator[str]:
         """Yield the paths of the files that the whole graph reads."""

@@ -42,6 +42,7 @@ class Interleaved(GraphNode):
     _first: GraphNode | None = field(init=False, default=None)
 
     def _set_up(self) -> None:
+        self.own_seed = self.seed
         self.text = f"interleave(cycle_length={self.cycle_length}, block_length={self.block_length})"
         self.cardinality = UNKNOWN if self.cardinality else 0
         self.batched = False
@@ -101,11 +102,6 @@ class Interleaved(GraphNode):
             if spec is not None:
                 return spec
         return None
-
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the input, then the one for the datasets."""
-        yield from super().seeds()
-        yield self.seed
 
 
 class _Reading:

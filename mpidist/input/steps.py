@@ -277,6 +277,7 @@ class Sampled(Combined):
 
     def _set_up(self) -> None:
         super()._set_up()
+        self.own_seed = self.seed
         drawn = [node.cardinality for node in self.used()]
         endless = all(count == INFINITE for count in drawn)
         self.cardinality = UNKNOWN if self.stop and not endless else combined(sum, drawn)
@@ -313,8 +314,3 @@ class Sampled(Combined):
             if self.stop:
                 return
             del going[place]
-
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the inputs, then its own."""
-        yield from super().seeds()
-        yield self.seed
