@@ -52,10 +52,14 @@ def _write_all(variable: Variable, how: Assignment, value: object) -> None:
         component.assign_by(how, part)
 
 
-def _first_replica(strategy: StrategyLike, value: object, doing: str) -> Any:
-    """Return the value of replica 0 on every rank (collective)."""
-    mine = value.values[0] if isinstance(value, ReplicaValues) else value
-    return strategy.extended.broadcast_nest(mine, note=doing)
+def _aggregated(variable: Variable, value: object, destination: object, doing: str) -> Any:
+    """Return the values of all replicas as one, by the aggregation of a variable (collective)."""
+    extended = variable.distribute_strategy.extended
+    if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
+        mine = value.values[0] if isinstance(value, ReplicaValues) else value
+        return extended.broadcast_nest(mine, note=doing)
+    op = ReduceOp.from_variable_aggregation(variable.aggregation)
+    return extended.reduce_pairs(op, [(value, destination)], None, doing)[0]
 
 
 class _OnWrite(Policy):
@@ -65,13 +69,8 @@ class _OnWrite(Policy):
         """Assign in replica context."""
         self._require_aggregation(variable)
 
-        def merged(strategy: StrategyLike, values: object) -> None:
-            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                combined = _first_replica(strategy, values, doing)
-            else:
-                op = ReduceOp.from_variable_aggregation(variable.aggregation)
-                combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
-            _write_all(variable, how, combined)
+        def merged(_: StrategyLike, values: object) -> None:
+            _write_all(variable, how, _aggregated(variable, values, variable, doing))
             if how is assign:
                 variable.differs = False
 
@@ -169,11 +168,8 @@ class _OnRead(_OnWrite):
         strategy = variable.distribute_strategy
         copies = PerReplica([c.local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
-            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return array_of(_first_replica(strategy, copies, f"reading variable {variable.label!r}"))
-            op = ReduceOp.from_variable_aggregation(variable.aggregation)
             doing = f"reading variable {variable.label!r}"
-            return array_of(strategy.extended.reduce_pairs(op, [(copies, variable.devices[0])], None, doing)[0])
+            return array_of(_aggregated(variable, copies, variable.devices[0], doing))
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         variable.values[context.local_replica_id].assign_by(how, value)

@@ -365,7 +365,7 @@ _VALUES = (
     Fault(
         "each rank keeps its own value where that of the first replica counts",
         "mpidist/values/synchronization.py",
-        "return strategy.extended.broadcast_nest(mine, note=doing)",
+        "return extended.broadcast_nest(mine, note=doing)",
         "return mine",
         ("tests/acceptance/test_variable_tables.py",),
         ranks=2,
