@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.dtypes import Array, is_transportable
 from mpidist.arrays.streams import Event, Stream
 from mpidist.core import nest
 from mpidist.input.input_options import InputOptions
@@ -85,7 +85,8 @@ class _Transfer:
     def stage(self, batch: object) -> object:
         """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
-        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
+        # Text and objects stay on the host.
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype)]
         try:
             buffer = self._free.popleft()
         except IndexError:
@@ -203,15 +204,11 @@ def _drain(transfers: Sequence[_Transfer | None]) -> None:
             buffer.copied.synchronize()
 
 
-def _can_travel(dtype: DType) -> bool:
-    """Return whether a device can hold elements of ``dtype``. Text and objects stay on the host."""
-    return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
-
-
 def on_place(place: Place, batch: object) -> object:
     """Return ``batch`` with its arrays brought to ``place``."""
     return nest.map_structure(
-        lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype) else leaf, batch
+        lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype) else leaf,
+        batch,
     )
 
 

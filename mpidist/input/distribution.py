@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mpidist.core.errors import MismatchError
@@ -28,6 +28,7 @@ from mpidist.input.resuming import Dealing, Remainder
 _log = logging.getLogger("mpidist")
 
 
+@dataclass(eq=False, repr=False)
 class Distribution:
     """The common state of all passes over a distributed dataset.
 
@@ -47,23 +48,18 @@ class Distribution:
         buffer_size: Batches that are held ready on each device.
     """
 
-    def __init__(
-        self,
-        batches: LocalBatches,
-        workers: InputWorkers,
-        dealing: Dealing,
-        strategy: StrategyLike | None = None,
-        options: InputOptions | None = None,
-    ) -> None:
-        self.batches = batches
-        self.workers = workers
-        self.dealing = dealing
-        self.strategy = strategy
-        self.steps = batches.steps
-        self.spec: object = None
-        self.passes = 0
-        self.places = fetch_places(workers, options)
-        self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
+    batches: LocalBatches
+    workers: InputWorkers
+    dealing: Dealing
+    strategy: StrategyLike | None = None
+    options: InputOptions | None = None
+    spec: object = field(init=False, default=None)
+    passes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.steps = self.batches.steps
+        self.places = fetch_places(self.workers, self.options)
+        self.buffer_size = (self.options or InputOptions()).experimental_per_replica_buffer_size
 
     @cached_property
     def beginning(self) -> Position:

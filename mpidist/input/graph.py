@@ -177,10 +177,14 @@ class GraphNode(ABC):
         """Yield the elements of a pass."""
         if self.form is Form.ELEMENTS:
             return self.items(run)
-        table = self.row_table().opened(run.readers)
         if self.form is Form.ROWS:
-            return run.read_ahead(lambda: table.each(row_indices.rows(self.items(run))), self.read_ahead)
-        return run.read_ahead(lambda: map(table.read, self.items(run)), self.read_ahead)
+            return self.reading(run, lambda table: table.each(row_indices.rows(self.items(run))))
+        return self.reading(run, lambda table: map(table.read, self.items(run)))
+
+    def reading(self, run: Pass, read: Callable[[RowTable], Iterator[T]]) -> Iterator[T]:
+        """Return the iterator that ``read`` makes of the opened table, read ahead."""
+        table = self.row_table().opened(run.readers)
+        return run.read_ahead(lambda: read(table), self.read_ahead)
 
     def row_table(self) -> RowTable:
         """Return the table of a node whose items are row numbers."""

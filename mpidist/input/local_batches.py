@@ -114,10 +114,7 @@ class DealtBatches(LocalBatches):
             return ([element] for element in self.open_alone(run, start))
         node = skip_elements(self.node, start)
         if node.form is Form.BATCHES:
-            table = node.row_table().opened(run.readers)
-            return run.read_ahead(
-                lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
-            )
+            return node.reading(run, lambda table: (self._read_parts(table, index) for index in node.items(run)))
         return (
             [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
             for batch in map(as_element, node.elements(run))
@@ -264,11 +261,12 @@ class RecutBatches(LocalBatches):
         first = start * replicas
         if node.form is not Form.BATCHES:
             return in_steps(self._parts(run, _ARRAYS, first), replicas)
-        table = node.row_table().opened(run.readers)
-        return run.read_ahead(
-            lambda: in_steps((self._read(table, index) for index in self._parts(run, _ROW_NUMBERS, first)), replicas),
-            node.read_ahead,
-        )
+
+        def read(table: RowTable) -> Iterator[list[object]]:
+            parts = self._parts(run, _ROW_NUMBERS, first)
+            return in_steps((self._read(table, index) for index in parts), replicas)
+
+        return node.reading(run, read)
 
     def _parts(self, run: Pass, pieces: _Pieces[T], first: int) -> Iterator[T]:
         """Yield the parts of a pass from number ``first`` on."""
