@@ -134,11 +134,7 @@ class DeviceFeed(Iterator[list[object]]):
     """
 
     def __init__(
-        self,
-        open_steps: Callable[[], Iterator[list[object]]],
-        places: Sequence[Place],
-        size: int,
-        readers: Readers,
+        self, open_steps: Callable[[], Iterator[list[object]]], places: Sequence[Place], size: int, readers: Readers
     ) -> None:
         transfers = [None if place.is_host else _Transfer(place) for place in places]
         self._transfers: list[_Transfer | None] = transfers

@@ -21,18 +21,7 @@ from mpidist.input import row_indices
 from mpidist.input.derived_tables import JoinedTable, MappedTable
 from mpidist.input.element_spec import ArraySpec, common_spec, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned
-from mpidist.input.graph import (
-    DRAWN_AHEAD,
-    INFINITE,
-    UNKNOWN,
-    Form,
-    GraphNode,
-    Pass,
-    PassThrough,
-    Seed,
-    T,
-    combined,
-)
+from mpidist.input.graph import DRAWN_AHEAD, INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T, combined
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.threads import map_stream
 

@@ -19,15 +19,8 @@ from numpy.typing import DTypeLike
 from mpidist.arrays.checksum import checksum
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import (
-    Frame,
-    current_frame,
-    entered,
-    get_strategy,
-    has_strategy,
-    is_default,
-    variable_creators,
-)
+from mpidist.core import context
+from mpidist.core.context import Frame, current_frame, is_default
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values import scatter
@@ -50,7 +43,7 @@ class _CreatedByStrategy(ABCMeta):
             return instance
         arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
-        for creator in variable_creators():
+        for creator in context.variable_creators():
             create = partial(creator, create)
         created: Instance = create(**arguments)
         return created
@@ -58,12 +51,12 @@ class _CreatedByStrategy(ABCMeta):
 
 def _create_under_current_strategy(**arguments: Any) -> Any:
     frame = current_frame()
-    if frame.replica_context is not None and has_strategy():
+    if frame.replica_context is not None and context.has_strategy():
         raise RuntimeError(
             "a Variable was created inside strategy.run(), where every replica would make its own; "
             "create it before, inside `with strategy.scope():`"
         )
-    extended = get_strategy().extended
+    extended = context.get_strategy().extended
     is_named = arguments["name"] is not None
     name = arguments["name"] if is_named else extended.variable_names.default()
     dtype, shape = arguments.pop("dtype"), arguments.pop("shape")
@@ -467,7 +460,7 @@ def update_components(
     devices = strategy.extended.worker_devices_by_replica
     for i, (component, (device,)) in enumerate(zip(variable.values, devices, strict=True)):
         args, kwargs = arguments(i)
-        with place_at(device).current(), entered(Frame(strategy, None, i)):
+        with place_at(device).current(), context.entered(Frame(strategy, None, i)):
             results.append(fn(component, *args, **kwargs))
     return results
 
