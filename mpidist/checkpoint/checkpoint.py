@@ -580,10 +580,8 @@ def manifest_of(
 
 def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
     """Return the manifest's entries for the variables and arrays, as yet without parts."""
-    tensors = {}
+    policies = dict(leaves.awaited)
     for key, variable in leaves.variables.items():
-        policies = variable.synchronization.name, variable.aggregation.name
-        tensors[key] = describe(variable.shape, variable.dtype, *policies)
-    for key, array in leaves.arrays.items():
-        tensors[key] = describe(array.shape, array.dtype, *leaves.awaited.get(key, ()))
-    return tensors
+        policies[key] = variable.synchronization.name, variable.aggregation.name
+    those = {**leaves.variables, **leaves.arrays}
+    return {key: describe(each.shape, each.dtype, *policies.get(key, ())) for key, each in those.items()}

@@ -259,10 +259,7 @@ class Dataset(Generic[E_co]):
     # Transforms
 
     def map(
-        self,
-        map_func: Callable[..., S],
-        num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
+        self, map_func: Callable[..., S], num_parallel_calls: int | None = None, deterministic: bool | None = None
     ) -> Dataset[S]:
         """Return the dataset of ``map_func`` of each element.
 
@@ -404,11 +401,7 @@ class Dataset(Generic[E_co]):
         return self._then(Batched((self._node,), _batch_size("batch", batch_size), bool(drop_remainder)))
 
     def padded_batch(
-        self,
-        batch_size: int,
-        padded_shapes: object = None,
-        padding_values: object = None,
-        drop_remainder: bool = False,
+        self, batch_size: int, padded_shapes: object = None, padding_values: object = None, drop_remainder: bool = False
     ) -> Dataset:
         """Return the dataset of consecutive elements, padded to one shape and stacked.
 

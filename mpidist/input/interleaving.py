@@ -6,10 +6,10 @@ Each dataset is made from an element of the input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from mpidist.input.elements import call
 from mpidist.input.graph import UNKNOWN, GraphNode, Pass, Seed
@@ -108,8 +108,8 @@ class _Reading:
     """An open dataset of which a thread reads one block ahead."""
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
-        self._opener: Opener | None = opener
-        self._elements: Iterator[object] = iter(())
+        # Opened by the thread that reads the first block.
+        self._elements = chain.from_iterable(open_source() for open_source in [opener])
         self._size = size
         self._threads = threads
         self.read_next()
@@ -117,7 +117,7 @@ class _Reading:
     def read_next(self) -> None:
         """Let a thread read the next block."""
         self._values: list[object] = []
-        self._block: Future[None] = self._threads.submit(self._read)
+        self._block = self._threads.submit(self._values.extend, islice(self._elements, self._size))
 
     def block(self) -> Iterator[object]:
         """Yield the block, then raise the error that came after it.
@@ -137,8 +137,3 @@ class _Reading:
                 raise error
         finally:
             del error  # the traceback holds this frame
-
-    def _read(self) -> None:
-        if self._opener is not None:
-            self._elements, self._opener = self._opener(), None
-        self._values.extend(islice(self._elements, self._size))
