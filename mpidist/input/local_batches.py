@@ -8,14 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import cycle, islice, zip_longest
 from typing import Generic
 
 from mpidist.input import dealing, row_indices
 from mpidist.input.batching import Batched, last_batching
 from mpidist.input.choosing import Skip
-from mpidist.input.element_spec import ArraySpec, flatten_spec, map_spec, with_rows
+from mpidist.input.element_spec import flatten_spec, with_rows
 from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
 from mpidist.input.graph import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.input_workers import WorkerLayout
@@ -150,12 +150,8 @@ class DealtBatches(LocalBatches):
             return None if spec is None else [spec] * count
         if self.workers.num_workers > 1 or self.node.dynamic:
             return [with_rows(spec, None)] * count
-
-        def part(replica: int, leaf: ArraySpec) -> object:
-            start, stop = self._local_rows(leaf.shape[0] or 0)[replica]
-            return with_rows(leaf, stop - start)
-
-        return [map_spec(partial(part, replica), spec) for replica in range(count)]
+        rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
+        return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
 
 
 def check_batched(node: GraphNode) -> None:

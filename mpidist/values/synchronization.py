@@ -24,14 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.arrays.checksum import checksum
 from mpidist.arrays.dtypes import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import array_of, on_host, place_at, place_of, placed
+from mpidist.values.placement import array_of, checksum, place_at, place_of, placed
 from mpidist.values.scatter import ScatterOp
 from mpidist.values.variable import Policy, Variable, changing
 
@@ -93,7 +92,7 @@ class _OnWrite(Policy):
             variable.distribute_strategy.extended.done(
                 f"copies of {variable.label}",
                 what,
-                lambda: 1 if differs else checksum(variable.values[0].local_array(), on_host),
+                lambda: 1 if differs else checksum(variable.values[0].local_array()),
             )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:

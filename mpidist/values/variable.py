@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.checksum import checksum
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.core import context
@@ -28,7 +27,7 @@ from mpidist.values.component import Assignable, Assignment, Component, as_value
 from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import Place, on_host, place_at
+from mpidist.values.placement import Place, checksum, place_at
 
 Instance = TypeVar("Instance")
 
@@ -413,11 +412,11 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         yield
         return
     extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
-    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
+    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array())):
         yield
     if rows is not None:
         parts = (rows.values, rows.indices)
-        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
+        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part) for part in parts)))
 
 
 def _weakly(value: object) -> Callable[[], object]:
