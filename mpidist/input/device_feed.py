@@ -147,7 +147,12 @@ class DeviceFeed(Iterator[list[object]]):
 
     def __next__(self) -> list[object]:
         if not self._on_the_way:
-            self._raise_end()
+            end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
+            try:
+                if end is not None:
+                    raise end
+            finally:
+                del end  # its traceback holds this frame
             self._on_the_way.append(self._sent(next(self._source)))
         ready = self._on_the_way.popleft()
         self._send_ahead()
@@ -165,14 +170,6 @@ class DeviceFeed(Iterator[list[object]]):
                 self._on_the_way.append(self._sent(next(self._source)))
             except Exception as error:  # the end, or an error of reading: raised after the steps before it
                 self._end = error
-
-    def _raise_end(self) -> None:
-        end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
-        try:
-            if end is not None:
-                raise end
-        finally:
-            del end  # its traceback holds this frame
 
     def _sent(self, step: list[object]) -> list[tuple[object, Event | None]]:
         return [

@@ -1,4 +1,4 @@
-"""Place: the host, or one device of this process; bringing arrays there, and telling them apart."""
+"""Place: the host, or one device of this process; bringing arrays there."""
 
 from __future__ import annotations
 
