@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
 from mpidist.arrays.dtypes import HALF, Array, DType
 from mpidist.arrays.streams import Stream
+
+# Where arrays begin in a flat buffer; None: one after the other.
+Starts: TypeAlias = "Sequence[int] | None"
 
 
 class DeviceOps:
@@ -103,7 +107,7 @@ class DeviceOps:
         """Make all elements of a contiguous array 0."""
         array[...] = 0
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
         """Copy contiguous arrays into ``flat``, cast to its dtype.
 
         They lie from ``starts`` on, or one after the other.
@@ -112,12 +116,7 @@ class DeviceOps:
             np.copyto(piece, source.reshape(-1), casting="unsafe")
 
     def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
+        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
     ) -> None:
         """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
 
@@ -134,7 +133,7 @@ class DeviceOps:
 _STREAM = Stream()
 
 
-def pieces(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None) -> Iterator[tuple[Array, Array]]:
+def pieces(arrays: Sequence[Array], flat: Array, starts: Starts = None) -> Iterator[tuple[Array, Array]]:
     """Yield each array with its part of ``flat``.
 
     The parts lie one after the other, or from ``starts`` on.

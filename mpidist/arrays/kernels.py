@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import starts_of
+from mpidist.arrays.host_ops import Starts, starts_of
 from mpidist.arrays.kernel_source import THREADS, Kernel, kernel_for, source_of
 from mpidist.arrays.streams import Event, Staging, Stream
 
@@ -54,7 +54,7 @@ class Kernels:
         self._staging = Staging(cupy)
         self._lock = threading.Lock()
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
         """Copy C-contiguous arrays into ``flat``, cast to its dtype.
 
         They lie from ``starts`` on, or one after the other. One launch on ``stream`` for all arrays of one dtype; the
@@ -69,12 +69,7 @@ class Kernels:
             self._launch(kernel_for(dtype.name, flat.dtype.name, False), rows, flat, True, 1.0, stream)
 
     def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
+        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
     ) -> None:
         """Fill C-contiguous arrays from ``flat``; the reverse of ``pack``.
 
@@ -137,7 +132,7 @@ class Kernels:
         return _Table(device, blocks, stream)
 
 
-def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None) -> dict[DType, list[_Row]]:
+def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Starts) -> dict[DType, list[_Row]]:
     rows: dict[DType, list[_Row]] = {}
     last = 0
     for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):
