@@ -163,12 +163,6 @@ class DistributedIterator(PassIterator[E_co]):
         self._steps_left = total - remainder.start if total >= 0 else total
         self._ended = False
 
-    def __next__(self) -> E_co:
-        found = self._advance("next()")
-        if not found.has_value():
-            raise StopIteration
-        return found.get_value()
-
     @property
     def element_spec(self) -> Any:
         """The element spec of the dataset."""

@@ -89,9 +89,11 @@ class PassIterator(ABC, Generic[E_co]):
     def __iter__(self) -> Iterator[E_co]:
         return self
 
-    @abstractmethod
     def __next__(self) -> E_co:
-        """Return the next element."""
+        found = self._advance("next()")
+        if not found.has_value():
+            raise StopIteration
+        return found.get_value()
 
     @abstractmethod
     def _advance(self, method: str) -> Optional[E_co]:
