@@ -117,11 +117,7 @@ def common_spec(specs: Sequence[object], step: str) -> object:
     """
     if not specs:
         return None
-    # Text may have any length.
-    kinds = [
-        map_spec(lambda leaf: (len(leaf.shape), "text" if leaf.dtype.kind in "SU" else str(leaf.dtype)), spec)
-        for spec in specs
-    ]
+    kinds = [map_spec(lambda leaf: f"{len(leaf.shape)}-d {_kind_of_array(leaf.dtype)}", spec) for spec in specs]
     if any(kind != kinds[0] for kind in kinds):
         raise TypeError(
             f"{step}() got datasets of unlike elements: {'; '.join(dict.fromkeys(map(str, specs)))}; expected "
@@ -134,6 +130,10 @@ def common_spec(specs: Sequence[object], step: str) -> object:
         return ArraySpec(tuple(size[0] if len(set(size)) == 1 else None for size in sizes), leaf.dtype)
 
     return map_spec(merge, specs[0])
+
+
+def _kind_of_array(dtype: DType) -> str:
+    return "text" if dtype.kind in "SU" else str(dtype)  # of any length
 
 
 def conform(element: object, signature: object) -> object:
