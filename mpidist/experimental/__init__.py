@@ -10,8 +10,7 @@ from mpidist.input import ValueContext
 from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
 
 if TYPE_CHECKING:
-    from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
-    from mpidist.checkpoint.termination import TerminationConfig
+    from mpidist.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
     from mpidist.experimental import coordinator, partitioners
     from mpidist.parameter_server.parameter_server_strategy import ParameterServerStrategy
     from mpidist.parameter_server.remote import cache_variable_reads
@@ -20,8 +19,7 @@ else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "mpidist.checkpoint.preemption": "PreemptionCheckpointHandler",
-            "mpidist.checkpoint.termination": "TerminationConfig",
+            "mpidist.checkpoint.preemption": "PreemptionCheckpointHandler TerminationConfig",
             "mpidist.experimental": "coordinator partitioners",
             "mpidist.parameter_server.parameter_server_strategy": "ParameterServerStrategy",
             "mpidist.parameter_server.remote": "cache_variable_reads",

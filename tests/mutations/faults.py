@@ -165,7 +165,7 @@ _ARRAYS = (
     ),
     Fault(
         "page-locked memory is given to others while a GPU still reads it",
-        "mpidist/arrays/cupy_ops.py",
+        "mpidist/arrays/streams.py",
         "            self._items.append((event, memory))",
         "            del event, memory",
         ("tests/arrays/test_cupy_ops.py",),
@@ -365,7 +365,7 @@ _VALUES = (
     Fault(
         "each rank keeps its own value where that of the first replica counts",
         "mpidist/values/synchronization.py",
-        "return strategy.extended.broadcast_nest(mine, note=doing)",
+        "return extended.broadcast_nest(mine, note=doing)",
         "return mine",
         ("tests/acceptance/test_variable_tables.py",),
         ranks=2,
@@ -399,7 +399,7 @@ _INPUT = (
     ),
     Fault(
         "a pass that goes on from a state takes the last step again",
-        "mpidist/input/distributed_dataset.py",
+        "mpidist/input/iteration.py",
         "return self._remainder.after(self._taken).to_json()",
         "return self._remainder.after(max(0, self._taken - 1)).to_json()",
         ("tests/input/test_resume.py",),
