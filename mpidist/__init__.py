@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mpidist.core.advice import IN_PLACE_OF
 from mpidist.core.context import (
-    default_strategy_is_in,
     experimental_set_strategy,
     get_loss_reduction,
     has_strategy,
@@ -15,13 +14,7 @@ from mpidist.core.context import (
     variable_creator_scope,
 )
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.core.errors import (
-    CollectiveTimeoutError,
-    LaunchError,
-    MismatchError,
-    OutOfRangeError,
-    PeerError,
-)
+from mpidist.core.errors import CollectiveTimeoutError, LaunchError, MismatchError, OutOfRangeError, PeerError
 from mpidist.core.first_use import on_first_use
 from mpidist.core.options import RunOptions
 from mpidist.core.settings import warn_about_unknown
@@ -31,7 +24,6 @@ from mpidist.topology import install_excepthook, prepare_environment, rank, size
 prepare_environment()
 install_excepthook()
 warn_about_unknown()
-default_strategy_is_in("mpidist.strategies.default")
 
 # Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
 # program pays for what it needs alone.
@@ -42,12 +34,7 @@ if TYPE_CHECKING:
     from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
     from mpidist.compat.tpu import TPUStrategy
-    from mpidist.cross_device_ops import (
-        CrossDeviceOps,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
+    from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
     from mpidist.estimator import EvalResult, EvalSpec, TrainContext, TrainSpec, launch, train_and_evaluate
     from mpidist.input import (
         AUTOTUNE,
@@ -73,14 +60,8 @@ if TYPE_CHECKING:
         Strategy,
         StrategyExtended,
     )
-    from mpidist.training import (
-        common_rng,
-        compute_average_loss,
-        global_count,
-        replica_rng,
-        scale_regularization_loss,
-        set_seed,
-    )
+    from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
+    from mpidist.training.random import common_rng, replica_rng, set_seed
     from mpidist.values import DistributedValues, IndexedSlices, Variable
 
     # core knows strategies by protocols, which have less than programs use.
@@ -96,46 +77,30 @@ else:
         __name__,
         {
             # Rooms whose other names docs tell users to take from there.
-            "checkpoint": "mpidist.checkpoint",
-            "cluster_resolver": "mpidist.cluster_resolver",
-            "coordinator": "mpidist.coordinator",
-            "elastic": "mpidist.elastic",
-            "errors": "mpidist.errors",
-            "estimator": "mpidist.estimator",
-            "experimental": "mpidist.experimental",
-            "metrics": "mpidist.metrics",
-            "optimizers": "mpidist.optimizers",
-            "parameter_server": "mpidist.parameter_server",
-            "v1": "mpidist.v1",
-            "ClusterSpec": "mpidist.cluster_resolver",
-            "Communicator": "mpidist.collectives",
-            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
-            "Server": "mpidist.parameter_server.server",
-            "TPUStrategy": "mpidist.compat.tpu",
-            "tune": "mpidist.collectives.tuning",
-            **dict.fromkeys(("Checkpoint", "CheckpointManager", "latest_checkpoint"), "mpidist.checkpoint"),
-            **dict.fromkeys(
-                ("CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"),
-                "mpidist.cross_device_ops",
-            ),
-            **dict.fromkeys(("EvalResult", "EvalSpec", "TrainContext", "TrainSpec"), "mpidist.estimator"),
-            **dict.fromkeys(("launch", "train_and_evaluate"), "mpidist.estimator"),
-            **dict.fromkeys(("AUTOTUNE", "SHARD_HINT", "ArraySpec", "AutoShardPolicy", "Dataset"), "mpidist.input"),
-            **dict.fromkeys(("DatasetSpec", "DistributedDataset", "DistributedIterator"), "mpidist.input"),
-            **dict.fromkeys(("InputContext", "InputOptions", "InputReplicationMode", "Options"), "mpidist.input"),
-            **dict.fromkeys(("MirroredStrategy", "MultiWorkerMirroredStrategy"), "mpidist.strategies"),
-            **dict.fromkeys(("OneDeviceStrategy", "ReplicaContext", "Strategy"), "mpidist.strategies"),
-            "StrategyExtended": "mpidist.strategies",
-            **dict.fromkeys(("common_rng", "replica_rng", "set_seed"), "mpidist.training"),
-            **dict.fromkeys(("compute_average_loss", "scale_regularization_loss", "global_count"), "mpidist.training"),
-            **dict.fromkeys(("DistributedValues", "IndexedSlices", "Variable"), "mpidist.values"),
+            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental metrics "
+            "optimizers parameter_server v1",
+            "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
+            "mpidist.cluster_resolver": "ClusterSpec",
+            "mpidist.collectives": "Communicator",
+            "mpidist.collectives.tuning": "tune",
+            "mpidist.compat.tpu": "TPUStrategy",
+            "mpidist.cross_device_ops": "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice",
+            "mpidist.estimator": "EvalResult EvalSpec TrainContext TrainSpec launch train_and_evaluate",
+            "mpidist.input": "AUTOTUNE SHARD_HINT ArraySpec AutoShardPolicy Dataset DatasetSpec DistributedDataset "
+            "DistributedIterator InputContext InputOptions InputReplicationMode Options",
+            "mpidist.parameter_server.parameter_server_strategy": "ParameterServerStrategy",
+            "mpidist.parameter_server.server": "Server",
+            "mpidist.strategies": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy ReplicaContext "
+            "Strategy StrategyExtended",
+            "mpidist.training.losses": "compute_average_loss global_count scale_regularization_loss",
+            "mpidist.training.random": "common_rng replica_rng set_seed",
+            "mpidist.values": "DistributedValues IndexedSlices Variable",
         },
         IN_PLACE_OF,
     )
 
 # Not for programs, and not to be shown to those who look what there is.
 del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
-del default_strategy_is_in
 
 __all__ = [
     "AUTOTUNE",

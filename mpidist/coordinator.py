@@ -1,8 +1,8 @@
 """The names of ``tf.distribute.coordinator`` and ``tf.distribute.experimental.coordinator``."""
 
-from mpidist.parameter_server.coordinator import ClusterCoordinator
+from mpidist.parameter_server.parameter_server_strategy import ClusterCoordinator
 from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, RemoteValueStatus
-from mpidist.parameter_server.worker_loop import current_worker_index as experimental_get_current_worker_index
+from mpidist.parameter_server.server import current_worker_index as experimental_get_current_worker_index
 
 __all__ = [
     "ClusterCoordinator",

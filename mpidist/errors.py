@@ -31,8 +31,8 @@ else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "CannotTravelError": "mpidist.parameter_server.pickling",
-            "DamagedCheckpointError": "mpidist.checkpoint.format_rules",
+            "mpidist.checkpoint.format_rules": "DamagedCheckpointError",
+            "mpidist.parameter_server.pickling": "CannotTravelError",
         },
     )
 

@@ -1,5 +1,5 @@
 """Metrics: public names only."""
 
-from mpidist.training import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
+from mpidist.training.metrics import Accuracy, Mean, Metric, SparseCategoricalAccuracy, Sum
 
 __all__ = ["Accuracy", "Mean", "Metric", "SparseCategoricalAccuracy", "Sum"]

@@ -1,15 +1,7 @@
 """Optimizers and gradient clipping: public names only."""
 
-from mpidist.training import (
-    SGD,
-    Adam,
-    AdamW,
-    GradientAccumulator,
-    Optimizer,
-    RMSprop,
-    aggregate_gradients,
-    clip_by_global_norm,
-)
+from mpidist.training.gradients import GradientAccumulator, aggregate_gradients, clip_by_global_norm
+from mpidist.training.optimizer import SGD, Adam, AdamW, Optimizer, RMSprop
 
 __all__ = [
     "SGD",

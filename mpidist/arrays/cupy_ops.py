@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,17 +13,16 @@ import numpy as np
 
 from mpidist.arrays.current_device import CurrentDevice
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import check_copy
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.host_ops import DeviceOps, check_copy
+from mpidist.arrays.kernels import Kernels
+from mpidist.arrays.streams import MOST_STAGED_BYTES, Event, Stream
 from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
     import cupy
 
-    from mpidist.arrays.kernels import Kernels
-
-# Arrays go to a GPU through pinned memory: the bytes of a piece, and of all that are on their way at a time.
-_PIECE_BYTES, _MOST_ON_ITS_WAY = 4 << 20, 32 << 20
+# Arrays go to a GPU and back through pinned memory, in pieces of so many bytes.
+_PIECE_BYTES = 4 << 20
 # cudaStreamPerThread.
 _PER_THREAD = 2
 # The priority of what others wait for. CUDA takes the highest that the device has, which CuPy does not tell.
@@ -36,7 +34,7 @@ _NOT_READY = 600
 _NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
-class CupyEvent:
+class CupyEvent(Event):
     """A CUDA event that has been recorded."""
 
     def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
@@ -68,8 +66,10 @@ class CupyEvent:
             self.raw.synchronize()
 
 
-class CupyStream:
+class CupyStream(Stream):
     """A CUDA stream with its device, for any thread; CuPy's default stream knows none."""
+
+    raw: cupy.cuda.Stream
 
     def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
         self.cupy = cupy
@@ -144,8 +144,8 @@ class CupyStream:
         self._current.leave(device)
 
 
-class CupyOps:
-    """Operations on CuPy arrays.
+class CupyOps(Kernels, DeviceOps):
+    """Operations on CuPy arrays; those that pack and unpack are kernels.
 
     Args:
         cupy: The module, which sees a GPU.
@@ -154,9 +154,8 @@ class CupyOps:
     kind = "gpu"
 
     def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
+        super().__init__(cupy)
         self._current = CurrentDevice(cupy)
-        self._staging = _Staging()
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
@@ -187,7 +186,7 @@ class CupyOps:
         with self.on(device):
             for start in range(0, source.size, per_piece):
                 piece = source[start : start + per_piece]
-                staged = self._staging.room(self, piece.nbytes)
+                staged = self._staging.room(piece.nbytes)
                 np.copyto(staged.view(array.dtype), piece)
                 self.copy_to_device(flat[start : start + per_piece], staged, stream)
                 self._staging.keep(stream.record(blocks=True), staged)
@@ -214,9 +213,9 @@ class CupyOps:
                 per_piece = max(1, _PIECE_BYTES // array.itemsize)
                 for start in range(0, flat.size, per_piece):
                     piece = source[start : start + per_piece]
-                    while on_its_way + piece.nbytes > _MOST_ON_ITS_WAY // 2:
+                    while on_its_way + piece.nbytes > MOST_STAGED_BYTES // 2:
                         on_its_way -= _arrive(arriving.popleft())
-                    staged = self._staging.room(self, piece.nbytes)
+                    staged = self._staging.room(piece.nbytes)
                     self.copy_to_host(staged, piece, stream)
                     event = stream.record()
                     self._staging.keep(event, staged)
@@ -248,15 +247,9 @@ class CupyOps:
         """Return the address of the first element in the memory of its GPU."""
         return int(array.data.ptr)  # type: ignore[attr-defined]
 
-    def is_contiguous(self, array: Array) -> bool:
-        """Return whether the elements lie one after the other in C order."""
-        return bool(array.flags.c_contiguous)
-
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory as an array of uint8."""
-        if nbytes == 0:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        return self._staging.pinned(nbytes)
 
     def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
         """Return a new stream that waits for no other; an urgent one comes first."""
@@ -298,37 +291,6 @@ class CupyOps:
         with self.on(self.device_of(array)):
             array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
-        """Copy contiguous arrays into ``flat``, cast to its dtype.
-
-        They lie from ``starts`` on, or one after the other.
-        """
-        self._kernels.pack(sources, flat, stream, starts)
-
-    def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
-    ) -> None:
-        """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
-
-        Elements are divided by ``divisor``, if any, and cast.
-        """
-        self._kernels.unpack(flat, targets, divisor, stream, starts)
-
-    def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Compile the kernel of a cast for the current device, before it is needed."""
-        self._kernels.compile(source, target, divides)
-
-    @cached_property
-    def _kernels(self) -> Kernels:
-        from mpidist.arrays.kernels import Kernels
-
-        return Kernels(self._cupy)
-
 
 def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
     """Finish a copy to the host, and return its bytes."""
@@ -336,40 +298,3 @@ def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
     event.synchronize()
     np.copyto(target, staged)
     return staged.nbytes
-
-
-class _Staging:
-    """Pinned memory that a GPU may still be reading or writing.
-
-    CuPy's pool would hand it out again without looking. Memory that is pinned stays with the pool for good, so there is
-    a limit to the bytes on their way at a time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[tuple[CupyEvent, Array]] = deque()
-
-    def room(self, ops: CupyOps, nbytes: int) -> Array:
-        """Return pinned memory, once enough earlier copies have arrived."""
-        oldest = self._oldest(nbytes)
-        while oldest is not None:
-            oldest[0].synchronize()
-            oldest = self._oldest(nbytes)
-        return ops.pinned(nbytes)
-
-    def _oldest(self, nbytes: int) -> tuple[CupyEvent, Array] | None:
-        """Return the oldest copy that has to arrive before ``nbytes`` are sent, or None.
-
-        Lets go of those that have arrived.
-        """
-        with self._lock:
-            while self._items and self._items[0][0].is_done:
-                self._items.popleft()
-            if sum(memory.nbytes for _, memory in self._items) + nbytes <= _MOST_ON_ITS_WAY or not self._items:
-                return None
-            return self._items.popleft()
-
-    def keep(self, event: CupyEvent, memory: Array) -> None:
-        """Keep ``memory`` until ``event`` is done."""
-        with self._lock:
-            self._items.append((event, memory))

@@ -1,28 +1,39 @@
-"""The operations of ``DeviceOps`` for NumPy arrays: one device, one stream, nothing asynchronous."""
+"""The operations on arrays; those on NumPy arrays are the base of a device's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
 from mpidist.arrays.dtypes import HALF, Array, DType
-from mpidist.arrays.streams import HostStream, Stream
+from mpidist.arrays.streams import Stream
+
+# Where arrays begin in a flat buffer; None: one after the other.
+Starts: TypeAlias = "Sequence[int] | None"
 
 
-class HostOps:
-    """Operations on NumPy arrays."""
+class DeviceOps:
+    """The operations on arrays of one kind.
 
-    kind = "cpu"
+    These are for NumPy arrays: one device, one stream, nothing asynchronous. A buffer must live until the last event of
+    a stream that uses it: nothing here keeps it.
+    """
+
+    kind: str = "cpu"  # or "gpu"
 
     def device_of(self, array: Array) -> int:
-        """Return 0, the only device."""
+        """Return the number of the device on which ``array`` lies; 0 for the CPU."""
         return 0
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
+        """Return a block in which ``device`` is current in this thread.
+
+        To be entered once. The device before is current again afterwards, unless this process does not use it.
+        """
         return nullcontext()
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
@@ -34,19 +45,22 @@ class HostOps:
         return np.zeros(shape, dtype)
 
     def from_host(self, array: Array, device: int) -> Array:
-        """Return a C-contiguous copy."""
+        """Return a copy of a NumPy array, C-contiguous; ``array`` may be changed on return."""
         return np.array(array, order="C")
 
     def to_host(self, array: Array) -> Array:
-        """Return a C-contiguous copy."""
+        """Return a copy as a NumPy array; waits for it."""
         return np.array(array, order="C")
 
     def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return C-contiguous copies."""
+        """Return copies of arrays of one device as NumPy arrays; waits for all."""
         return [self.to_host(array) for array in arrays]
 
     def copy(self, array: Array, device: int | None = None) -> Array:
-        """Return a C-contiguous copy."""
+        """Return a C-contiguous copy on ``device``, or on the device where ``array`` is.
+
+        ``array`` may be changed or dropped on return, by work of the stream that is current on its device.
+        """
         return np.array(array, order="C")
 
     def pointer(self, array: Array) -> int:
@@ -55,51 +69,59 @@ class HostOps:
 
     def is_contiguous(self, array: Array) -> bool:
         """Return whether the elements lie one after the other in C order."""
-        return array.flags.c_contiguous
+        return bool(array.flags.c_contiguous)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return ordinary memory: no device reads it."""
+        """Return page-locked host memory as an array of uint8.
+
+        The pool behind it rounds up to a power of two. A device that is to read or write it has to be current.
+        """
         return np.empty(nbytes, np.uint8)
 
-    def stream(self, device: int, *, is_urgent: bool = False) -> HostStream:
-        """Return the stream."""
+    def stream(self, device: int, *, is_urgent: bool = False) -> Stream:
+        """Return a new stream that waits for no other; an urgent one comes first."""
         return _STREAM
 
-    def current_stream(self, device: int) -> HostStream:
-        """Return the stream."""
+    def current_stream(self, device: int) -> Stream:
+        """Return the stream that is current on ``device`` in this thread.
+
+        Raises:
+            DeviceError: It is CUDA's default stream of each thread.
+        """
         return _STREAM
 
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
-        """Copy the bytes of ``source`` into ``target``."""
+        """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; both contiguous."""
         check_copy(target, source)
         if source.nbytes:
             np.copyto(_bytes(target), _bytes(source))
 
     def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
-        """Copy the bytes of ``source`` into ``target``."""
+        """Copy the bytes of ``source``, a NumPy array over pinned memory, into ``target``; both contiguous."""
         self.copy_to_host(target, source, stream)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
-        """Do nothing: NumPy needs no kernels."""
+        """Compile the kernel of a cast for the current device, before it is needed."""
 
     def blank(self, array: Array, stream: Stream) -> None:
-        """Make all elements 0."""
+        """Make all elements of a contiguous array 0."""
         array[...] = 0
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
-        """Copy arrays into ``flat``, cast, in a row or from ``starts`` on."""
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
+        """Copy contiguous arrays into ``flat``, cast to its dtype.
+
+        They lie from ``starts`` on, or one after the other.
+        """
         for source, piece in pieces(sources, flat, starts):
             np.copyto(piece, source.reshape(-1), casting="unsafe")
 
     def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
+        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
     ) -> None:
-        """Copy ``flat`` into arrays, the reverse of ``pack``: divide, if by anything, and cast."""
+        """Copy ``flat`` into contiguous arrays, the reverse of ``pack``.
+
+        Elements are divided by ``divisor``, if any, and cast.
+        """
         for target, piece in pieces(targets, flat, starts):
             if divisor is not None:
                 # Halves are divided in float32, as on a GPU: one rounding, at the cast.
@@ -108,10 +130,10 @@ class HostOps:
             np.copyto(target.reshape(-1), piece, casting="unsafe")
 
 
-_STREAM = HostStream()
+_STREAM = Stream()
 
 
-def pieces(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None = None) -> Iterator[tuple[Array, Array]]:
+def pieces(arrays: Sequence[Array], flat: Array, starts: Starts = None) -> Iterator[tuple[Array, Array]]:
     """Yield each array with its part of ``flat``.
 
     The parts lie one after the other, or from ``starts`` on.

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import starts_of
+from mpidist.arrays.host_ops import Starts, starts_of
 from mpidist.arrays.kernel_source import THREADS, Kernel, kernel_for, source_of
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import Event, Staging, Stream
 
 if TYPE_CHECKING:
     from cupy import RawKernel, ndarray
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 # A table has 32 bytes for each array; a program has one for each bucket, direction and set of gradients in turn.
 _TABLES_KEPT = 512
 _MOST_BLOCKS = 2**31 - 1
-# Room for the tables of some hundred buckets on their way.
-_SLAB_NUMBERS = 1 << 15
 
 # Address, first element in the flat buffer and number of elements of one array.
 _Row = tuple[int, int, int]
@@ -53,10 +51,10 @@ class Kernels:
         self._functions: dict[str, RawKernel] = {}
         self._tables: OrderedDict[tuple[int, int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
         self._dropped: deque[tuple[Event, _Table]] = deque()
-        self._slab = _Slab(cupy)
+        self._staging = Staging(cupy)
         self._lock = threading.Lock()
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Sequence[int] | None = None) -> None:
+    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
         """Copy C-contiguous arrays into ``flat``, cast to its dtype.
 
         They lie from ``starts`` on, or one after the other. One launch on ``stream`` for all arrays of one dtype; the
@@ -71,12 +69,7 @@ class Kernels:
             self._launch(kernel_for(dtype.name, flat.dtype.name, False), rows, flat, True, 1.0, stream)
 
     def unpack(
-        self,
-        flat: Array,
-        targets: Sequence[Array],
-        divisor: float | None,
-        stream: Stream,
-        starts: Sequence[int] | None = None,
+        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
     ) -> None:
         """Fill C-contiguous arrays from ``flat``; the reverse of ``pack``.
 
@@ -132,66 +125,14 @@ class Kernels:
         if blocks > _MOST_BLOCKS:
             raise ValueError(f"these arrays need {blocks} blocks; expected at most {_MOST_BLOCKS}: use several packs")
         device = self._cupy.empty(content.shape, np.int64)
-        pinned = self._slab.put(content)
-        device.data.copy_from_host_async(pinned.ctypes.data, content.nbytes)
-        self._slab.note_read(stream)
+        staged = self._staging.room(content.nbytes)
+        np.copyto(staged.view(np.int64), content.ravel())
+        device.data.copy_from_host_async(staged.ctypes.data, content.nbytes)
+        self._staging.keep(stream.record(blocks=True), staged)
         return _Table(device, blocks, stream)
 
 
-class _Slab:
-    """Pinned memory for tables on their way to a GPU: two halves, used alternately.
-
-    Args:
-        cupy: The module.
-    """
-
-    def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
-        self._halves = deque([_Half(), _Half()])
-
-    def put(self, content: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a copy of ``content`` in pinned memory that no GPU reads any more."""
-        if self._halves[0].used + content.size > self._halves[0].memory.size:
-            self._halves.rotate()
-            half = self._halves[0]
-            half.empty()
-            if content.size > half.memory.size:
-                count = max(_SLAB_NUMBERS, content.size)
-                half.memory = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(8 * count), np.int64, count)
-        half = self._halves[0]
-        place = half.memory[half.used : half.used + content.size]
-        place[:] = content.ravel()
-        half.used += content.size
-        return place
-
-    def note_read(self, stream: Stream) -> None:
-        """Note that a stream reads the table put last."""
-        self._halves[0].read[stream.device, stream.handle] = stream.record(blocks=True)
-
-
-class _Half:
-    """Half of a slab.
-
-    Attributes:
-        memory: All of it.
-        used: How much of it has been given out.
-        read: An event for each stream: it has read its tables.
-    """
-
-    def __init__(self) -> None:
-        self.memory: NDArray[np.int64] = np.empty(0, np.int64)
-        self.used = 0
-        self.read: dict[tuple[int, int], Event] = {}
-
-    def empty(self) -> None:
-        """Wait until nobody reads it any more."""
-        for event in self.read.values():
-            event.synchronize()
-        self.read.clear()
-        self.used = 0
-
-
-def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Sequence[int] | None) -> dict[DType, list[_Row]]:
+def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Starts) -> dict[DType, list[_Row]]:
     rows: dict[DType, list[_Row]] = {}
     last = 0
     for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):

@@ -44,24 +44,13 @@ def align(manifest: Manifest, leaves: Leaves) -> Aligned:
 
     One thing that is several here is there for each of them; several things that are one here are there once.
     """
-    tables: _Tables = {
-        "tensors": dict(manifest.tensors),
-        "values": dict(manifest.values),
-        "containers": dict(manifest.containers),
-        "classes": dict(manifest.classes),
-        "iterators": dict.fromkeys(manifest.iterators),
-    }
+    tables: _Tables = {kind: dict(getattr(manifest, kind)) for kind in ("tensors", "values", "containers", "classes")}
+    tables["iterators"] = dict.fromkeys(manifest.iterators)
     aligned = Aligned(manifest)
     _take_apart(tables, manifest.links, leaves, aligned)
     _bring_together(tables, leaves, aligned)
-    aligned.manifest = replace(
-        manifest,
-        tensors=tables["tensors"],
-        values=tables["values"],
-        containers=tables["containers"],
-        classes=tables["classes"],
-        iterators=tuple(tables["iterators"]),
-    )
+    changed: dict[str, Any] = {**tables, "iterators": tuple(tables["iterators"])}
+    aligned.manifest = replace(manifest, **changed)
     return aligned
 
 

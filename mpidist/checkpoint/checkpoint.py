@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import Agreement, digest, extended_of
+from mpidist.checkpoint.agreement import Agreement, Extent, Plan, digest, extended_of, plan_parts
 from mpidist.checkpoint.alignment import align, describe_container, give_shape
 from mpidist.checkpoint.collecting import Leaves, collect, is_on_read
-from mpidist.checkpoint.division import Extent, Plan, plan_parts
 from mpidist.checkpoint.formats import Manifest, Tensor, describe
 from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
 from mpidist.checkpoint.status import LoadStatus, Waiting
@@ -358,7 +357,7 @@ class TrackedObjects:
         known = aligned.manifest.tensors.keys() | aligned.manifest.values.keys()
         missing = [key for key in leaves if key not in known]
         is_any = any(key in known for key in leaves)
-        return LoadStatus(path, missing, unused, deferred, self._waiting, is_any), unusable
+        return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
         """Let the chief warn of checkpoints that were passed over, at the caller's line."""
@@ -492,23 +491,13 @@ class Save:
             plan = plan_parts(extents, ranks)
         is_writer = agreement.is_chief or self._is_divided
         # There may be no memory for a copy on this rank.
-        with agreement.before_collective():
+        with agreement.extended.shared_errors("saving"):
             arrays = self._read(plan, rank if is_writer else None)
 
         def manifest() -> Manifest:
-            return Manifest(
-                next_sequence(),
-                number,
-                {},
-                values,
-                containers={key: describe_container(container) for key, container in leaves.containers.items()},
-                iterators=tuple(leaves.iterators),
-                kept=options.kept,
-                is_shared=agreement.extended.spans_ranks,
-                run_calls=run_calls,
-                classes=leaves.classes(),
-                links=leaves.links,
-            )
+            sequence, is_shared = next_sequence(), agreement.extended.spans_ranks
+            known = manifest_of(leaves, {}, values, number, run_calls)
+            return replace(known, sequence=sequence, kept=options.kept, is_shared=is_shared)
 
         if is_writer:
             self._job = Job(Path(self.path), rank, ranks, plan, tensors, arrays, manifest, options.finish)
@@ -578,12 +567,21 @@ class Save:
         return np.array(copied) if needs_copy else copied
 
 
+def manifest_of(
+    leaves: Leaves, tensors: dict[str, Tensor], values: dict[str, object], number: int, run_calls: int
+) -> Manifest:
+    """Return the manifest of objects, as far as they tell."""
+    containers = {key: describe_container(container) for key, container in leaves.containers.items()}
+    iterators, classes = tuple(leaves.iterators), leaves.classes()
+    return Manifest(
+        0, number, tensors, values, containers, iterators, run_calls=run_calls, classes=classes, links=leaves.links
+    )
+
+
 def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
     """Return the manifest's entries for the variables and arrays, as yet without parts."""
-    tensors = {}
+    policies = dict(leaves.awaited)
     for key, variable in leaves.variables.items():
-        policies = variable.synchronization.name, variable.aggregation.name
-        tensors[key] = describe(variable.shape, variable.dtype, *policies)
-    for key, array in leaves.arrays.items():
-        tensors[key] = describe(array.shape, array.dtype, *leaves.awaited.get(key, ()))
-    return tensors
+        policies[key] = variable.synchronization.name, variable.aggregation.name
+    those = {**leaves.variables, **leaves.arrays}
+    return {key: describe(each.shape, each.dtype, *policies.get(key, ())) for key, each in those.items()}

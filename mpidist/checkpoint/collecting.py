@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from mpidist.arrays.convert import (
-    is_jax,
-    is_sparse,
-    is_torch,
-    is_torch_module,
-    is_torch_optimizer,
-    is_writable,
-    others_of_module,
-    to_array,
-)
+from mpidist.arrays import convert
+from mpidist.arrays.convert import is_jax, is_torch
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
@@ -306,19 +298,11 @@ class _Found:
     outer: _Found | None = None
     lost: Exception | None = None
 
-    def part(
-        self,
-        value: object,
-        name: str | int,
-        place: ValueRef | None = None,
-        *,
-        is_optional: bool = False,
-        is_entry: bool = False,
-    ) -> _Found:
+    def part(self, value: object, name: str | int, place: ValueRef | None = None, is_optional: bool = False) -> _Found:
         """Return a part of the thing, as found."""
         # What has no key does not need longer and longer ones.
         key = self.key if self.lost is not None else child_key(self.key, name)
-        return _Found(value, key, place, is_optional, self if is_entry else None, self.lost)
+        return _Found(value, key, place, is_optional, lost=self.lost)
 
 
 class _Collector:
@@ -368,13 +352,13 @@ class _Collector:
         elif isinstance(value, _PLAIN):
             if not found.is_optional:
                 self._take("places", found, _required(found))
-        elif is_torch_module(value):
+        elif convert.is_torch_module(value):
             self._look_at_module(found)
         elif _has_methods(value, "state", "restore"):
             self._take("iterators", found, value)
         elif _is_walked(value):
             self._look_at_attributes(found)
-        elif not found.is_optional or (found.lost is None and is_torch_optimizer(value)):
+        elif not found.is_optional or (found.lost is None and convert.is_torch_optimizer(value)):
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
@@ -407,7 +391,7 @@ class _Collector:
             return
         if not is_torch(value) and not is_jax(value):
             check_transportable(value.dtype, f"checkpoint object {key!r}")
-        array = to_array(value, f"checkpoint object {key!r}")
+        array = convert.to_array(value, f"checkpoint object {key!r}")
         # Of a matrix, which is no vector even when it is asked to be one, the array whose memory it shows.
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         check_transportable(array.dtype, f"checkpoint object {key!r}")
@@ -446,10 +430,10 @@ class _Collector:
             self._leaves.add("containers", key, value)
         for name, child in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(name, (str, int)):
-                place = entry_of(value, name, found.place)
-                self.add(found.part(child, name, place, is_optional=found.is_optional, is_entry=True))
+                part = found.part(child, name, entry_of(value, name, found.place), found.is_optional)
+                self.add(replace(part, outer=found))
             else:
-                inner = found.part(child, "", is_optional=found.is_optional, is_entry=True)
+                inner = replace(found.part(child, "", is_optional=found.is_optional), outer=found)
                 error = TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
                 self._pass_over(inner, error)
 
@@ -459,7 +443,7 @@ class _Collector:
         if found.lost is None:
             for name, tensor in found.value.state_dict().items():
                 self.add(found.part(tensor, name))
-        for name, other in others_of_module(found.value):
+        for name, other in convert.others_of_module(found.value):
             part = found.part(other, name, is_optional=True)
             self.add(part if found.lost else replace(part, lost=_beside_state_dict(part.key)))
 
@@ -504,7 +488,7 @@ def _is_setting(value: object) -> bool:
     """Return whether an attribute's array cannot be saved or filled, as text or a constant."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
-    return (is_torch(value) and is_sparse(value)) or (not is_jax(value) and not is_writable(value))
+    return (is_torch(value) and convert.is_sparse(value)) or (not is_jax(value) and not convert.is_writable(value))
 
 
 def _is_walked(value: object) -> bool:
@@ -525,7 +509,7 @@ def _required(found: _Found) -> ValueRef:
 
 
 def _wrong_object(key: str, value: object) -> TypeError:
-    if is_torch_optimizer(value):
+    if convert.is_torch_optimizer(value):
         return TypeError(
             f"checkpoint object {key!r} is a torch optimizer, which makes its state when it first steps; give "
             f"Checkpoint({key.rpartition('/')[2]}=optimizer.state_dict()) after that, and after restore call "

@@ -44,10 +44,6 @@ def _is_text(value: object) -> bool:
     return type(value) is str
 
 
-def _is_flag(value: object) -> bool:
-    return type(value) is bool
-
-
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _END_OF_COUNTS
 
@@ -160,7 +156,7 @@ _MANIFEST: dict[str, Rule] = {
     "saved_at": _is_time,
     "kept": _either(_is_one_of(None), _tuple_of(_is_time, _list_of(_is_text))),
     "writer": _either(_is_one_of(None), _tuple_of(_is_text, _is_count)),
-    "is_shared": _is_flag,
+    "is_shared": lambda value: type(value) is bool,
     "run_calls": _is_count,
     "classes": _dict_of(_is_text, is_key),
     "links": _are_links,

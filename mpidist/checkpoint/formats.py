@@ -22,15 +22,8 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.checkpoint.format_rules import (
-    HEADER_ENTRY,
-    NUMPY_DTYPES,
-    SAFETENSORS_NAMES,
-    DamagedCheckpointError,
-    check,
-    check_manifest,
-    parse,
-)
+from mpidist.checkpoint import format_rules
+from mpidist.checkpoint.format_rules import DamagedCheckpointError, check, parse
 from mpidist.core.files import NotAFileError, open_regular
 from mpidist.core.version import __version__
 from mpidist.core.wording import pip_install
@@ -45,7 +38,7 @@ ALL_DATA = "data*.safetensors"
 
 _BEFORE_CHECKSUM = '{\n "checksum": "'
 _NO_CHECKSUM = "0" * 8
-_DTYPES = {name: np.dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
+_DTYPES = {name: np.dtype(dtype) for dtype, name in format_rules.SAFETENSORS_NAMES.items()}
 # What is checked or summed up at a time, small enough to stay in the cache between the two.
 _PIECE_BYTES = 1 << 20
 
@@ -156,7 +149,7 @@ class Manifest:
                 f"{source} has format version {version!r}, and mpidist {__version__} reads 1 and {VERSION}; "
                 f"use the mpidist that wrote it, {content.get('mpidist')}, or a later one"
             )
-        check_manifest(content, source)
+        format_rules.check_manifest(content, source)
         known = {name: value for name, value in content.items() if name in Manifest.__dataclass_fields__}
         writer, kept = content.get("writer"), content.get("kept")
         return replace(
@@ -218,7 +211,7 @@ def describe(
     shape: tuple[int, ...], dtype: DType, synchronization: str | None = None, aggregation: str | None = None
 ) -> Tensor:
     """Return the manifest's entry for a tensor, as yet without parts."""
-    stored_as = "tensor" if dtype.name in SAFETENSORS_NAMES else "bytes"
+    stored_as = "tensor" if dtype.name in format_rules.SAFETENSORS_NAMES else "bytes"
     return Tensor(shape, dtype.name, stored_as, (), synchronization, aggregation)
 
 
@@ -228,8 +221,8 @@ def dtype_of(tensor: Tensor) -> DType:
     Raises:
         ImportError: It is one of ml_dtypes, which is not installed.
     """
-    if tensor.dtype in NUMPY_DTYPES:
-        return NUMPY_DTYPES[tensor.dtype]
+    if tensor.dtype in format_rules.NUMPY_DTYPES:
+        return format_rules.NUMPY_DTYPES[tensor.dtype]
     try:
         import ml_dtypes
     except ImportError as error:
@@ -256,7 +249,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
     header, end = {}, 0
     for key, array in tensors.items():
         begin, end = end, end + array.nbytes
-        header[key] = {"dtype": SAFETENSORS_NAMES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+        name = format_rules.SAFETENSORS_NAMES[array.dtype.name]
+        header[key] = {"dtype": name, "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     size, checksum = 0, 0
@@ -329,7 +323,7 @@ def _entries(text: bytearray, path: Path) -> list[tuple[str, DType, tuple[int, .
     for key, entry in header.items():
         if key == "__metadata__":
             continue
-        check(HEADER_ENTRY(entry), key, header, f"the header of {path}")
+        check(format_rules.HEADER_ENTRY(entry), key, header, f"the header of {path}")
         entries.append((key, _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"]))
     return sorted(entries, key=lambda entry: entry[3:])
 

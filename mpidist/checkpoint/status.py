@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.collecting import WAITING_ATTRIBUTE, Leaves, collect, follow, is_within, keys_above
@@ -26,12 +27,13 @@ class Waiting:
     Attributes:
         is_expected: Whether values that no variable gets are nothing to warn of.
         has_given: Whether any variable has got one.
+        without_value: Keys of variables that came, and for which there is no value.
     """
 
     def __init__(self, path: str, objects: dict[str, object], manifest: Manifest, values: dict[str, Array]) -> None:
         self._path, self._objects, self._manifest, self._values = path, objects, manifest, values
         self.has_given = False
-        self._without_value: dict[str, None] = {}
+        self.without_value: dict[str, None] = {}
         self.is_expected = False
         self._keepers: list[object] = []
         if values:
@@ -45,11 +47,6 @@ class Waiting:
     def open(self) -> tuple[str, ...]:
         """Keys of the values that no variable has got."""
         return tuple(sorted(self._values))
-
-    @property
-    def without_value(self) -> tuple[str, ...]:
-        """Keys of variables that came, and for which there is no value."""
-        return tuple(self._without_value)
 
     def look(self, used: Variable | None = None) -> None:
         """Give each unused variable its value, if that waits; local, in any context.
@@ -94,7 +91,7 @@ class Waiting:
             value = self._values.get(source)
             if value is None:
                 if source not in self._manifest.tensors:
-                    self._without_value[key] = None
+                    self.without_value[key] = None
             elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
                 misfits[source] = variable
             else:
@@ -150,6 +147,7 @@ class Waiting:
             )
 
 
+@dataclass(eq=False, repr=False)
 class LoadStatus:
     """The result of ``Checkpoint.restore``; ask it whether everything was restored.
 
@@ -160,19 +158,13 @@ class LoadStatus:
         unused: Keys of the checkpoint that no object has.
     """
 
-    def __init__(
-        self,
-        path: str,
-        missing: list[str],
-        unused: list[str],
-        deferred: dict[str, dict[str, Array]],
-        waiting: Waiting,
-        is_any: bool,
-    ) -> None:
-        self.path = path
-        self.unused = tuple(unused)
-        self._missing, self._deferred, self._waiting, self._is_any = missing, deferred, waiting, is_any
-        self._is_asked = False
+    path: str
+    unused: tuple[str, ...]
+    _missing: list[str]
+    _deferred: dict[str, dict[str, Array]]
+    _waiting: Waiting
+    _is_any: bool
+    _is_asked: bool = False
 
     def __repr__(self) -> str:
         counts = f"{len(self.missing)} missing, {len(self.unused)} unused, {len(self.deferred)} deferred"

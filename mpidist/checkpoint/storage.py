@@ -12,22 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
+from mpidist.checkpoint import formats
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.formats import (
-    ALL_DATA,
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    Tensor,
-    TensorPart,
-    dtype_of,
-    named,
-    open_to_read,
-    read_tensors,
-    size_of,
-)
+from mpidist.checkpoint.formats import MANIFEST, Manifest, Tensor, TensorPart
 
-_OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % FORMAT.encode())
+_OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % formats.FORMAT.encode())
 # Of a manifest: the checksum and the format are at its beginning.
 _FIRST_BYTES = 1000
 _NUMBERED = re.compile(r".+-\d+")
@@ -99,7 +88,7 @@ def _look_at(path: Path, found: Found) -> None:
         check_sizes(path, manifest)
     except FileNotFoundError:
         # Other directories are none of ours; and the manifest of a copy under way comes last, or is lost.
-        if any(path.glob(ALL_DATA)):
+        if any(path.glob(formats.ALL_DATA)):
             found.unusable[str(path)] = f"{path / MANIFEST} is missing"
     except ValueError as error:
         # One that another process has removed in the meantime is none.
@@ -118,7 +107,7 @@ def is_checkpoint(path: Path) -> bool:
     Other programs have a file of this name, too.
     """
     try:
-        with open_to_read(path / MANIFEST) as file:
+        with formats.open_to_read(path / MANIFEST) as file:
             return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
     except (FileNotFoundError, NotADirectoryError, DamagedCheckpointError):
         return False
@@ -134,7 +123,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        with named(file), open_to_read(file) as stream:
+        with formats.named(file), formats.open_to_read(file) as stream:
             data = stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
@@ -161,7 +150,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
     for name, count in sorted(counts.items()):
         record = manifest.files.get(name)
         try:
-            size = size_of(path / name)
+            size = formats.size_of(path / name)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{path / name} is missing") from error
         if record is not None and size != record.bytes:
@@ -179,42 +168,36 @@ def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
         OSError: They cannot be read.
     """
     check_sizes(path, manifest)
-    dtypes = {key: dtype_of(tensor) for key, tensor in manifest.tensors.items()}
+    dtypes = {key: formats.dtype_of(tensor) for key, tensor in manifest.tensors.items()}
     by_file: dict[str, list[tuple[str, TensorPart]]] = {}
     for key, tensor in manifest.tensors.items():
         for part in tensor.parts:
             by_file.setdefault(part.file, []).append((key, part))
     arrays: dict[str, Array] = {}
     for name, parts in sorted(by_file.items()):
-        stored = read_tensors(path / name, manifest.files.get(name))
+        stored = formats.read_tensors(path / name, manifest.files.get(name))
         for key, part in parts:
-            _place(arrays, key, manifest.tensors[key], dtypes[key], part, stored.pop(key, None), path)
+            tensor = manifest.tensors[key]
+            elements = _elements(stored.pop(key, None), tensor, part, dtypes[key])
+            if elements is None:
+                raise DamagedCheckpointError(
+                    f"{path / part.file} does not fit {MANIFEST}: expected {part.stop - part.start} elements of "
+                    f"{key!r}, of shape {tensor.shape} and dtype {tensor.dtype}; restore another checkpoint"
+                )
+            if elements.size == tensor.size:
+                arrays[key] = elements.reshape(tensor.shape)
+                continue
+            if key not in arrays:
+                arrays[key] = np.empty(tensor.shape, dtypes[key])
+            arrays[key].reshape(-1)[part.start : part.stop] = elements
     return arrays
 
 
-def _place(
-    arrays: dict[str, Array],
-    key: str,
-    tensor: Tensor,
-    dtype: DType,
-    part: TensorPart,
-    elements: Array | None,
-    path: Path,
-) -> None:
-    """Put a part of a tensor where it belongs in ``arrays``."""
-    count = part.stop - part.start
-    if elements is not None:
-        elements = elements.reshape(-1)
-        if tensor.stored_as == "bytes" and elements.nbytes == count * dtype.itemsize:
-            elements = elements.view(dtype)
-    if elements is None or (elements.size, elements.dtype) != (count, dtype):
-        raise DamagedCheckpointError(
-            f"{path / part.file} does not fit {MANIFEST}: expected {count} elements of {key!r}, of shape "
-            f"{tensor.shape} and dtype {tensor.dtype}; restore another checkpoint"
-        )
-    if count == tensor.size:
-        arrays[key] = elements.reshape(tensor.shape)
-        return
-    if key not in arrays:
-        arrays[key] = np.empty(tensor.shape, dtype)
-    arrays[key].reshape(-1)[part.start : part.stop] = elements
+def _elements(stored: Array | None, tensor: Tensor, part: TensorPart, dtype: DType) -> Array | None:
+    """Return the elements of a part, or None if the file has others."""
+    if stored is None:
+        return None
+    count, elements = part.stop - part.start, stored.reshape(-1)
+    if tensor.stored_as == "bytes" and elements.nbytes == count * dtype.itemsize:
+        elements = elements.view(dtype)
+    return elements if (elements.size, elements.dtype) == (count, dtype) else None

@@ -27,12 +27,9 @@ def write_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike | None
     >>> write_dirpath("out")
     'out'
     """
-    path = os.fspath(dirpath)
-    name = _temporary_name(strategy)
-    if name is None:
-        return path
-    if os.path.basename(path) != name:
-        path = os.path.join(path, name)
+    path = _temporary_path(dirpath, strategy)
+    if path is None:
+        return os.fspath(dirpath)
     os.makedirs(path, exist_ok=True)
     return path
 
@@ -54,13 +51,8 @@ def remove_temp_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike 
         dirpath: The argument of ``write_dirpath``, or its result.
         strategy: Whose ranks write; the current one by default.
     """
-    name = _temporary_name(strategy)
-    if name is None:
-        return
-    path = os.fspath(dirpath)
-    if os.path.basename(path) != name:
-        path = os.path.join(path, name)
-    if os.path.isdir(path):
+    path = _temporary_path(dirpath, strategy)
+    if path is not None and os.path.isdir(path):
         shutil.rmtree(path)
 
 
@@ -69,9 +61,10 @@ def remove_temp_dir_with_filepath(filepath: str | os.PathLike[str], strategy: St
     remove_temp_dirpath(os.path.dirname(os.fspath(filepath)), strategy)
 
 
-def _temporary_name(strategy: StrategyLike | None) -> str | None:
-    """Return the name of this rank's temporary directory; None where it needs none."""
+def _temporary_path(dirpath: str | os.PathLike[str], strategy: StrategyLike | None) -> str | None:
+    """Return this rank's temporary directory, in ``dirpath`` or that itself; None where it needs none."""
     extended = extended_of(strategy if strategy is not None else get_strategy())
     if not extended.spans_ranks or extended.should_checkpoint:
         return None
-    return f"workertemp_{extended.input_workers().worker_id}"
+    path, name = os.fspath(dirpath), f"workertemp_{extended.input_workers().worker_id}"
+    return path if os.path.basename(path) == name else os.path.join(path, name)

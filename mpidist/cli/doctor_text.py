@@ -110,11 +110,7 @@ def _machines(job: JobFacts) -> Iterator[str]:
         shared = facts.shared_memory
         room = "none" if shared is None else f"{size_text(shared.free)} free of {size_text(shared.total)}"
         used = job.in_use.get(facts.host)
-        described = {
-            "/dev/shm": room,
-            "GPUs": gpus_text(facts),
-            "network": network_text(facts.interfaces),
-        }
+        described = {"/dev/shm": room, "GPUs": gpus_text(facts), "network": network_text(facts.interfaces)}
         if used is not None:
             described["network"] += f"; between hosts: {', '.join(used)}"
         for label, text in described.items():

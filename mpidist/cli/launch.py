@@ -12,15 +12,14 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.core.errors import LaunchError
 from mpidist.core.wording import pip_install
-from mpidist.topology.environments import in_shell, read_batch_system, read_launcher
+from mpidist.topology import environments
 from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun
-from mpidist.topology.start_commands import command_for, mpirun_of, own_machine
 
 HELP = "start a program with the mpirun of the MPI library in use, as root and on few cores, too"
 _USAGE_ERROR = 2
@@ -93,8 +92,8 @@ def _shown(variables: Mapping[str, str], command: Sequence[str]) -> str:
 
 
 def _check(options: Sequence[str], program: Sequence[str]) -> None:
-    launcher = read_launcher()
-    if launcher is not None and in_shell(launcher.name):
+    launcher = environments.read_launcher()
+    if launcher is not None and environments.in_shell(launcher.name):
         raise ValueError(
             f"this is a shell that {launcher.name} --pty started, and mpirun would wait for what that shell holds. "
             "Expected: a shell of salloc; type: exit; then: salloc -n 4   # or as many; and there launch again"
@@ -104,7 +103,7 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
             f"this process is a rank that {launcher.name} started ({launcher.size_variable} is set). Expected: launch "
             "is started once and starts the ranks; or under mpirun and srun type: python train.py"
         )
-    check_count(options, program, is_needed=read_batch_system() is None)
+    check_count(options, program, is_needed=environments.read_batch_system() is None)
 
 
 def _library_of(command: str) -> MpiLibrary:
@@ -121,13 +120,13 @@ def _library_of(command: str) -> MpiLibrary:
 
 
 def _mpirun_of(library: MpiLibrary) -> Path:
-    mpirun, system = find_mpirun(library), read_batch_system()
+    mpirun, system = find_mpirun(library), environments.read_batch_system()
     if mpirun is not None:
         # Intel's mpirun is a shell script that finds out about batch systems, and keeps signals to itself.
         hydra = mpirun.with_name("mpiexec.hydra")
         return hydra if library.vendor == INTEL_MPI and system is None and hydra.exists() else mpirun
     own = None if system is None else system.launcher
-    direct = None if own is None else command_for(own, library.vendor)
+    direct = None if own is None else environments.command_for(own, library.vendor)
     hint = f"Type: {direct} -n 4 python train.py" if direct else "Start the program as this site's documentation says"
     raise LaunchError(
         f"mpi4py uses {library} ({library.path}), and neither beside it nor in PATH is an mpirun that belongs to it. "
@@ -143,13 +142,13 @@ def additions(library: MpiLibrary, mpirun: Path) -> tuple[dict[str, str], list[s
     than cores are allowed, and no rank is bound to one core, which its BLAS and its progress thread would then share.
     MPICH does so by itself. There each rank's BLAS would start a thread for each core, unless a variable says how many.
     """
-    row = mpirun_of(library.vendor)
+    row = environments.mpirun_of(library.vendor)
     flags = [row.as_root] if row is not None and row.as_root and os.geteuid() == 0 else []
     wanted: dict[str, str] = {}
-    if read_batch_system() is None:
+    if environments.read_batch_system() is None:
         if not any(os.environ.get(name) for name in THREAD_SETTINGS):
             wanted["OMP_NUM_THREADS"] = "1"
-        wanted.update(own_machine(library.vendor, library.version))
+        wanted.update(environments.own_machine(library.vendor, library.version))
     variables = {name: value for name, value in wanted.items() if name not in os.environ}
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if library.vendor == INTEL_MPI and str(mpirun.parent) not in folders:
@@ -178,10 +177,8 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: Nothing of that is there.
     """
-    position = 0
-    while position < len(arguments):
-        options, rest = list(arguments[:position]), list(arguments[position:])
-        word = rest[0]
+    for rest in _from_each_option(arguments):
+        options, word = list(arguments[: -len(rest)]), rest[0]
         if word == "--" and len(rest) > 1:
             return options, rest[1:]
         if word == "-m" and len(rest) > 1:
@@ -191,7 +188,6 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 return options, rest
             if word.endswith(".py"):
                 return options, [sys.executable, *rest]
-        position += 1 + _values(rest)
     raise ValueError(
         f"there is no program in {shlex.join(arguments)!r}; expected a file that ends in .py, -m MODULE, or -- and a "
         "command, for example: python -m mpidist launch -n 4 train.py"
@@ -201,6 +197,14 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _may_be_program(word: str) -> bool:
     # NAME=VALUE belongs to an option that is not known here, but a folder's name may have the sign, too.
     return not word.startswith("-") and ("=" not in word or Path(word).is_file())
+
+
+def _from_each_option(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words from each option on; values of options are passed over."""
+    rest = list(words)
+    while rest:
+        yield rest
+        rest = rest[1 + _values(rest) :]
 
 
 def _values(words: Sequence[str]) -> int:
@@ -224,9 +228,8 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
     Raises:
         ValueError: They do not say it, or it is no whole number of at least 1.
     """
-    found, position = False, 0
-    while position < len(options):
-        rest = options[position:]
+    found = False
+    for rest in _from_each_option(options):
         glued = _GLUED_COUNT.fullmatch(rest[0])
         if glued:
             name, value = glued[1] or glued[3], glued[2] or glued[4]
@@ -239,7 +242,6 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
                     f"{shlex.join(rest[:2])!r} is no number of ranks; expected a whole number of at least 1, for "
                     "example: python -m mpidist launch -n 4 train.py"
                 )
-        position += 1 + _values(rest)
     if is_needed and not found:
         late = next((word for word in program if word in _COUNTS[:-1] or _GLUED_COUNT.fullmatch(word)), None)
         after = f", and what comes after the program, as {late} here, is the program's own" if late else ""

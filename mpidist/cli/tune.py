@@ -24,21 +24,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE", help=f"where the table is kept, beside those it has; {TUNING_FILE.name} by default"
     )
     parser.add_argument(
-        "--seconds", type=_seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
+        "--seconds", type=seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
     )
     parser.add_argument(
         "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
     )
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str, most: float = sys.float_info.max) -> float:
+    """Return the time that an argument is, in seconds, ``most`` at the most."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
+        number = 0.0
+    if not 0 < number <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
-    return seconds
+    return number
 
 
 def run(arguments: argparse.Namespace) -> int:

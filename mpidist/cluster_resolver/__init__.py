@@ -1,18 +1,17 @@
 """The roles in the job: the task of each rank, and its host."""
 
-from mpidist.cluster_resolver.cluster_resolver import ClusterResolver
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.mpi_cluster_resolver import MPIClusterResolver
-from mpidist.cluster_resolver.not_offered import (
+from mpidist.cluster_resolver.cluster_resolver import (
+    ClusterResolver,
     GCEClusterResolver,
     KubernetesClusterResolver,
     SageMakerClusterResolver,
     TPUClusterResolver,
 )
-from mpidist.cluster_resolver.simple_cluster_resolver import SimpleClusterResolver
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.mpi_cluster_resolver import MPIClusterResolver
+from mpidist.cluster_resolver.simple_cluster_resolver import SimpleClusterResolver, UnionResolver
 from mpidist.cluster_resolver.slurm_cluster_resolver import SlurmClusterResolver
 from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
-from mpidist.cluster_resolver.union_resolver import UnionResolver
 
 UnionClusterResolver = UnionResolver
 """The name that TensorFlow's own code has for it."""

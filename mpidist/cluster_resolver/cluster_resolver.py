@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NoReturn
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.topology.gpu_sharing import visible_devices
@@ -106,3 +108,95 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
     'mpi://node7:3'
     """
     return f"{rpc_layer}://{master}" if rpc_layer else master
+
+
+class RankedResolver(ClusterResolver):
+    """The base of resolvers that deal tasks to ranks; a subclass knows their addresses.
+
+    Attributes:
+        rank: That of this process.
+    """
+
+    rank: int
+    _tasks: list[tuple[str, int]]
+
+    def _addresses(self) -> Iterable[str]:
+        """Return the address of each rank."""
+        raise NotImplementedError
+
+    def _own_task(self) -> tuple[str | None, int | None]:
+        return self._tasks[self.rank]
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return ``(task_type, task_id)`` of this rank; local."""
+        return self.task_type, self.task_id
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs and the addresses of all tasks, the same on every rank.
+
+        Of an MPIClusterResolver it is collective the first time: call it on every rank, in the same order. Later calls
+        are local, as neither the ranks of an MPI communicator nor their places change.
+        """
+        cluster: dict[str, list[str]] = {}
+        for address, (job, _) in zip(self._addresses(), self._tasks, strict=True):
+            cluster.setdefault(job, []).append(address)
+        return ClusterSpec(cluster)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task, such as ``"mpi://node7:3"``; collective as :meth:`cluster_spec`.
+
+        Args:
+            task_type: The job; that of this rank by default.
+            task_id: The index in the job; that of this rank by default.
+            rpc_layer: The scheme, instead of the property :attr:`rpc_layer`.
+
+        Raises:
+            ValueError: No such task.
+        """
+        address = self.cluster_spec().task_address(*self._named_task(task_type, task_id))
+        return format_master_url(address, rpc_layer or self.rpc_layer)
+
+    def _named_task(self, task_type: str | None, task_id: int | None) -> tuple[str, int]:
+        job, index = self._tasks[self.rank]
+        given = self._task_id if task_id is None else task_id
+        return task_type or self._task_type or job, index if given is None else given
+
+
+class _NotOffered(ClusterResolver):
+    """A resolver that cannot be made."""
+
+    _asks = ""
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(
+            f"mpidist does not offer {cls.__name__}, which asks {cls._asks} who takes part: here MPI knows. "
+            "Expected: the ranks are started by an MPI launcher, and the resolver is MPIClusterResolver(), the "
+            "default; or type: SimpleClusterResolver(ClusterSpec({'worker': ['host0:1', 'host1:1']}), ...)"
+        )
+
+
+class KubernetesClusterResolver(_NotOffered):
+    """Not offered: raises NotImplementedError, which names alternatives.
+
+    On Kubernetes the MPI operator starts ranks.
+    """
+
+    _asks = "a Kubernetes server"
+
+
+class GCEClusterResolver(_NotOffered):
+    """Not offered: raises NotImplementedError, which names alternatives."""
+
+    _asks = "Google Compute Engine"
+
+
+class TPUClusterResolver(_NotOffered):
+    """Not offered: raises NotImplementedError, which names alternatives. There is no support for TPUs."""
+
+    _asks = "Google Cloud's TPU service"
+
+
+class SageMakerClusterResolver(_NotOffered):
+    """Not offered: raises NotImplementedError, which names alternatives. SageMaker has an MPI launcher of its own."""
+
+    _asks = "SageMaker's variables SM_HOSTS and SM_CURRENT_HOST"

@@ -1,12 +1,14 @@
-"""MPIClusterResolver: the ranks of an MPI job as the tasks of a cluster."""
+"""MPIClusterResolver: the ranks of an MPI job as the tasks of a cluster; the default."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec, deal_tasks
+from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, RankedResolver
+from mpidist.cluster_resolver.cluster_spec import deal_tasks
+from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
+from mpidist.core.errors import LaunchError
 from mpidist.topology.gpu_sharing import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.limited_calls import duplicate, limited
@@ -14,16 +16,11 @@ from mpidist.topology.topology import Topology, has_world, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+# The jobs whose tasks train, in the order of their ranks.
+TRAINING_JOBS = ("chief", "worker")
 
 
-class _Survey(NamedTuple):
-    """The hosts and nodes of all ranks."""
-
-    hosts: tuple[str, ...]
-    node_of_rank: tuple[int, ...]
-
-
-class MPIClusterResolver(ClusterResolver):
+class MPIClusterResolver(RankedResolver):
     """The ranks of a communicator as tasks, in rank order.
 
     Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. Making
@@ -71,20 +68,13 @@ class MPIClusterResolver(ClusterResolver):
         self.rank = shown.Get_rank()
         self.size = shown.Get_size()
         self._tasks = deal_tasks(jobs, self.size)
-        self._survey: _Survey | None = None
-        self._shares: list[int] | None = None
+        self._topology: Topology | None = None
+        self._shares: dict[int, int] | None = None
 
     @property
     def comm(self) -> MPI.Intracomm:
         """The communicator given; without one the world of mpidist (collective the first time)."""
         return world_topology().world if self._comm is None else self._comm
-
-    def _own_task(self) -> tuple[str | None, int | None]:
-        return self._tasks[self.rank]
-
-    def get_task_info(self) -> tuple[str | None, int | None]:
-        """Return ``(task_type, task_id)`` of this rank; local."""
-        return self.task_type, self.task_id
 
     @property
     def local_rank(self) -> int:
@@ -103,32 +93,8 @@ class MPIClusterResolver(ClusterResolver):
         """
         return len(set(self._ask().node_of_rank))
 
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs and the addresses of all ranks, the same on every rank.
-
-        Collective the first time: call it on every rank, in the same order. Later calls are local, as neither
-        the ranks of an MPI communicator nor their places change.
-        """
-        cluster: dict[str, list[str]] = {}
-        for rank, (host, (job, _)) in enumerate(zip(self._ask().hosts, self._tasks, strict=True)):
-            cluster.setdefault(job, []).append(f"{host}:{self._port_base + rank}")
-        return ClusterSpec(cluster)
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task such as ``"mpi://node7:3"``.
-
-        Collective the first time: call it on every rank, in the same order; later calls are local.
-
-        Args:
-            task_type: The job; that of this rank by default.
-            task_id: The index in the job; that of this rank by default.
-            rpc_layer: The scheme, instead of the property :attr:`rpc_layer`.
-
-        Raises:
-            ValueError: No such task.
-        """
-        job, index = self._named_task(task_type, task_id)
-        return format_master_url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+    def _addresses(self) -> Iterator[str]:
+        return (f"{host}:{self._port_base + rank}" for rank, host in enumerate(self._ask().host_of_rank))
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return ``{"GPU": k}`` for a task's share of CUDA devices, ``{}`` for none.
@@ -188,33 +154,86 @@ class MPIClusterResolver(ClusterResolver):
         everyone.Free()
         return comm
 
-    def _named_task(self, task_type: str | None, task_id: int | None) -> tuple[str, int]:
-        job, index = self._tasks[self.rank]
-        given = self._task_id if task_id is None else task_id
-        return task_type or self._task_type or job, index if given is None else given
+    def _ask(self) -> Topology:
+        """Return the hosts and nodes of all ranks."""
+        if self._topology is not None:
+            return self._topology
+        if self._comm is None:
+            self._topology = world_topology()
+        else:
+            self._topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
+            # What it says of the ranks stays.
+            self._topology.close()
+            self._topology.world.Free()
+        return self._topology
 
-    def _ask(self) -> _Survey:
-        if self._survey is None:
-            if self._comm is None:
-                topology = world_topology()
-            else:
-                topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
-            self._survey = _Survey(topology.host_of_rank, topology.node_of_rank)
-            if self._comm is not None:
-                topology.close()
-                topology.world.Free()
-        return self._survey
-
-    def _share_of_ranks(self) -> list[int]:
+    def _share_of_ranks(self) -> dict[int, int]:
         if self._shares is None:
             nodes = self._ask().node_of_rank
             duplicate = self.comm.Dup()
             seen = duplicate.allgather(visible_devices())
             duplicate.Free()
-            shares = [0] * self.size
+            self._shares = {}
             for node in set(nodes):
                 ranks = [rank for rank in range(self.size) if nodes[rank] == node]
-                for rank, share in zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True):
-                    shares[rank] = share
-            self._shares = shares
+                self._shares.update(zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True))
         return self._shares
+
+
+def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterResolver:
+    """Return the resolver of the ranks of this job.
+
+    Where TF_CONFIG is set it starts MPI (collective).
+
+    Args:
+        communicator: The ranks that take part, where the caller named them; TF_CONFIG is then not asked.
+
+    Raises:
+        LaunchError: TF_CONFIG tells of a cluster of another size, or of another task, than MPI: as where processes that
+            were started one by one, for TensorFlow, would each train by itself.
+        ValueError: TF_CONFIG is not of its form.
+    """
+    resolver = MPIClusterResolver(communicator)
+    if communicator is not None:
+        return resolver
+    config = TFConfigClusterResolver()
+    cluster = {job: len(addresses) for job, addresses in config.cluster_spec().as_dict().items()}
+    if not cluster:
+        return resolver
+    world = world_topology()
+    count, task = sum(cluster.values()), (config.task_type, config.task_id)
+    theirs = (resolver.task_type, resolver.task_id)
+    in_order = [(job, index) for job in TRAINING_JOBS for index in range(cluster.get(job, 0))]
+    is_in_order = resolver.is_made_of(("worker",)) and in_order[world.rank : world.rank + 1] == [task]
+    is_same = config.task_type is None or task == theirs or is_in_order
+    if count == world.size and is_same:
+        return resolver
+    shown = ", ".join(f"{job}:{number}" for job, number in cluster.items())
+    mine = "it does not say which is this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
+    raise LaunchError(
+        f"TF_CONFIG tells of a cluster of {count} ({shown}), and {mine}; MPI tells of a world of {world.size}, and "
+        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, not by TF_CONFIG; "
+        f"type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
+        "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
+    )
+
+
+def checked_resolver(
+    given: ClusterResolver | None,
+    example: str,
+    error: type[Exception] = ValueError,
+    communicator: MPI.Intracomm | None = None,
+) -> ClusterResolver:
+    """Return the resolver given to a function, or that of the MPI job; see :func:`resolver_of_job`.
+
+    Args:
+        given: The argument ``cluster_resolver``.
+        example: One that is right, for the message.
+        error: Raised where it is none.
+        communicator: The ranks that take part, where the caller named them.
+    """
+    if given is None:
+        return resolver_of_job(communicator)
+    if not isinstance(given, ClusterResolver):
+        raise error(f"cluster_resolver is {given!r}; expected None or {example}")
+    return given

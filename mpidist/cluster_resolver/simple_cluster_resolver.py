@@ -1,6 +1,9 @@
-"""SimpleClusterResolver: a cluster that the program itself describes."""
+"""SimpleClusterResolver: a cluster that the program itself describes; UnionResolver: several resolvers as one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
@@ -79,3 +82,98 @@ class SimpleClusterResolver(ClusterResolver):
     def environment(self) -> str:
         """The ``environment`` given."""
         return self._environment
+
+
+class UnionResolver(ClusterResolver):
+    """Several resolvers as one; the first answers all but the merged cluster.
+
+    Collective where a resolver in it is.
+
+    Args:
+        *resolvers: At least one.
+        **kwargs: ``rpc_layer``, ``task_type``, ``task_id``: used instead of those of the first resolver. A
+            ``task_id`` of 0 counts, which TensorFlow ignores.
+
+    Raises:
+        TypeError: Something that is no ClusterResolver.
+        ValueError: No resolver, or a keyword that is not known.
+
+    Source: ``tf.distribute.cluster_resolver.UnionResolver``, also named ``UnionClusterResolver`` there.
+
+    >>> from mpidist.cluster_resolver import SimpleClusterResolver
+    >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0)
+    >>> servers = SimpleClusterResolver(ClusterSpec({"ps": ["b:1"]}))
+    >>> UnionResolver(workers, servers).cluster_spec()
+    ClusterSpec({'ps': ['b:1'], 'worker': ['a:1']})
+    """
+
+    def __init__(self, *resolvers: ClusterResolver, **kwargs: Any) -> None:
+        self._rpc_layer = kwargs.pop("rpc_layer", None)
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise ValueError(f"the keywords {sorted(kwargs)} are not known; expected rpc_layer, task_type, task_id")
+        if not resolvers:
+            raise ValueError("there is no resolver; expected at least one ClusterResolver")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"{resolver!r} is of type {type(resolver).__name__}; expected ClusterResolver")
+        self._resolvers = resolvers
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(map(repr, self._resolvers))}>"
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs of all resolvers.
+
+        Lists of one job are appended in the order of the resolvers; where one of them is a dict from task index to
+        address, they are merged by index.
+
+        Raises:
+            KeyError: Two resolvers have a task with the same index, and one of them is a dict.
+        """
+        found = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for cluster in found for job in cluster)
+        return ClusterSpec({job: _merge(job, [cluster[job] for cluster in found if job in cluster]) for job in jobs})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of the task named, or the first resolver's master.
+
+        A task is named by both arguments.
+
+        Raises:
+            ValueError: No such task.
+        """
+        rpc_layer = rpc_layer or self.rpc_layer
+        if task_type is not None and task_id is not None:
+            return format_master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Return the accelerators of the first resolver."""
+        return self._resolvers[0].num_accelerators(task_type, task_id)
+
+    @property
+    def environment(self) -> str:
+        """The environment of the first resolver."""
+        return self._resolvers[0].environment
+
+    def _own_task(self) -> tuple[str | None, int | None]:
+        return self._resolvers[0].task_type, self._resolvers[0].task_id
+
+    def _own_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
+
+
+def _merge(job: str, parts: Sequence[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(merged.keys() & tasks.keys())
+        if twice:
+            raise KeyError(f"job {job!r} has the tasks {twice} in two resolvers; expected every index once")
+        merged.update(tasks)
+    return merged

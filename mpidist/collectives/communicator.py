@@ -6,7 +6,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.dtypes import Array, as_dtype
+from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
 from mpidist.collectives.array_collectives import ArrayCollectives
 from mpidist.collectives.channel.description import Description, describe, signature_of, signature_text, which_on_device
 from mpidist.collectives.channel.observers import Observer
@@ -22,6 +23,7 @@ from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import check_has_axis
+from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import packing
@@ -29,6 +31,7 @@ from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import read, read_out, restore
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import GROUPS, TAGS_OF_PROGRAMS
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
 
@@ -38,7 +41,7 @@ _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
 _BARRIER = describe("barrier", operation="barrier")
 # Of the names of its base.
-_OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
+_OF_PROGRAMS = {"last_algorithm", "shares_memory"}
 
 
 class Communicator(ArrayCollectives):
@@ -70,6 +73,10 @@ class Communicator(ArrayCollectives):
     """
 
     _has_warned = False
+
+    @cached_property
+    def _messages(self) -> PointToPoint:
+        return PointToPoint(self._channel)
 
     def step_agreement(self) -> StepAgreement:
         """Return an agreement of the ranks on a step, without a message in each (collective).
@@ -514,6 +521,102 @@ class Communicator(ArrayCollectives):
 
         return self._now(Operation(steps(), description))
 
+    # Messages ---------------------------------------------------------------------------------------------
+
+    def send(self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None) -> None:
+        """Send an array to one rank, which calls :meth:`recv` (MPI_Send).
+
+        Not collective, and independent of the collectives. Messages between two ranks with the same tag come in the
+        order in which they were sent. May return before the other rank has the array.
+
+        Args:
+            value: Array or number.
+            dest: The rank.
+            tag: From 0 to 8189; tells messages apart.
+            options: ``timeout_seconds`` of them counts.
+
+        Raises:
+            MessageTimeoutError: It was not taken in time.
+
+        >>> comm = Communicator()
+        >>> work, got = comm.send_async(np.arange(3), comm.rank), np.empty(3, int)
+        >>> comm.recv(got, comm.rank), got
+        (0, array([0, 1, 2]))
+        >>> work.wait()
+        >>> comm.close()
+        """
+        self._sending(value, dest, tag, options).wait()
+
+    def send_async(
+        self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None
+    ) -> Work[None]:
+        """Start a :meth:`send` and return its handle.
+
+        ``value`` must not be changed before it is done.
+        """
+        return self._messages.later(self._sending(value, dest, tag, options))
+
+    def _sending(self, value: object, dest: int, tag: int, options: CommunicationOptions | None) -> Work[None]:
+        with self.shared_errors("send"):
+            (array,), _ = on_host([to_array(value)])
+            check_transportable(array.dtype, "send")
+            self._check_message(dest, tag, options)
+        return self._messages.send(array, dest, tag, self._timeout_of(options))
+
+    def recv(
+        self, out: object, source: int | None = None, tag: int = 0, options: CommunicationOptions | None = None
+    ) -> int:
+        """Receive an array that another rank sends; return that rank (MPI_Recv).
+
+        Args:
+            out: An array of the shape and dtype that is sent, into which it goes.
+            source: Who sends it; None takes it from whoever sends first.
+            tag: That of the message.
+            options: ``timeout_seconds`` of them counts.
+
+        Raises:
+            MismatchError: The message has another shape or dtype; with the lines of both calls.
+            MessageTimeoutError: None came in time.
+        """
+        return self._receiving(out, source, tag, options).wait()
+
+    def recv_async(
+        self, out: object, source: int | None = None, tag: int = 0, options: CommunicationOptions | None = None
+    ) -> Work[int]:
+        """Start a :meth:`recv` and return its handle; ``out`` says nothing before it is done."""
+        return self._messages.later(self._receiving(out, source, tag, options))
+
+    def _receiving(self, out: object, source: int | None, tag: int, options: CommunicationOptions | None) -> Work[int]:
+        with self.shared_errors("recv"):
+            (target,) = read_out(out, "")
+            check_transportable(target.dtype, "recv")
+            self._check_message(self.rank if source is None else source, tag, options)
+        into = np.empty(target.shape, target.dtype) if which_on_device([target]) else target
+
+        def deliver(rank: int) -> int:
+            if into is not target:
+                target[...] = ops_of(target).from_host(into, ops_of(target).device_of(target))
+            return rank
+
+        return self._messages.receive(into, source, tag, self._timeout_of(options)).then(deliver)
+
+    def _check_message(self, rank: int, tag: int, options: CommunicationOptions | None) -> None:
+        self._check_options(options)
+        if not _is_c_int(rank, 0) or rank >= self.size:
+            raise ValueError(f"the other side is {rank!r}; expected a rank from 0 to {self.size - 1}")
+        if not _is_c_int(tag, 0) or tag >= TAGS_OF_PROGRAMS:
+            raise ValueError(f"tag is {tag!r}; expected a whole number from 0 to {TAGS_OF_PROGRAMS - 1}")
+
+    def close(self) -> None:
+        """Finish what is on its way and free the communicator (collective). Closing again does nothing.
+
+        Raises:
+            RuntimeError: Messages of this rank are under way, which others may not have taken.
+        """
+        with self.shared_errors("closing a Communicator"):
+            self._messages.check_none_under_way()
+        super().close()
+
     # Memory and groups ------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Array:
@@ -572,6 +675,36 @@ class Communicator(ArrayCollectives):
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
         if color is None:
             return None
+        group = Communicator(part, options=self._options)
+        part.Free()
+        return group
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """Return a communicator of some ranks, made by them alone (collective over them; MPI_Comm_create_group).
+
+        Args:
+            ranks: Of this communicator, this rank among them; the same on all of them. In this order.
+
+        Raises:
+            ValueError: Ranks that there are not, or one twice, or without this one.
+
+        >>> comm = Communicator()
+        >>> alone = comm.group([comm.rank])
+        >>> alone.size
+        1
+        >>> alone.close(); comm.close()
+        """
+        members = list(ranks)
+        known = all(_is_c_int(rank, 0) and rank < self.size for rank in members)
+        if not known or len(set(members)) != len(members) or self.rank not in members:
+            raise ValueError(
+                f"ranks are {members!r}; expected different ranks from 0 to {self.size - 1}, {self.rank} among them"
+            )
+        whole = self._channel.comm.Get_group()
+        some = whole.Incl(members)
+        part: Any = self._channel.comm.Create_group(some, GROUPS)
+        some.Free()
+        whole.Free()
         group = Communicator(part, options=self._options)
         part.Free()
         return group

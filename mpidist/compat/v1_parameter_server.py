@@ -19,7 +19,7 @@ from mpidist.input import (
     distribute_from_function,
 )
 from mpidist.input.distribute import share_of
-from mpidist.parameter_server.link import EVERY_WORKER, Link, checked_resolver, link_of
+from mpidist.parameter_server.link import EVERY_WORKER, Link, link_of, resolver_of
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralStorageExtended
@@ -156,7 +156,7 @@ class ParameterServerStrategyV1(StrategyV1):
         devices: Sequence[str] | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        resolver = checked_resolver(cluster_resolver)
+        resolver = resolver_of(cluster_resolver)
         local_devices = check_devices(devices)
         if max_staleness is not None and (isinstance(max_staleness, bool) or not isinstance(max_staleness, int)):
             raise TypeError(f"max_staleness is {max_staleness!r}; expected a whole number of steps, or None")

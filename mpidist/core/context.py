@@ -50,12 +50,7 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
-_home_of_default: list[str] = []
-
-
-def default_strategy_is_in(module: str) -> None:
-    """Have ``module``, which registers the default strategy, imported when that is first needed."""
-    _home_of_default[:] = [module]
+_HOME_OF_DEFAULT = "mpidist.strategies.default"
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
@@ -69,7 +64,7 @@ def current_frame() -> Frame:
     if frames:
         return frames[-1]
     if not _default:
-        imported(_home_of_default[0])
+        imported(_HOME_OF_DEFAULT)
     return _default[0]
 
 
@@ -133,17 +128,6 @@ def in_cross_replica_context() -> bool:
     False
     """
     return current_frame().replica_context is None
-
-
-def get_cross_replica_context() -> StrategyLike | None:
-    """Return the strategy in cross-replica context, None elsewhere (deprecated in TensorFlow)."""
-    frame = current_frame()
-    return frame.strategy if frame.replica_context is None else None
-
-
-def get_update_replica_id() -> int | None:
-    """Return the local replica whose component is being updated, None outside ``extended.update``."""
-    return current_frame().update_replica_id
 
 
 def get_loss_reduction() -> ReduceOp:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from mpidist.core import settings
 from mpidist.core.wording import tell_user
@@ -76,9 +75,6 @@ def wait_until(is_over: Callable[[], bool], deadline: Deadline, nap_seconds: flo
 
 def wait_at_most(seconds: float, is_over: Callable[[], bool], nap_seconds: float) -> None:
     """Wait until ``is_over``, for some seconds."""
-    with suppress(_Enough):
-        wait_until(is_over, Deadline(None, lambda _: _Enough(), seconds), nap_seconds)
-
-
-class _Enough(Exception):
-    """The time is over."""
+    end = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < end:
+        time.sleep(nap_seconds)

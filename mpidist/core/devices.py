@@ -53,8 +53,3 @@ def parse_device(text: str) -> Device:
     if match["task"] is None or (match["job"], int(match["task"])) == _THIS_PROCESS:
         return Device(kind, number)
     return Device(kind, number, match["job"], int(match["task"]))
-
-
-def canonical_device(text: str) -> str:
-    """Return the canonical form of ``text``; errors as in :func:`parse_device`."""
-    return str(parse_device(text))

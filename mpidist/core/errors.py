@@ -48,6 +48,25 @@ class CollectiveTimeoutError(TimeoutError):
         super().__init__(text if report is None else f"{text}\n{report}")
 
 
+class MessageTimeoutError(CollectiveTimeoutError):
+    """A message did not come, or was not taken, within its deadline.
+
+    Args:
+        message: The message, as text.
+        call_site: The line of the program.
+        waited_seconds: How long this rank waited.
+        rank: The rank that gave up.
+    """
+
+    def __init__(self, message: str, call_site: str, waited_seconds: float, rank: int) -> None:
+        super().__init__(message, 0, waited_seconds, rank)
+        self.args = (
+            f"rank {rank} waited {waited_seconds:.1f} s in {message}, at {call_site}. Expected: the other side calls "
+            "recv or send with the same tag. Look for a rank that stopped, or that skips this call; to allow more time "
+            "set MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...).",
+        )
+
+
 class RequestTimeoutError(CollectiveTimeoutError):
     """A parameter server did not answer within the deadline.
 

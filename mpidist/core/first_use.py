@@ -29,22 +29,23 @@ def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str
 
     Args:
         module: Its ``__name__``; its ``__all__`` lists all names, those that are imported at once too.
-        homes: The module that each late name comes from; a submodule is its own home.
+        homes: The late names that come from each module, separated by blanks; submodules come from the module itself.
         in_place_of: Advice on names that it does not have, and that users may look for in it.
 
     Raises:
         AttributeError: From ``__getattr__``, for a name that the module does not have.
     """
 
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
     def getattr_of_module(name: str) -> Any:
-        home = homes.get(name)
+        home = home_of.get(name)
         if home is None:
             advice = (in_place_of or {}).get(name)
             text = f"module {module!r} has no attribute {name!r}" + ("" if advice is None else f": {advice}")
             # Of these two Python makes its "Did you mean".
             raise AttributeError(text, name=name, obj=sys.modules[module])
-        found = imported(home)
-        value = found if home == f"{module}.{name}" else getattr(found, name)
+        value = imported(f"{module}.{name}") if home == module else getattr(imported(home), name)
         setattr(sys.modules[module], name, value)
         return value
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 # On the communicator of a channel. Those of arrays are counted, and begin anew after the last.
 TAGS_OF_ARRAYS = 1 << 14
+# Those of programs have a tag of their own, twice.
+TAGS_OF_PROGRAMS = 8190
+HEADS_OF_PROGRAMS, DATA_OF_PROGRAMS = TAGS_OF_ARRAYS, TAGS_OF_ARRAYS + TAGS_OF_PROGRAMS
 PARTS, CONNECTIONS, SIDE_THREAD, NCCL_START = range(32764, 32768)
+# Of the making of a communicator, which are no messages of it.
+GROUPS = 1
 # On the private duplicate of the world.
 TALLIES = 0x7ACE
 # On that of the ranks of train_and_evaluate.

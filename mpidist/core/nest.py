@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, cast
+
+Structure = TypeVar("Structure")
 
 # What stands for a leaf in the text of a structure.
 LEAF = "*"
@@ -101,7 +103,7 @@ def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]
         yield from flatten_with_path(child, f"{path}[{key!r}]")
 
 
-def pack_like(structure: object, leaves: Iterable[object]) -> Any:
+def pack_like(structure: Structure, leaves: Iterable[object]) -> Structure:
     """Return ``structure`` with its leaves replaced, in visiting order, by ``leaves``.
 
     Raises:
@@ -121,7 +123,7 @@ def pack_like(structure: object, leaves: Iterable[object]) -> Any:
             return next(supply)
         return _rebuild(like, [build(child) for _, child in _children(like)])
 
-    return build(structure)
+    return cast("Structure", build(structure))
 
 
 def assert_same_structure(first: object, second: object, path: str = "") -> None:

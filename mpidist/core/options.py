@@ -87,6 +87,8 @@ class CommunicationOptions:
 
 
 _DEFAULTS = CommunicationOptions()
+CallOptions = CommunicationOptions | None
+"""Options of one call; None for those of whom it is made by."""
 
 
 def check_communication_options(options: object) -> None:

@@ -11,6 +11,9 @@ from mpidist.core.options import CommunicationOptions, RunOptions
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+# Of a function that replicas call; distributed values in them stand for the part of each replica.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class ReplicaContextLike(Protocol):
@@ -37,13 +40,7 @@ class ReplicaContextLike(Protocol):
     ) -> Result:
         """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
 
-    def meet(
-        self,
-        call: tuple[object, ...],
-        merge_fn: Callable[..., Result],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Result:
+    def meet(self, call: tuple[object, ...], merge_fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Do the work of ``merge_call``; ``call`` must be equal on all local replicas."""
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Value) -> Value:
@@ -61,16 +58,8 @@ class ExtendedLike(Protocol):
         """Global ids of the replicas of this rank."""
 
     @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of the replicas of this rank."""
-
-    @property
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """Devices of each replica of this rank."""
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """Devices that variables are put on."""
 
     @property
     def should_checkpoint(self) -> bool:
@@ -113,33 +102,6 @@ class ExtendedLike(Protocol):
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Compare the ranks' results of rank-local work where there is no state to compare."""
-
-    def reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value: object,
-        destinations: object,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Reduce over all replicas and place the result."""
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[object, object]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """Reduce many values in one go."""
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-        group: bool = True,
-    ) -> Any:
-        """Run ``fn`` on each local component of ``var``."""
 
 
 class StrategyLike(Protocol):

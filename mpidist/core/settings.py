@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from mpidist.core.numbers import decimal_number, whole_number
+from mpidist.core.wording import decimal_number, whole_number
 
 Value = TypeVar("Value", covariant=True)
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -78,70 +79,86 @@ def _jobs(text: str) -> dict[str, int]:
     return jobs
 
 
-ABORT_ON_EXCEPTION = Setting(
+SETTINGS: dict[str, Setting[object]] = {}
+"""All of them, by name."""
+
+
+def _setting(
+    name: str, default: Parsed, parse: Callable[[str], Parsed], expected: str, meaning: str
+) -> Setting[Parsed]:
+    SETTINGS[name] = setting = Setting(name, default, parse, expected, meaning)
+    return setting
+
+
+def _switch(name: str, default: bool, meaning: str) -> Setting[bool]:
+    return _setting(name, default, _flag, "0 or 1", meaning)
+
+
+ABORT_ON_EXCEPTION = _switch(
     "MPIDIST_ABORT_ON_EXCEPTION",
     True,
-    _flag,
-    "0 or 1",
     "1: an uncaught exception on one rank prints its traceback with the rank and ends the whole job",
 )
-JOBS: Setting[dict[str, int] | None] = Setting(
-    "MPIDIST_JOBS",
-    None,
-    _jobs,
-    "jobs with their numbers of tasks, such as ps:1,worker:3",
-    "which ranks are which tasks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
-)
-PROGRESS_THREAD = Setting(
-    "MPIDIST_PROGRESS_THREAD",
-    True,
-    _flag,
-    "0 or 1",
-    "1: a thread moves collectives on that were started and not yet waited for",
-)
-BUILD_NATIVE = Setting(
+BUILD_NATIVE = _switch(
     "MPIDIST_BUILD_NATIVE",
     True,
-    _flag,
-    "0 or 1",
     "0: pip and make build mpidist without its native core, where there is no compiler (docs/install.md)",
 )
-FLIGHT_RECORD: Setting[str | None] = Setting(
+FLIGHT_RECORD: Setting[str | None] = _setting(
     "MPIDIST_FLIGHT_RECORD",
     None,
     str,
     "a folder",
     "every rank keeps its last 1,000 collectives there, whatever ends it; python -m mpidist flight shows them",
 )
-FULL_TRACEBACK = Setting(
+FULL_TRACEBACK = _switch(
     "MPIDIST_FULL_TRACEBACK",
     False,
-    _flag,
-    "0 or 1",
     "1: every rank prints the whole traceback of an uncaught exception, also frames inside mpidist (docs/hangs.md)",
 )
-GUARD = Setting(
-    "MPIDIST_GUARD",
-    True,
-    _flag,
-    "0 or 1",
-    "1: a thread answers ranks that wait for this one, so that they can say what keeps them (docs/hangs.md)",
-)
-GPU_AWARE_MPI: Setting[bool | None] = Setting(
+GPU_AWARE_MPI: Setting[bool | None] = _setting(
     "MPIDIST_GPU_AWARE_MPI",
     None,
     _flag,
     "0 or 1",
     "whether MPI is given pointers to GPU memory (docs/gpu.md); found out by default, and no in doubt",
 )
-NATIVE = Setting(
-    "MPIDIST_NATIVE",
+GUARD = _switch(
+    "MPIDIST_GUARD",
     True,
-    _flag,
-    "0 or 1",
-    "0: collectives go without the native core, as where it was not built (docs/install.md)",
+    "1: a thread answers ranks that wait for this one, so that they can say what keeps them (docs/hangs.md)",
 )
-STAGING_BYTES: Setting[int | None] = Setting(
+JOBS: Setting[dict[str, int] | None] = _setting(
+    "MPIDIST_JOBS",
+    None,
+    _jobs,
+    "jobs with their numbers of tasks, such as ps:1,worker:3",
+    "which ranks are which tasks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
+)
+NATIVE = _switch(
+    "MPIDIST_NATIVE", True, "0: collectives go without the native core, as where it was not built (docs/install.md)"
+)
+PROGRESS_THREAD = _switch(
+    "MPIDIST_PROGRESS_THREAD", True, "1: a thread moves collectives on that were started and not yet waited for"
+)
+RANKS_PER_NODE: Setting[int | None] = _setting(
+    "MPIDIST_RANKS_PER_NODE",
+    None,
+    _positive_int,
+    "a whole number of at least 1",
+    "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
+)
+READ_NEIGHBOURS = _switch(
+    "MPIDIST_READ_NEIGHBOURS",
+    True,
+    "0: ranks of a node never read one another's memory (process_vm_readv), also where the kernel allows it",
+)
+REPORT = _switch(
+    "MPIDIST_REPORT",
+    False,
+    "1: at the end rank 0 prints what the collectives of all ranks came to on stderr (docs/tracing.md)",
+)
+STAGING_BYTES: Setting[int | None] = _setting(
     "MPIDIST_STAGING_BYTES",
     None,
     _power_of_two,
@@ -149,78 +166,34 @@ STAGING_BYTES: Setting[int | None] = Setting(
     "how much of an array on a GPU passes through host memory at a time on its way to other nodes; by default 4 MiB, "
     "8 MiB where all ranks have a network for RDMA of 100 Gb/s, 16 MiB where it has 200 Gb/s",
 )
-RANKS_PER_NODE: Setting[int | None] = Setting(
-    "MPIDIST_RANKS_PER_NODE",
-    None,
-    _positive_int,
-    "a whole number of at least 1",
-    "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
-)
-READ_NEIGHBOURS = Setting(
-    "MPIDIST_READ_NEIGHBOURS",
-    True,
-    _flag,
-    "0 or 1",
-    "0: ranks of a node never read one another's memory (process_vm_readv), also where the kernel allows it",
-)
-REPORT = Setting(
-    "MPIDIST_REPORT",
-    False,
-    _flag,
-    "0 or 1",
-    "1: at the end rank 0 prints what the collectives of all ranks came to on stderr (docs/tracing.md)",
-)
-TIMEOUT = Setting(
+TIMEOUT = _setting(
     "MPIDIST_TIMEOUT",
     1800.0,
     _positive_float,
     "seconds, more than 0",
     "how long a rank waits in one collective before CollectiveTimeoutError",
 )
-TRACE: Setting[str | None] = Setting(
+TRACE: Setting[str | None] = _setting(
     "MPIDIST_TRACE",
     None,
     str,
     "a folder",
     "every rank writes there what its collectives do when, for Perfetto or chrome://tracing (docs/tracing.md)",
 )
-TUNING_FILE: Setting[str | None] = Setting(
+TUNING_FILE: Setting[str | None] = _setting(
     "MPIDIST_TUNING_FILE",
     None,
     str,
     "a file that python -m mpidist tune wrote",
     "which algorithm collectives take at which size; what is set on rank 0 counts; the shipped table by default",
 )
-WARN_AFTER = Setting(
+WARN_AFTER = _setting(
     "MPIDIST_WARN_AFTER",
     60.0,
     _positive_float,
     "seconds, more than 0",
     "how long a rank waits in one collective before it says so on stderr",
 )
-
-SETTINGS: dict[str, Setting[object]] = {
-    s.name: s
-    for s in (
-        ABORT_ON_EXCEPTION,
-        BUILD_NATIVE,
-        FLIGHT_RECORD,
-        FULL_TRACEBACK,
-        GPU_AWARE_MPI,
-        GUARD,
-        JOBS,
-        NATIVE,
-        PROGRESS_THREAD,
-        RANKS_PER_NODE,
-        READ_NEIGHBOURS,
-        REPORT,
-        STAGING_BYTES,
-        TIMEOUT,
-        TRACE,
-        TUNING_FILE,
-        WARN_AFTER,
-    )
-}
 
 
 def warn_about_unknown() -> None:

@@ -20,16 +20,8 @@ from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
-from mpidist.cross_device_ops.local_values import (
-    accumulate,
-    check_alike,
-    destination_devices,
-    device_of,
-    divided,
-    formed,
-    place,
-)
+from mpidist.core.options import CallOptions, CommunicationOptions
+from mpidist.cross_device_ops import local_values
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
@@ -150,54 +142,41 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: object, destinations: object) -> Any:
         """Copy ``tensor`` to ``destinations`` of this rank."""
-        destination_devices(destinations)
+        local_values.destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     # Extension points ---------------------------------------------------------------------------------------
 
     def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: object,
-        options: CommunicationOptions | None,
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: object, options: CallOptions
     ) -> Any:
         """Combine the values of this rank's replicas and put the result on ``destinations``.
 
         Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
         """
-        del options
         arrays = self._gathered(per_replica_value, destinations)
-        total = accumulate(arrays, reduce_op)
+        total = local_values.accumulate(arrays, reduce_op)
         if reduce_op is ReduceOp.MEAN:
-            total = divided(total, len(arrays))
+            total = local_values.divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, object]],
-        options: CommunicationOptions | None,
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, object]], options: CallOptions
     ) -> list[Any]:
         """Combine many values of this rank's replicas."""
         return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
 
     def broadcast_implementation(self, tensor: object, destinations: object) -> Any:
         """Return a copy of ``tensor`` for each destination of this rank."""
-        return place(tensor, destination_devices(destinations))
+        return local_values.place(tensor, local_values.destination_devices(destinations))
 
     def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
         """Return the arrays of this rank's replicas, brought to the first destination."""
-        where = place_at(destination_devices(destinations)[0])
+        where = place_at(local_values.destination_devices(destinations)[0])
         return [where.brings(to_array(array)) for array in value.values]
 
     def between_ranks_implementation(
-        self,
-        reduce_op: ReduceOp,
-        arrays: list[Array],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
     ) -> list[Array]:
         """Combine this rank's results with those of the other ranks (collective). Extension.
 
@@ -225,7 +204,7 @@ class CrossDeviceOps:
         return results
 
     def _by_engine(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CommunicationOptions | None, structure: str
+        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str
     ) -> list[Array]:
         assert self._comm is not None
         return self._comm.reduce_arrays(op, arrays, divisor, options=options, note=structure)
@@ -242,12 +221,12 @@ class CrossDeviceOps:
         return True
 
     @property
-    def crosses_ranks(self) -> bool:
-        """Whether other ranks take part."""
-        return self._comm is not None and self._comm.size > 1
+    def ranks(self) -> Communicator | None:
+        """The communicator where other ranks take part, otherwise None."""
+        return self._comm if self._comm is not None and self._comm.size > 1 else None
 
     def reduce_pairs(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> list[object]:
         """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
 
@@ -263,52 +242,48 @@ class CrossDeviceOps:
         for i in sparse:
             value, destinations = pairs[i]
             total = self._sparse(op, value, divisor, options)
-            results[i] = place(total, destination_devices(destinations))
+            results[i] = local_values.place(total, local_values.destination_devices(destinations))
         return results
 
     def reduce_pairs_async(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
-        if not self.crosses_ranks or not self.leaves_all_to_engine or _has_sparse(pairs):
+        comm, has_sparse = self.ranks, any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+        if comm is None or not self.leaves_all_to_engine or has_sparse:
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
         replicas, dtypes = self._of_replicas(op, pairs)
         reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
-        assert self._comm is not None
-        work = self._comm.reduce_arrays_async(
+        work = comm.reduce_arrays_async(
             op, reduced, divisor, options=self.with_algorithm(options), note=structure, more=more
         )
         return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
 
-    def _dense(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str
-    ) -> list[object]:
-        found = None if self.crosses_ranks or self._has_own_steps else self._among_devices(op, pairs, divisor, options)
-        if found is not None:
-            return found
+    def _dense(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str) -> list[object]:
+        comm = self.ranks
+        if comm is None and not self._has_own_steps:
+            found = self._among_devices(op, pairs, divisor, options)
+            if found is not None:
+                return found
         replicas, dtypes = self._of_replicas(op, pairs)
-        if self.crosses_ranks and self.leaves_all_to_engine and _are_on_host(replicas):
-            assert self._comm is not None
+        if comm is not None and self.leaves_all_to_engine and _are_on_host(replicas):
             arrays, *more = replicas
-            totals = self._comm.reduce_arrays(
+            totals = comm.reduce_arrays(
                 op, arrays, divisor, options=self.with_algorithm(options), note=structure, more=more
             )
             return self._delivered(pairs, totals, dtypes)
         totals = self._combined(op, replicas, pairs, options)
-        if self.crosses_ranks:
+        if comm is not None:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
         elif op is ReduceOp.MEAN:
-            totals = [divided(total, divisor) for total in totals]
+            totals = [local_values.divided(total, divisor) for total in totals]
         return self._delivered(pairs, totals, dtypes)
 
-    def _among_devices(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
-    ) -> list[object] | None:
+    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
         """Return the results on all devices of this process, or None.
 
         A class overrides it that has a way from all devices to all.
         """
-        del op, pairs, divisor, options
         return None
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
@@ -321,20 +296,18 @@ class CrossDeviceOps:
             dtypes = []
             for value, _ in pairs:
                 arrays = [to_array(component) for component in value.values]
-                check_alike(arrays)
+                local_values.check_alike(arrays)
                 dtypes.append(reduction_dtypes(arrays[0].dtype, op)[1])
-                local.append([formed(array, op) for array in arrays])
+                local.append([local_values.formed(array, op) for array in arrays])
             return [list(arrays) for arrays in zip(*local, strict=True)] or [[]], dtypes
 
-    def _combined(
-        self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CommunicationOptions | None
-    ) -> list[Array]:
+    def _combined(self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CallOptions) -> list[Array]:
         """Return the arrays of this rank's replicas combined."""
         if len(replicas) == 1 and not self._has_own_steps:
             return replicas[0]
         with self._shared_errors("the values of its replicas"):
             values = [PerReplica(arrays, pairs[0][0].replica_ids) for arrays in zip(*replicas, strict=True)]
-            to_first = [(value, device_of(value.values[0])) for value in values]
+            to_first = [(value, local_values.device_of(value.values[0])) for value in values]
             # The mean is taken once, at the end, over all replicas.
             local_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
             reduced = self.batch_reduce_implementation(local_op, to_first, options)
@@ -349,39 +322,37 @@ class CrossDeviceOps:
             here = place_of(total)
             own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)
             restore = restorer(value.values[0])
-            results.append(place(own if restore is None else restore(own), destination_devices(destinations)))
+            results.append(
+                local_values.place(
+                    own if restore is None else restore(own), local_values.destination_devices(destinations)
+                )
+            )
         return results
 
-    def _sparse(
-        self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CommunicationOptions | None
-    ) -> IndexedSlices:
+    def _sparse(self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CallOptions) -> IndexedSlices:
         with self._shared_errors("the IndexedSlices of its replicas"):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise NotImplementedError(f"{op.name} of IndexedSlices is not offered; expected SUM or MEAN")
             slices = concatenate(value.values)
-        if self.crosses_ranks:
-            assert self._comm is not None
+        if self.ranks is not None:
             note = f"IndexedSlices of {slices.dense_shape}"
             wide = place_of(slices.indices).casts(slices.indices, np.dtype(np.int64))
-            values, indices = self._comm.gather_arrays([slices.values, wide], 0, options=options, note=note)
+            values, indices = self.ranks.gather_arrays([slices.values, wide], 0, options=options, note=note)
             slices = IndexedSlices(values, indices, slices.dense_shape)
         if op is ReduceOp.MEAN:
             result = reduction_dtypes(slices.dtype, op)[1]
-            mean = place_of(slices.values).casts(divided(slices.values, divisor), result)
+            mean = place_of(slices.values).casts(local_values.divided(slices.values, divisor), result)
             slices = IndexedSlices(mean, slices.indices, slices.dense_shape)
         return slices
 
     def _total_replicas(self, local: int) -> int:
-        if not self.crosses_ranks:
+        if self.ranks is None:
             return local
         if self._num_replicas is None:
-            assert self._comm is not None
-            self._num_replicas = int(self._comm.all_reduce(ReduceOp.SUM, local))
+            self._num_replicas = int(self.ranks.all_reduce(ReduceOp.SUM, local))
         return self._num_replicas
 
-    def with_algorithm(
-        self, options: CommunicationOptions | None, on_device: bool = False
-    ) -> CommunicationOptions | None:
+    def with_algorithm(self, options: CallOptions, on_device: bool = False) -> CallOptions:
         """Return ``options`` with this class's algorithm, unless the caller forces one."""
         algorithm = self.device_algorithm if on_device else self.algorithm
         if algorithm is None or (options is not None and options.algorithm is not None):
@@ -398,18 +369,11 @@ class CrossDeviceOps:
         """
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        if not self.crosses_ranks:
-            return nullcontext()
-        assert self._comm is not None
-        return self._comm.shared_errors(doing)
+        return nullcontext() if self.ranks is None else self.ranks.shared_errors(doing)
 
 
 def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:
     return not any(is_device_array(array) for arrays in replicas for array in arrays)
-
-
-def _has_sparse(pairs: Pairs) -> bool:
-    return any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
 
 
 def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
@@ -417,7 +381,7 @@ def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
         raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
     checked = []
     for value, destinations in pairs:
-        destination_devices(destinations)
+        local_values.destination_devices(destinations)
         checked.append((value if isinstance(value, ReplicaValues) else PerReplica((value,)), destinations))
     counts = {len(value.values) for value, _ in checked}
     if len(counts) > 1:

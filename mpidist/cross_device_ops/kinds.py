@@ -16,9 +16,9 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.collectives.gpu.nccl_library import nccl_problem
-from mpidist.core.devices import canonical_device, parse_device
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
 from mpidist.cross_device_ops.local_nccl import LocalAllReduce
 from mpidist.cross_device_ops.local_values import AccumulationFn, check_alike, destination_devices, divided, put
@@ -51,12 +51,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.num_packs == 1
 
     def between_ranks_implementation(
-        self,
-        reduce_op: ReduceOp,
-        arrays: list[Array],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
     ) -> list[Array]:
         """See ``CrossDeviceOps``."""
         if self.num_packs == 1:
@@ -124,9 +119,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             self._local.close()
             self._local = None
 
-    def _among_devices(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None
-    ) -> list[object] | None:
+    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
         columns = [[to_array(part) for part in value.values] for value, _ in pairs]
         if not columns or len(columns[0]) < 2 or not all(is_device_array(a) for column in columns for a in column):
             return None
@@ -150,12 +143,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         return self._on_gpus and super()._is_plain()
 
     def between_ranks_implementation(
-        self,
-        reduce_op: ReduceOp,
-        arrays: list[Array],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
     ) -> list[Array]:
         """See ``CrossDeviceOps``."""
         if not self._on_gpus and not self._has_warned and not any(is_device_array(array) for array in arrays):
@@ -207,24 +195,22 @@ class CollectiveAllReduce(CrossDeviceOps):
         if comm is None and (not devices or group_size % len(devices)):
             raise ValueError(f"group_size is {group_size}; expected a multiple of the {len(devices)} local devices")
         super().__init__(comm)
-        self.devices = tuple(canonical_device(device) for device in devices)
+        self.devices = tuple(str(parse_device(device)) for device in devices)
         self._num_replicas = group_size
         self._options = options
 
     def reduce_pairs(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, structure: str = ""
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> list[object]:
         """See ``CrossDeviceOps``."""
-        if not self.crosses_ranks and self._num_replicas != len(self.devices):
+        if self.ranks is None and self._num_replicas != len(self.devices):
             raise ValueError(
                 f"group_size is {self._num_replicas} and this rank has {len(self.devices)} devices; to reduce over the "
                 "other workers give them: CollectiveAllReduce(devices, group_size, comm=mpidist.Communicator())"
             )
         return super().reduce_pairs(op, pairs, divisor, options, structure)
 
-    def with_algorithm(
-        self, options: CommunicationOptions | None, on_device: bool = False
-    ) -> CommunicationOptions | None:
+    def with_algorithm(self, options: CallOptions, on_device: bool = False) -> CallOptions:
         """Return ``options`` laid over those of the object."""
         return options if self._options is None else self._options.merge(options)
 
@@ -254,18 +240,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__(comm)
-        self.reduce_to_device = None if reduce_to_device is None else canonical_device(reduce_to_device)
+        self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
         self.accumulation_fn = accumulation_fn
 
     def _is_plain(self) -> bool:
         return self.accumulation_fn is None and not self._on_gpus
 
     def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: object,
-        options: CommunicationOptions | None,
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: object, options: CallOptions
     ) -> Any:
         """See ``CrossDeviceOps``."""
         if self.accumulation_fn is None or reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -278,12 +260,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return self.broadcast_implementation(total, destinations)
 
     def between_ranks_implementation(
-        self,
-        reduce_op: ReduceOp,
-        arrays: list[Array],
-        divisor: int,
-        options: CommunicationOptions | None,
-        structure: str = "",
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
     ) -> list[Array]:
         """See ``CrossDeviceOps``."""
         if self.accumulation_fn is None or reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -300,19 +277,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         return super()._gathered(value, self.reduce_to_device or destinations)
 
 
-def select_cross_device_ops(
-    devices: Sequence[str],
-    num_replicas: int,
-    comm: Communicator | None,
-    options: CommunicationOptions | None = None,
-) -> CrossDeviceOps:
+def select_cross_device_ops(devices: Sequence[str], num_replicas: int, comm: Communicator | None) -> CrossDeviceOps:
     """Return the class that suits a strategy.
 
     ``CollectiveAllReduce`` where several ranks take part; inside one process ``NcclAllReduce`` for several GPUs where
     NCCL can be used, which the log says where it cannot, and otherwise ``ReductionToOneDevice``.
     """
     if comm is not None and comm.size > 1:
-        return CollectiveAllReduce(devices, num_replicas, options, comm)
+        return CollectiveAllReduce(devices, num_replicas, comm=comm)
     if len(devices) > 1 and all(parse_device(device).kind == "gpu" for device in devices):
         problem = nccl_problem()
         if problem is None:

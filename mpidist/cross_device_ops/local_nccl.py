@@ -16,6 +16,8 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
 
 _log = logging.getLogger("mpidist")
+# Of each value the arrays of all GPUs, in order.
+Columns = Sequence[Sequence[Array]]
 
 
 class LocalAllReduce:
@@ -43,7 +45,7 @@ class LocalAllReduce:
         except (DeviceError, NcclFailure) as error:
             _log.warning("mpidist: %s. The GPUs %s are reduced by copies to the first of them", error, self.devices)
 
-    def suits(self, columns: Sequence[Sequence[Array]], op: ReduceOp) -> bool:
+    def suits(self, columns: Columns, op: ReduceOp) -> bool:
         """Return whether NCCL can reduce values: columns of an array per GPU, in order."""
         return self._nccl is not None and all(
             [self._ops.device_of(array) for array in column] == self.devices
@@ -51,7 +53,7 @@ class LocalAllReduce:
             for column in columns
         )
 
-    def all_reduce(self, columns: Sequence[Sequence[Array]], op: ReduceOp, divisor: int) -> list[list[Array]]:
+    def all_reduce(self, columns: Columns, op: ReduceOp, divisor: int) -> list[list[Array]]:
         """Return new arrays, one per GPU for each of ``columns``; a mean divides by ``divisor``.
 
         The work is on the current stream of each GPU.
@@ -66,43 +68,36 @@ class LocalAllReduce:
             formed, result = reduction_dtypes(dtype, op)
             for group in [[i] for i in indices] if self._num_packs == 0 else [indices]:
                 pack = DevicePack(group, shapes, formed, dtype, result, op)
-                reduced = self._reduce_pack(pack, [columns[i] for i in pack.indices], shapes, op, divisor, streams)
-                for i, arrays in zip(pack.indices, reduced, strict=True):
-                    results[i] = arrays
+                for arrays in self._reduce_pack(pack, columns, op, divisor, streams):
+                    for i, array in zip(pack.indices, pack.parts(arrays, shapes), strict=True):
+                        results[i].append(array)
         self._last[:] = [stream.record(blocks=True) for stream in streams]
         return results
 
     def _reduce_pack(
-        self,
-        pack: DevicePack,
-        columns: Sequence[Sequence[Array]],
-        shapes: Sequence[tuple[int, ...]],
-        op: ReduceOp,
-        divisor: int,
-        streams: Sequence[Stream],
-    ) -> list[list[Array]]:
+        self, pack: DevicePack, columns: Columns, op: ReduceOp, divisor: int, streams: Sequence[Stream]
+    ) -> list[Array]:
+        """Return the pack's flat array of each GPU, reduced."""
         ops = self._ops
-        sources, targets, blocks, reduced = [], [], [], []
+        sources, targets, blocks = [], [], []
         for k, device in enumerate(self.devices):
             with ops.on(device):
-                own = [column[k] if ops.is_contiguous(column[k]) else ops.copy(column[k]) for column in columns]
+                given = [columns[i][k] for i in pack.indices]
+                own = [array if ops.is_contiguous(array) else ops.copy(array) for array in given]
                 flat = block = ops.empty((pack.count,), pack.dtype, device)
-                if pack.is_plain:
-                    sources.append(own[0].reshape(-1))
-                else:
+                if not pack.is_plain:
                     pack.load(ops, own, flat, streams[k])
-                    sources.append(flat)
                 if pack.dtype != pack.result_dtype:
                     block = ops.empty((pack.count,), pack.result_dtype, device)
+                sources.append(own[0].reshape(-1) if pack.is_plain else flat)
                 targets.append(flat)
                 blocks.append(block)
-                reduced.append(pack.parts(block, shapes))
         self._reduce_flat(sources, targets, ReduceOp.SUM if op is ReduceOp.MEAN else op, streams)
         for k, device in enumerate(self.devices):
             if op is ReduceOp.MEAN or blocks[k] is not targets[k]:
                 with ops.on(device):
                     ops.unpack(targets[k], [blocks[k]], divisor if op is ReduceOp.MEAN else None, streams[k])
-        return [list(arrays) for arrays in zip(*reduced, strict=True)]
+        return blocks
 
     def _reduce_flat(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, streams: Sequence[Stream]

@@ -12,7 +12,7 @@ from mpidist.arrays.convert import is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
 from mpidist.arrays.dtypes import Array, reduction_dtypes
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
-from mpidist.core.devices import canonical_device
+from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.component import Component
@@ -40,7 +40,7 @@ def destination_devices(destinations: object) -> tuple[str, ...]:
     if isinstance(destinations, ReplicaValues):
         return tuple(device_of(value, f"cpu:{i}") for i, value in enumerate(destinations.values))
     if isinstance(destinations, str) and destinations:
-        return (HOST.device if destinations == "host" else canonical_device(destinations),)
+        return (HOST.device if destinations == "host" else str(parse_device(destinations)),)
     is_array = is_array_like(destinations) and not isinstance(destinations, _PYTHON)
     if is_array or isinstance(destinations, IndexedSlices):
         return (device_of(destinations),)

@@ -74,7 +74,11 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
             if not _is_loss(error):
                 raise
             lost = error
-        if _all_are_through(lost is None):
+        if lost is not None:
+            # Those that wait for this rank in a collective are to come here, too.
+            abandon_all()
+        # All have trained and none is lost: the same on all ranks.
+        if _agree(world_topology().world, lost is None, "agreeing that the training is over"):
             return result[0]
         _go_on(state, lost, min_ranks)
 
@@ -102,19 +106,11 @@ def _is_loss(error: BaseException) -> bool:
     return False
 
 
-def _all_are_through(mine: bool) -> bool:
-    """Return, the same on all ranks, whether all have trained and none is lost.
+def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
+    """Return, the same on all ranks, whether all say so and none is lost.
 
     Calls MPI_Comm_agree.
     """
-    if not mine:
-        # Those that wait for this rank in a collective are to come here, too.
-        abandon_all()
-    return _agree(world_topology().world, mine, "agreeing that the training is over")
-
-
-def _agree(world: MPI.Intracomm, mine: bool, doing: str) -> bool:
-    """Return, the same on all ranks, whether all say so and none is lost."""
     with limited(doing):
         return agree(world, mine)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import extended_of
-from mpidist.checkpoint.alignment import describe_container
-from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, tracked_by
-from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
 from mpidist.checkpoint.restoring import Read
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
@@ -23,19 +20,6 @@ from mpidist.values.placement import on_host
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of a checkpoint.
-
-    Attributes:
-        manifest: Of the tensors, with all other values.
-        arrays: The tensors by key.
-    """
-
-    manifest: Manifest
-    arrays: dict[str, Array]
 
 
 class _Commit(NamedTuple):
@@ -49,7 +33,7 @@ class _Commit(NamedTuple):
 
     number: int
     values: bytes
-    snapshot: Snapshot | None
+    snapshot: Read | None
 
 
 class State:
@@ -214,25 +198,15 @@ def _pickled(values: dict[str, object]) -> bytes:
         ) from error
 
 
-def take_snapshot(tracked: TrackedObjects) -> Snapshot:
+def take_snapshot(tracked: TrackedObjects) -> Read:
     """Return a copy of all values of ``tracked``, whole on every rank; collective."""
     leaves = tracked.collect("keeping", is_to_save=True)
     with in_scope_of(tracked.strategy("keeping a snapshot")):
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
         values = leaves.values()
-    manifest = Manifest(
-        0,
-        tracked.save_counter,
-        describe_tensors(leaves),
-        values,
-        containers={key: describe_container(container) for key, container in leaves.containers.items()},
-        iterators=tuple(leaves.iterators),
-        run_calls=tracked.run_calls,
-        classes=leaves.classes(),
-        links=leaves.links,
-    )
-    return Snapshot(manifest, arrays)
+    manifest = manifest_of(leaves, describe_tensors(leaves), values, tracked.save_counter, tracked.run_calls)
+    return Read(Path("a commit"), manifest, arrays)
 
 
 def describe_objects(tracked: TrackedObjects) -> str:
@@ -247,11 +221,11 @@ def describe_objects(tracked: TrackedObjects) -> str:
     return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
 
 
-def restore_snapshot(tracked: TrackedObjects, snapshot: Snapshot | None) -> None:
+def restore_snapshot(tracked: TrackedObjects, snapshot: Read | None) -> None:
     """Give tracked objects the values of the first rank's snapshot, if any; collective."""
 
     def read() -> Read | None:
-        return None if snapshot is None else Read(Path("a commit"), snapshot.manifest, dict(snapshot.arrays))
+        return None if snapshot is None else replace(snapshot, arrays=dict(snapshot.arrays))
 
     status, _ = tracked.restore(read, "what was committed")
     if status is not None:

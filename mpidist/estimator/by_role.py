@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.cluster_resolver.job_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.core.errors import PeerError
-from mpidist.estimator.cast import Cast, find_cast, ranks_of
 from mpidist.estimator.evaluations import Evaluations
-from mpidist.estimator.line import Line, News
+from mpidist.estimator.roles import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.server import Server
 from mpidist.topology.signals import signals_left_to_others
@@ -50,9 +49,7 @@ def launch(
     """
     check_function("main_fn", main_fn, "def main(): ...")
     check_train_jobs("roles", roles)
-    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver is {cluster_resolver!r}; expected None or a resolver: MPIClusterResolver()")
-    resolver = cluster_resolver or resolver_of_job()
+    resolver = checked_resolver(cluster_resolver, "a resolver: MPIClusterResolver()", TypeError)
     if resolver.task_type == "evaluator":
         raise ValueError("this rank is an evaluator, for which launch() has nothing; use mpidist.train_and_evaluate()")
     if resolver.task_type in (None, *roles):
@@ -132,12 +129,9 @@ def train_and_evaluate(
         if not isinstance(value, kind):
             got = f"{value!r} of type {type(value).__name__}"
             raise TypeError(f"{name} is {got}; expected mpidist.{kind.__name__}(...)")
-    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-        raise TypeError(
-            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
-            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'chief': 1, 'worker': 2, 'evaluator': 1})"
-        )
-    resolver = cluster_resolver or resolver_of_job()
+    jobs = "{'chief': 1, 'worker': 2, 'evaluator': 1}"
+    example = f"an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={jobs})"
+    resolver = checked_resolver(cluster_resolver, example, TypeError)
     comm = ranks_of(resolver)
     cast = find_cast(resolver, train_spec, comm)
     line = Line(comm, cast)
@@ -188,19 +182,19 @@ class _RankRole:
         cast, evaluations = self._cast, self._evaluations
         job, index = cast.tasks[cast.rank]
         is_chief = cast.rank == cast.chief
-        evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else _nothing
+        evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else lambda: None
         spec = self._train_spec
         context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
         result = spec.train_fn(context)
         finish_writing()
         if cast.evaluates:
-            self._evaluate_to_the_end("the other ranks to end their training", _nothing)
+            self._evaluate_to_the_end("the other ranks to end their training")
             return result
         self._line.tell(News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
         self._await_evaluation()
         return result
 
-    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object]) -> None:
+    def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait until all have trained, evaluate the final checkpoint, and let the others go."""
         cast, line = self._cast, self._line
         others = {rank for rank in cast.trainers if rank != cast.rank}
@@ -223,7 +217,3 @@ class _RankRole:
         codes = sorted(self._line.left.items())
         left = ", ".join(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
         return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
-
-
-def _nothing() -> None:
-    """Do nothing in between."""

@@ -10,8 +10,7 @@ from mpidist.input import ValueContext
 from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
 
 if TYPE_CHECKING:
-    from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
-    from mpidist.checkpoint.termination import TerminationConfig
+    from mpidist.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
     from mpidist.experimental import coordinator, partitioners
     from mpidist.parameter_server.parameter_server_strategy import ParameterServerStrategy
     from mpidist.parameter_server.remote import cache_variable_reads
@@ -20,13 +19,11 @@ else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "ParameterServerStrategy": "mpidist.parameter_server.parameter_server_strategy",
-            "PreemptionCheckpointHandler": "mpidist.checkpoint.preemption",
-            "ShardedVariable": "mpidist.parameter_server.sharded_variable",
-            "TerminationConfig": "mpidist.checkpoint.termination",
-            "cache_variable_reads": "mpidist.parameter_server.remote",
-            "coordinator": "mpidist.experimental.coordinator",
-            "partitioners": "mpidist.experimental.partitioners",
+            "mpidist.checkpoint.preemption": "PreemptionCheckpointHandler TerminationConfig",
+            "mpidist.experimental": "coordinator partitioners",
+            "mpidist.parameter_server.parameter_server_strategy": "ParameterServerStrategy",
+            "mpidist.parameter_server.remote": "cache_variable_reads",
+            "mpidist.parameter_server.sharded_variable": "ShardedVariable",
         },
     )
 

@@ -35,8 +35,7 @@ class Batched(GraphNode):
     drop_remainder: bool
     padding: Padding | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         count, size = self.cardinality, self.size
         if count >= 0:
             self.cardinality = count // size if self.drop_remainder else -(-count // size)
@@ -210,8 +209,7 @@ def _fill(value: object, dtype: DType) -> object:
 class Unbatched(GraphNode):
     """The rows of each element one by one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "unbatch()"
         self.cardinality = self.source.row_count()
         self.batched = False
@@ -267,8 +265,7 @@ class Windows(GraphNode):
     drop_remainder: bool
     dataset_of: Callable[[GraphNode], object]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.span = (self.size - 1) * self.stride + 1
         count, shift = self.cardinality, self.shift
         if count >= 0:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import DType, as_dtype
 from mpidist.core.files import open_regular, replacing
-from mpidist.input.elements import as_element, as_numpy, map_leaves, owned
+from mpidist.input.elements import as_element, as_numpy, owned
 from mpidist.input.graph import Form, Pass, PassThrough, Seed, array_samples
 
 _WRITTEN_AT_ONCE = 1 << 20
@@ -38,8 +38,7 @@ class Cached(PassThrough):
     # The seeds of all steps before, and the elements that come of them.
     kept: tuple[list[tuple[int, ...]], list[object]] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "cache()"
         self.table = None if self.table is None else self.table.cached()
 
@@ -79,8 +78,7 @@ class CachedFile(PassThrough):
 
     filename: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "cache(file)"
         self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
 
@@ -131,31 +129,24 @@ def storable(element: object) -> object:
     >>> storable((1, "a", [1.0]))
     (np.int64(1), 'a', array([1.]))
     """
-    element = as_element(element)
-    _check_structure(element)
-    return map_leaves(_storable_leaf, element)
+    return _storable(as_element(element))
 
 
-def _check_structure(value: object) -> None:
+def _storable(value: object) -> object:
     if type(value) is tuple:
-        for child in value:
-            _check_structure(child)
-    elif isinstance(value, Mapping):
+        return tuple(map(_storable, value))
+    if isinstance(value, Mapping):
         if not all(type(key) in (str, int) for key in value):
             raise TypeError(f"cache(filename) got a dict with the keys {list(value)}; expected texts or whole numbers")
-        for child in value.values():
-            _check_structure(child)
-    elif isinstance(value, tuple) or hasattr(type(value), "__attrs_attrs__"):
+        return {key: _storable(child) for key, child in value.items()}
+    if isinstance(value, tuple) or hasattr(type(value), "__attrs_attrs__"):
         raise TypeError(
             f"cache(filename) got a {type(value).__name__}; a file keeps tuples and dicts: make it one by map(...) "
             "before, or keep elements in memory, by cache()"
         )
-
-
-def _storable_leaf(leaf: object) -> object:
-    if isinstance(leaf, (str, bytes)):
-        return str(leaf) if isinstance(leaf, str) else bytes(leaf)
-    array = np.asarray(as_numpy(leaf))
+    if isinstance(value, (str, bytes)):
+        return str(value) if isinstance(value, str) else bytes(value)
+    array = np.asarray(as_numpy(value))
     if _named(array.dtype) != array.dtype:
         raise TypeError(f"cache(filename) got an array of {array.dtype}; expected numbers or texts, one kind an array")
     return array[()]

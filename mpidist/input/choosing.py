@@ -59,8 +59,7 @@ class Take(Sliced):
 
     limit: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.choose(slice(0, None if self.limit < 0 else self.limit, 1), f"take({self.limit})")
 
 
@@ -70,8 +69,7 @@ class Skip(Sliced):
 
     number: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.choose(slice(0, 0, 1) if self.number < 0 else slice(self.number, None, 1), f"skip({self.number})")
 
 
@@ -82,16 +80,14 @@ class Shard(Sliced):
     num_shards: int
     index: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.choose(slice(self.index, None, self.num_shards), f"shard({self.num_shards}, {self.index})")
 
 
 class ShardHint(Chosen):
     """A shard that is filled in when the dataset is distributed with AutoShardPolicy.HINT."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "shard(SHARD_HINT, SHARD_HINT)"
         if self.cardinality > 0:  # it depends on the number of workers
             self.cardinality = UNKNOWN
@@ -111,8 +107,7 @@ class Repeated(Chosen):
 
     times: int | None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "repeat()" if self.times is None else f"repeat({self.times})"
         if self.times == 0:
             self.cardinality = 0
@@ -156,8 +151,8 @@ class Shuffled(Chosen):
     seed: Seed
     block_size: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
+        self.own_seed = self.seed
         seed, blocks = self.seed.number if self.seed.given else None, f", block_size={self.block_size}"
         self.text = (
             f"shuffle({self.buffer_size}, seed={seed}, reshuffle_each_iteration={self.seed.is_renewed}"
@@ -191,11 +186,6 @@ class Shuffled(Chosen):
             buffer[chosen] = item
         for chosen in generator.permutation(len(buffer)):
             yield buffer[chosen]
-
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the input, then its own."""
-        yield from super().seeds()
-        yield self.seed
 
 
 def check_shuffle(node: GraphNode, buffer_size: int | None, block_size: int | None) -> None:

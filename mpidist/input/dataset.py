@@ -17,11 +17,12 @@ from mpidist.input.batching import Batched, Padding, Unbatched, Windows
 from mpidist.input.caching import Cached, CachedFile
 from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Take, check_shuffle
 from mpidist.input.derived_tables import ZippedTable
+from mpidist.input.distribution import Distribution
 from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
 from mpidist.input.graph import INFINITE, GraphNode, Seed, TableRows
 from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, DatasetOptions, Options, common_options
 from mpidist.input.interleaving import Interleaved
-from mpidist.input.iteration import DatasetIterator, E_co, Passes, S, reduce_elements, spec_of_elements
+from mpidist.input.iteration import DatasetIterator, E_co, S, passes_over, reduce_elements, spec_of_elements
 from mpidist.input.steps import Concatenated, Enumerated, Filtered, Mapped, Prefetched, Sampled, Zipped
 from mpidist.input.tables import RangeTable, array_table, element_table
 from mpidist.input.threads import AUTOTUNE, checked_calls
@@ -54,8 +55,8 @@ class Dataset(Generic[E_co]):
         self._options = options
 
     @cached_property
-    def _passes(self) -> Passes:
-        return Passes(self._node, self._options)
+    def _passes(self) -> Distribution:
+        return passes_over(self._node, self._options)
 
     def _then(self, node: GraphNode) -> Dataset:
         return type(self)(node, self._options)
@@ -258,10 +259,7 @@ class Dataset(Generic[E_co]):
     # Transforms
 
     def map(
-        self,
-        map_func: Callable[..., S],
-        num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
+        self, map_func: Callable[..., S], num_parallel_calls: int | None = None, deterministic: bool | None = None
     ) -> Dataset[S]:
         """Return the dataset of ``map_func`` of each element.
 
@@ -403,11 +401,7 @@ class Dataset(Generic[E_co]):
         return self._then(Batched((self._node,), _batch_size("batch", batch_size), bool(drop_remainder)))
 
     def padded_batch(
-        self,
-        batch_size: int,
-        padded_shapes: object = None,
-        padding_values: object = None,
-        drop_remainder: bool = False,
+        self, batch_size: int, padded_shapes: object = None, padding_values: object = None, drop_remainder: bool = False
     ) -> Dataset:
         """Return the dataset of consecutive elements, padded to one shape and stacked.
 
@@ -705,7 +699,7 @@ class Dataset(Generic[E_co]):
     # Elements
 
     def __iter__(self) -> DatasetIterator[E_co]:
-        return DatasetIterator(self._passes)
+        return DatasetIterator(self._passes, self._passes.next_pass())
 
     def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
         """Return the result of ``reduce_func`` over all elements of one pass.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.dtypes import Array, is_transportable
 from mpidist.arrays.streams import Event, Stream
 from mpidist.core import nest
 from mpidist.input.input_options import InputOptions
@@ -80,17 +80,18 @@ class _Transfer:
         self.place = place
         self._stream: Stream = place.ops.stream(place.number)
         self._free: deque[_Buffer] = deque()
-        self._made: list[_Buffer] = []
+        self.buffers: list[_Buffer] = []
 
     def stage(self, batch: object) -> object:
         """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
-        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype)]
+        # Text and objects stay on the host.
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype)]
         try:
             buffer = self._free.popleft()
         except IndexError:
             buffer = _Buffer(self.place)
-            self._made.append(buffer)
+            self.buffers.append(buffer)
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
     def send(self, staged: _Staged) -> tuple[object, Event]:
@@ -119,12 +120,6 @@ class _Transfer:
         """Let the caller's stream wait for a batch."""
         self.place.ops.current_stream(self.place.number).wait(event)
 
-    def drain(self) -> None:
-        """Wait until the device has read all pending batches."""
-        for buffer in self._made:
-            if buffer.copied is not None:
-                buffer.copied.synchronize()
-
 
 class DeviceFeed(Iterator[list[object]]):
     """The steps of a pass with each batch on the device of its replica.
@@ -139,11 +134,7 @@ class DeviceFeed(Iterator[list[object]]):
     """
 
     def __init__(
-        self,
-        open_steps: Callable[[], Iterator[list[object]]],
-        places: Sequence[Place],
-        size: int,
-        readers: Readers,
+        self, open_steps: Callable[[], Iterator[list[object]]], places: Sequence[Place], size: int, readers: Readers
     ) -> None:
         transfers = [None if place.is_host else _Transfer(place) for place in places]
         self._transfers: list[_Transfer | None] = transfers
@@ -152,11 +143,16 @@ class DeviceFeed(Iterator[list[object]]):
         self._on_the_way: deque[list[tuple[object, Event | None]]] = deque()
         self._end: Exception | None = None
         # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
-        self._finalizer = weakref.finalize(self, _drain, [transfer for transfer in transfers if transfer is not None])
+        self._finalizer = weakref.finalize(self, _drain, transfers)
 
     def __next__(self) -> list[object]:
         if not self._on_the_way:
-            self._raise_end()
+            end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
+            try:
+                if end is not None:
+                    raise end
+            finally:
+                del end  # its traceback holds this frame
             self._on_the_way.append(self._sent(next(self._source)))
         ready = self._on_the_way.popleft()
         self._send_ahead()
@@ -174,14 +170,6 @@ class DeviceFeed(Iterator[list[object]]):
                 self._on_the_way.append(self._sent(next(self._source)))
             except Exception as error:  # the end, or an error of reading: raised after the steps before it
                 self._end = error
-
-    def _raise_end(self) -> None:
-        end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
-        try:
-            if end is not None:
-                raise end
-        finally:
-            del end  # its traceback holds this frame
 
     def _sent(self, step: list[object]) -> list[tuple[object, Event | None]]:
         return [
@@ -202,20 +190,18 @@ def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[o
     ]
 
 
-def _drain(transfers: Sequence[_Transfer]) -> None:
-    for transfer in transfers:
-        transfer.drain()
-
-
-def _can_travel(dtype: DType) -> bool:
-    """Return whether a device can hold elements of ``dtype``. Text and objects stay on the host."""
-    return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
+def _drain(transfers: Sequence[_Transfer | None]) -> None:
+    """Wait until the devices have read all pending batches."""
+    for buffer in [buffer for transfer in transfers if transfer is not None for buffer in transfer.buffers]:
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
 
 
 def on_place(place: Place, batch: object) -> object:
     """Return ``batch`` with its arrays brought to ``place``."""
     return nest.map_structure(
-        lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and _can_travel(leaf.dtype) else leaf, batch
+        lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype) else leaf,
+        batch,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpidist.core import context
@@ -19,7 +20,7 @@ from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
 from mpidist.input.interleaving import Interleaved
 from mpidist.input.iteration import E_co
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
-from mpidist.input.policies import dealt_batches, own_elements, policy_in_force
+from mpidist.input.policies import batches_of_worker, dealt_batches, own_elements, policy_in_force
 from mpidist.input.resuming import Dealing
 from mpidist.values import regroup
 from mpidist.values.placement import place_at
@@ -72,7 +73,7 @@ def distribute_dataset(
     with workers.shared_errors("looking at the dataset"):
         batches, policy, reads = dealt_batches(node, dataset_options, workers)
     off = policy is AutoShardPolicy.OFF
-    dealing = Dealing(lambda layout: dealt_batches(node, dataset_options, layout)[0], dataset_options.assignment)
+    dealing = Dealing(partial(batches_of_worker, node, dataset_options), dataset_options.assignment)
     distribution = Distribution(batches, workers, dealing, strategy, options)
     distribution.agree(same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 import numpy as np
 
 from mpidist.core import context
-from mpidist.core.errors import MismatchError, OutOfRangeError
+from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
 from mpidist.input.device_feed import DeviceFeed, on_place
 from mpidist.input.distribution import Distribution
 from mpidist.input.element_spec import empty_batch, spec_of, with_rows
 from mpidist.input.graph import INFINITE, UNKNOWN
-from mpidist.input.iteration import E_co, Optional, S, pass_failed, reduce_elements
+from mpidist.input.iteration import E_co, Optional, PassIterator, S, pass_failed, reduce_elements
 from mpidist.input.local_batches import MISSING
-from mpidist.input.position import Position
 from mpidist.input.resuming import Remainder
-from mpidist.input.threads import Readers
 from mpidist.values import regroup
 
 if TYPE_CHECKING:
@@ -58,8 +56,8 @@ class DistributedDataset(Generic[E_co]):
         """
         distribution = self._distribution
         require_outside_replica_function(distribution.strategy, "iter() of a distributed dataset")
-        number = distribution.passes
-        distribution.passes += 1
+        remainder = distribution.next_pass()
+        number = remainder.position.pass_number
         communicator = distribution.workers.communicator
         if communicator is not None:
             most, least = communicator.all_reduce("MAX", np.array([number, -number]))
@@ -69,7 +67,7 @@ class DistributedDataset(Generic[E_co]):
                     f"between pass {-least + 1} and {most + 1}; expected iter() the same number of times on "
                     "every rank, since passes are shuffled alike"
                 )
-        return DistributedIterator(distribution, distribution.whole_pass(number))
+        return DistributedIterator(distribution, remainder)
 
     def __next__(self) -> NoReturn:
         raise TypeError(
@@ -137,7 +135,7 @@ class DistributedDataset(Generic[E_co]):
         return f"<{type(self).__name__} {self._distribution}, {steps} for {replicas} replica{'s' * (replicas != 1)}>"
 
 
-class DistributedIterator(Generic[E_co]):
+class DistributedIterator(PassIterator[E_co]):
     """One pass over a distributed dataset (tf.distribute.DistributedIterator).
 
     Every method that moves on is collective: call it on every rank, in the same order. The pass ends for all
@@ -145,13 +143,11 @@ class DistributedIterator(Generic[E_co]):
     without rows. Where the number of steps is known nothing is exchanged in a step.
     """
 
-    def __init__(self, distribution: Distribution, remainder: Remainder) -> None:
-        self._distribution = distribution
-        self._begin(remainder)
+    _over = "the distributed dataset"
 
     def _begin(self, remainder: Remainder) -> None:
+        super()._begin(remainder)
         distribution, batches = self._distribution, remainder.batches
-        self._readers = Readers()
         run = remainder.run(self._readers)
 
         def steps() -> Iterator[list[object]]:
@@ -163,64 +159,14 @@ class DistributedIterator(Generic[E_co]):
             self._steps = steps()
         else:
             self._steps = self._feed = DeviceFeed(steps, distribution.places, distribution.buffer_size, self._readers)
-        self._remainder = remainder
         total = distribution.steps if batches is distribution.batches else batches.steps
         self._steps_left = total - remainder.start if total >= 0 else total
-        self._taken = 0
         self._ended = False
-        self._failure: str | None = None
-
-    def __iter__(self) -> Iterator[E_co]:
-        return self
-
-    def __next__(self) -> E_co:
-        found = self._advance("next()")
-        if not found.has_value():
-            raise StopIteration
-        return found.get_value()
-
-    def get_next(self) -> E_co:
-        """Return the next element; collective: call it on every rank, in the same order.
-
-        Raises:
-            OutOfRangeError: There is none; on all ranks at the same step.
-            ValueError: Called inside a replica function.
-        """
-        found = self._advance("get_next()")
-        if not found.has_value():
-            raise OutOfRangeError(
-                "there are no more elements in this pass over the distributed dataset; begin another one with "
-                "iter(dataset), or ask get_next_as_optional()"
-            )
-        return found.get_value()
-
-    def get_next_as_optional(self) -> Optional[E_co]:
-        """Return the next element, or an Optional without value; collective as :meth:`get_next`.
-
-        Raises:
-            ValueError: Called inside a replica function.
-        """
-        return self._advance("get_next_as_optional()")
 
     @property
     def element_spec(self) -> Any:
         """The element spec of the dataset."""
         return self._distribution.element_spec()
-
-    def state(self) -> dict[str, Any]:
-        """Return the position of this iterator for :meth:`restore`, in types that JSON has.
-
-        Equal on all ranks; not collective. Batches that have been read ahead do not count as taken.
-
-        >>> import mpidist
-        >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> iterator = iter(strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4)))
-        >>> _ = next(iterator)
-        >>> iterator.state()["steps"]
-        1
-        >>> strategy.close()
-        """
-        return self._remainder.after(self._taken).to_json()
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue from a ``state()``; collective: call it on every rank.
@@ -257,7 +203,7 @@ class DistributedIterator(Generic[E_co]):
         batches = distribution.batches
         require_outside_replica_function(distribution.strategy, "restore() of a distributed iterator")
         with workers.shared_errors("going on from the state of an iterator"):
-            remainder = distribution.dealing.remainder(Position.from_json(state), batches, distribution.steps)
+            remainder = distribution.rest_from(state)
         if workers.communicator is not None:
             _require_same(remainder, workers.communicator)
             if remainder.batches is batches and batches.may_run_out and distribution.steps != UNKNOWN:
@@ -277,10 +223,6 @@ class DistributedIterator(Generic[E_co]):
         self._close_readers()
         self._steps = iter(())
         self._feed = None
-
-    def __repr__(self) -> str:
-        position = self._remainder.after(self._taken)
-        return f"<{type(self).__name__} of {self._distribution}, {position.progress()}>"
 
     def _close_readers(self, wait: bool = True) -> None:
         self._readers.close(wait)
@@ -310,7 +252,9 @@ class DistributedIterator(Generic[E_co]):
         if not (several and self._taken == self._steps_left):
             with workers.shared_errors("reading the next batch"):
                 step = next(self._steps, None)
-                self._remember_spec(step)
+                if step is not None and self._distribution.spec is None:
+                    element = next(part for part in step if part is not MISSING)
+                    self._distribution.spec = with_rows(spec_of(element), None)
             more = step is not None or several
             if several and self._steps_left == UNKNOWN:
                 more = self._vote(step)
@@ -321,11 +265,6 @@ class DistributedIterator(Generic[E_co]):
         self._taken += 1
         with workers.shared_errors("making up the batches of a step"):
             return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
-
-    def _remember_spec(self, step: list[object] | None) -> None:
-        if step is not None and self._distribution.spec is None:
-            element = next(part for part in step if part is not MISSING)
-            self._distribution.spec = with_rows(spec_of(element), None)
 
     def _vote(self, step: list[object] | None) -> bool:
         """Return whether any rank has data.
@@ -366,7 +305,7 @@ def _require_same(remainder: Remainder, communicator: Communicator) -> None:
         )
 
 
-def require_outside_replica_function(strategy: StrategyLike, call: str) -> None:
+def require_outside_replica_function(strategy: StrategyLike | None, call: str) -> None:
     """Raise ValueError inside a replica function.
 
     ``call`` is the method and its object, for the message.

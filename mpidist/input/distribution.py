@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
@@ -27,6 +28,7 @@ from mpidist.input.resuming import Dealing, Remainder
 _log = logging.getLogger("mpidist")
 
 
+@dataclass(eq=False, repr=False)
 class Distribution:
     """The common state of all passes over a distributed dataset.
 
@@ -34,37 +36,38 @@ class Distribution:
         batches: The batches that this worker reads.
         workers: The workers that share the input.
         dealing: The division of the dataset.
-        strategy: The strategy of the replicas.
+        strategy: The strategy of the replicas; None for a dataset of this process alone.
         options: An InputOptions or None.
 
     Attributes:
-        steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; as the two below,
-            this worker's own until the workers agree, and equal on all of them from then on.
-        beginning: The beginning of the next pass, but for its number.
+        steps: Number of steps of a pass, -1 without end, -2 where each step must ask who has data; this worker's own
+            until the workers agree, and equal on all of them from then on.
         spec: That of a local batch, None until one has been seen.
         passes: The number of passes begun.
         places: The targets of the batches of the local replicas; None where they stay.
         buffer_size: Batches that are held ready on each device.
     """
 
-    def __init__(
-        self,
-        batches: LocalBatches,
-        workers: InputWorkers,
-        dealing: Dealing,
-        strategy: StrategyLike,
-        options: InputOptions | None = None,
-    ) -> None:
-        self.batches = batches
-        self.workers = workers
-        self.dealing = dealing
-        self.strategy = strategy
-        self.steps = batches.steps
-        self.beginning = first_position(batches, pipelines_of(batches))
-        self.spec: object = None
-        self.passes = 0
-        self.places = fetch_places(workers, options)
-        self.buffer_size = (options or InputOptions()).experimental_per_replica_buffer_size
+    batches: LocalBatches
+    workers: InputWorkers
+    dealing: Dealing
+    strategy: StrategyLike | None = None
+    options: InputOptions | None = None
+    spec: object = field(init=False, default=None)
+    passes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.steps = self.batches.steps
+        self.places = fetch_places(self.workers, self.options)
+        self.buffer_size = (self.options or InputOptions()).experimental_per_replica_buffer_size
+
+    @cached_property
+    def beginning(self) -> Position:
+        """The beginning of the next pass, but for its number.
+
+        It is this worker's own until the workers agree.
+        """
+        return first_position(self.batches, pipelines_of(self.batches))
 
     def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:
         """Let all workers agree.
@@ -154,9 +157,14 @@ class Distribution:
         leaves = zip(*map(flatten_spec, specs), strict=True)
         return map_spec(lambda _: PerReplicaSpec(tuple(next(leaves))), specs[0])
 
-    def whole_pass(self, number: int) -> Remainder:
-        """Return pass ``number`` from its beginning."""
-        return Remainder(self.batches, 0, replace(self.beginning, pass_number=number))
+    def next_pass(self) -> Remainder:
+        """Return the next pass from its beginning."""
+        self.passes += 1
+        return Remainder(self.batches, 0, replace(self.beginning, pass_number=self.passes - 1))
+
+    def rest_from(self, state: object) -> Remainder:
+        """Return the rest of a pass from a ``state()`` of an iterator on; see ``Dealing.remainder``."""
+        return self.dealing.remainder(Position.from_json(state), self.batches, self.steps)
 
     def continue_from(self, position: Position) -> None:
         """Make ``position``'s pass the one that the next passes follow."""

@@ -127,6 +127,7 @@ class GraphNode(ABC):
         read_ahead: The number of elements that are read ahead when rows are read by number.
         batched: Whether the elements went through ``batch``.
         dynamic: Whether the first axis of the elements may differ from element to element.
+        own_seed: The origin of this step's own random choices, None where it makes none.
         keeps_batches: Whether the elements are those of the inputs, although maybe others are left out or between them.
     """
 
@@ -140,12 +141,20 @@ class GraphNode(ABC):
     read_ahead: int = field(init=False, default=0)
     batched: bool = field(init=False, default=False)
     dynamic: bool = field(init=False, default=False)
+    own_seed: Seed | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.batched = bool(self.inputs) and all(node.batched for node in self.inputs)
         self.dynamic = any(node.dynamic for node in self.inputs)
         if len(self.inputs) == 1:
             self.cardinality = self.source.cardinality
+        self._set_up()
+
+    def _set_up(self) -> None:  # noqa: B027 - sources have no need
+        """Set the text, and what differs from the inputs.
+
+        The last part of making a node.
+        """
 
     @property
     def source(self) -> GraphNode:
@@ -168,10 +177,14 @@ class GraphNode(ABC):
         """Yield the elements of a pass."""
         if self.form is Form.ELEMENTS:
             return self.items(run)
-        table = self.row_table().opened(run.readers)
         if self.form is Form.ROWS:
-            return run.read_ahead(lambda: table.each(row_indices.rows(self.items(run))), self.read_ahead)
-        return run.read_ahead(lambda: map(table.read, self.items(run)), self.read_ahead)
+            return self.reading(run, lambda table: table.each(row_indices.rows(self.items(run))))
+        return self.reading(run, lambda table: map(table.read, self.items(run)))
+
+    def reading(self, run: Pass, read: Callable[[RowTable], Iterator[T]]) -> Iterator[T]:
+        """Return the iterator that ``read`` makes of the opened table, read ahead."""
+        table = self.row_table().opened(run.readers)
+        return run.read_ahead(lambda: read(table), self.read_ahead)
 
     def row_table(self) -> RowTable:
         """Return the table of a node whose items are row numbers."""
@@ -216,9 +229,11 @@ class GraphNode(ABC):
         yield self
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the whole graph, in the order of the inputs."""
+        """Yield the seeds of the whole graph, those of the inputs first."""
         for node in self.inputs:
             yield from node.seeds()
+        if self.own_seed is not None:
+            yield self.own_seed
 
     def files(self) -> Iterator[str]:
         """Yield the paths of the files that the whole graph reads."""
@@ -272,8 +287,8 @@ class PassThrough(GraphNode):
     keeps_batches = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.form, self.table, self.read_ahead = self.source.form, self.source.table, self.source.read_ahead
+        super().__post_init__()
 
     def row_count(self) -> int:
         """Return the number of rows of the input."""

@@ -5,11 +5,11 @@ Each dataset is made from an element of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from mpidist.input.elements import call
 from mpidist.input.graph import UNKNOWN, GraphNode, Pass, Seed
@@ -41,8 +41,8 @@ class Interleaved(GraphNode):
     calls: int = 1
     _first: GraphNode | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
+        self.own_seed = self.seed
         self.text = f"interleave(cycle_length={self.cycle_length}, block_length={self.block_length})"
         self.cardinality = UNKNOWN if self.cardinality else 0
         self.batched = False
@@ -50,35 +50,37 @@ class Interleaved(GraphNode):
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield the elements of the datasets in turn."""
-        if self.calls == 1 or run.readers is None:
-            return self._in_turn(run)
-        threads = run.readers.workers(self.calls)
         openers = (
             partial(self._open, element, run.repetition(number))
             for number, element in enumerate(self.source.elements(run))
         )
-        return interleave_in_threads(openers, self.cycle_length, self.block_length, threads, self.calls)
+        if self.calls == 1 or run.readers is None:
+            return self._in_turn(partial(islice, opener(), self.block_length) for opener in openers)
+        return self._in_threads(openers, run.readers.workers(self.calls))
 
-    def _in_turn(self, run: Pass) -> Iterator[object]:
-        inputs = enumerate(self.source.elements(run))
-        cycle: list[Iterator[object] | None] = [None] * self.cycle_length
-        more, empty_places = True, 0
-        place = 0
-        while more or empty_places < self.cycle_length:
-            elements = cycle[place]
-            if elements is None and more:
-                number, element = next(inputs, (None, None))
-                more = number is not None
-                if number is not None:
-                    elements = cycle[place] = self._open(element, run.repetition(number))
-            empty_places = empty_places + 1 if elements is None else 0
-            if elements is not None:
-                given = 0
-                for value in islice(elements, self.block_length):
-                    given += 1
-                    yield value
-                if given < self.block_length:
-                    cycle[place] = None
+    def _in_threads(self, openers: Iterator[Opener], threads: ThreadPoolExecutor) -> Iterator[object]:
+        """Yield the elements, read by threads, which end with them.
+
+        Of each dataset that is open a block is read ahead, and so is the first block of as many that come next as
+        there are threads.
+        """
+        readings = (_Reading(opener, self.block_length, threads).block for opener in openers)
+        with ending(threads):
+            yield from self._in_turn(taken_ahead(readings, self.calls))
+
+    def _in_turn(self, readings: Iterator[Opener]) -> Iterator[object]:
+        """Yield the elements of datasets, each a function that returns its next block."""
+        cycle: list[Opener | None] = [None] * self.cycle_length
+        place = empty_places = 0
+        while empty_places < self.cycle_length:
+            reading = cycle[place] or next(readings, None)
+            cycle[place], given = None, 0
+            for value in reading() if reading is not None else ():
+                given += 1
+                yield value
+            empty_places = empty_places + 1 if reading is None else 0
+            if given == self.block_length:
+                cycle[place] = reading
             place = (place + 1) % self.cycle_length
 
     def _open(self, element: object, run: Pass) -> Iterator[object]:
@@ -101,18 +103,13 @@ class Interleaved(GraphNode):
                 return spec
         return None
 
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the input, then the one for the datasets."""
-        yield from super().seeds()
-        yield self.seed
-
 
 class _Reading:
     """An open dataset of which a thread reads one block ahead."""
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
-        self._opener: Opener | None = opener
-        self._elements: Iterator[object] = iter(())
+        # Opened by the thread that reads the first block.
+        self._elements = chain.from_iterable(open_source() for open_source in [opener])
         self._size = size
         self._threads = threads
         self.read_next()
@@ -120,58 +117,23 @@ class _Reading:
     def read_next(self) -> None:
         """Let a thread read the next block."""
         self._values: list[object] = []
-        self._block: Future[None] = self._threads.submit(self._read)
+        self._block = self._threads.submit(self._values.extend, islice(self._elements, self._size))
 
-    def take(self) -> tuple[list[object], Exception | None]:
-        """Return the block, and the error that came after it.
+    def block(self) -> Iterator[object]:
+        """Yield the block, then raise the error that came after it.
 
-        The error is not held here, as its traceback holds this object.
+        The next block is under way meanwhile.
         """
-        block = self._block
+        error, values = self._block.exception(), self._values
+        # The error is not held here, as its traceback holds this object.
         del self._block
-        error = block.exception()
         if error is not None and not isinstance(error, Exception):
             raise error
-        return self._values, error
-
-    def _read(self) -> None:
-        if self._opener is not None:
-            self._elements, self._opener = self._opener(), None
-        self._values.extend(islice(self._elements, self._size))
-
-
-def interleave_in_threads(
-    openers: Iterable[Opener], cycle_length: int, block_length: int, threads: ThreadPoolExecutor, ahead: int
-) -> Iterator[object]:
-    """Yield ``block_length`` elements of each of ``cycle_length`` datasets in turn.
-
-    See ``Interleaved``. Of each dataset that is open a block is read ahead, and so is the first block of the ``ahead``
-    datasets that come next. Ends ``threads``.
-
-    Args:
-        openers: A function for each dataset, called in a thread, that returns its elements.
-        cycle_length: The number of datasets that are open at a time.
-        block_length: The number of elements from one before it is the turn of the next.
-        threads: The threads that read them.
-        ahead: The number of datasets that are opened before it is their turn.
-    """
-    coming = taken_ahead((_Reading(opener, block_length, threads) for opener in openers), ahead)
-    cycle: list[_Reading | None] = [None] * cycle_length
-    place = empty_places = 0
-    with ending(threads):
-        while empty_places < cycle_length:
-            reading = cycle[place] or next(coming, None)
-            empty_places = empty_places + 1 if reading is None else 0
-            if reading is not None:
-                values, error = reading.take()
-                cycle[place] = None
-                if error is None and len(values) == block_length:
-                    reading.read_next()
-                    cycle[place] = reading
-                yield from values
-                if error is not None:
-                    try:
-                        raise error
-                    finally:
-                        del error, reading  # the traceback holds this frame
-            place = (place + 1) % cycle_length
+        if error is None and len(values) == self._size:
+            self.read_next()
+        yield from values
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # the traceback holds this frame

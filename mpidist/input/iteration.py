@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from mpidist.core.errors import OutOfRangeError
 from mpidist.input import whole_elements
-from mpidist.input.elements import as_element
-from mpidist.input.graph import INFINITE, GraphNode, Pass, Seed
+from mpidist.input.distribution import Distribution
+from mpidist.input.graph import INFINITE, GraphNode
 from mpidist.input.input_options import DatasetOptions
-from mpidist.input.input_workers import WorkerLayout
+from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import DealtBatches
-from mpidist.input.policies import dealt_batches
-from mpidist.input.position import Position, first_position, next_beginning, pipelines_of, seeds_for
+from mpidist.input.policies import batches_of_worker
 from mpidist.input.resuming import Dealing, Remainder
 from mpidist.input.threads import Readers
 
@@ -30,7 +30,7 @@ else:
     E_co = TypeVar("E_co", covariant=True)
 
 S = TypeVar("S")
-_ALONE = WorkerLayout(1, 0, (1,))
+_ALONE = InputWorkers(1, 0, (1,), None, wrap=False)
 
 
 class Optional(Generic[E_co]):
@@ -61,50 +61,89 @@ class Optional(Generic[E_co]):
         return self._value[0]
 
 
-class Passes:
-    """The passes over a dataset: the number begun, and the beginning of the next.
+def passes_over(node: GraphNode, options: DatasetOptions) -> Distribution:
+    """Return the passes over a dataset in this process alone."""
+    dealing = Dealing(partial(batches_of_worker, node, options), options.assignment)
+    return Distribution(DealtBatches(_ALONE, node, "block"), _ALONE, dealing)
 
-    Args:
-        node: The graph of the dataset.
-        options: Those of the dataset.
 
-    Attributes:
-        batches: The elements, as a lone worker reads them.
-        begun: The number of passes begun.
-        seeds: The entropy of seeds that were not given; empty until a state has been restored.
-        beginning: The beginning that states name; None until then.
+class PassIterator(ABC, Generic[E_co]):
+    """One pass: the base of the iterators of a dataset and of a distributed one.
+
+    Of a distributed dataset every method that moves on is collective: call it on every rank, in the same order.
     """
 
-    def __init__(self, node: GraphNode, options: DatasetOptions) -> None:
-        self.node = node
-        self.options = options
-        self.batches = DealtBatches(_ALONE, node, "block")
-        self.begun = 0
-        self.seeds: dict[Seed, tuple[int, ...]] = {}
-        self.beginning: Position | None = None
+    # The thing that has no more elements at the end, for messages.
+    _over: object
 
-    def whole_pass(self, number: int, beginning: Position | None) -> Remainder:
-        """Return pass ``number`` for a lone worker.
+    def __init__(self, distribution: Distribution, remainder: Remainder) -> None:
+        self._distribution = distribution
+        self._begin(remainder)
 
-        It begins at ``beginning``, or at the first beginning of all for None.
+    def _begin(self, remainder: Remainder) -> None:
+        self._remainder = remainder
+        self._readers = Readers()
+        self._taken = 0
+        self._failure: str | None = None
+
+    def __iter__(self) -> Iterator[E_co]:
+        return self
+
+    def __next__(self) -> E_co:
+        found = self._advance("next()")
+        if not found.has_value():
+            raise StopIteration
+        return found.get_value()
+
+    @abstractmethod
+    def _advance(self, method: str) -> Optional[E_co]:
+        """Return the next element, if any, to the caller of ``method``."""
+
+    def get_next(self) -> E_co:
+        """Return the next element.
+
+        Collective for a distributed dataset: call it on every rank, in the same order.
+
+        Raises:
+            OutOfRangeError: There is none; on all ranks at the same step.
+            ValueError: Called inside a replica function, for a distributed dataset.
         """
-        beginning = beginning or first_position(self.batches, pipelines_of(self.batches))
-        return Remainder(self.batches, 0, replace(beginning, pass_number=number))
+        found = self._advance("get_next()")
+        if not found.has_value():
+            raise OutOfRangeError(
+                f"there are no more elements in this pass over {self._over}; begin another one with "
+                "iter(dataset), or ask get_next_as_optional()"
+            )
+        return found.get_value()
 
-    def remainder(self, position: Position) -> Remainder:
-        """Return the rest of the pass of ``position``; see ``Dealing.remainder``."""
-        node, options = self.node, self.options
-        dealing = Dealing(lambda layout: dealt_batches(node, options, layout)[0], options.assignment)
-        return dealing.remainder(position, self.batches, self.batches.steps)
+    def get_next_as_optional(self) -> Optional[E_co]:
+        """Return the next element, or an Optional without value; collective as :meth:`get_next`.
 
-    def continue_from(self, position: Position) -> None:
-        """Make ``position``'s pass the one that the next passes follow."""
-        self.begun = position.pass_number + 1
-        self.beginning = next_beginning(first_position(self.batches, pipelines_of(self.batches)), position)
-        self.seeds = seeds_for(self.batches, self.beginning)
+        Raises:
+            ValueError: Called inside a replica function, for a distributed dataset.
+        """
+        return self._advance("get_next_as_optional()")
+
+    def state(self) -> dict[str, Any]:
+        """Return the position of this iterator for ``restore``, in types that JSON has.
+
+        Equal on all ranks for a distributed dataset; not collective. Batches that have been read ahead do not count as
+        taken.
+
+        >>> from mpidist.input import Dataset
+        >>> iterator = iter(Dataset.range(3))
+        >>> _ = next(iterator)
+        >>> iterator.state()["steps"]
+        1
+        """
+        return self._remainder.after(self._taken).to_json()
+
+    def __repr__(self) -> str:
+        progress = self._remainder.after(self._taken).progress()
+        return f"<{type(self).__name__} of {self._distribution}, {progress}>"
 
 
-class DatasetIterator(Generic[E_co]):
+class DatasetIterator(PassIterator[E_co]):
     """One pass over a dataset of this process alone, with DistributedIterator's methods.
 
     >>> from mpidist.input import Dataset
@@ -113,23 +152,11 @@ class DatasetIterator(Generic[E_co]):
     (0, 1, False)
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-        self._number = passes.begun
-        passes.begun += 1
-        self._taken = 0
-        self._failure: str | None = None
-        # Made by state() alone, or restored: most iterators need none.
-        self._remainder: Remainder | None = None
-        self._beginning = passes.beginning
-        self._readers = Readers()
-        run = Pass((self._number,), passes.seeds, self._readers)
-        self._elements: Iterator[Any] = whole_elements.watch.over(
-            passes.node, map(as_element, passes.node.elements(run))
-        )
-
-    def __iter__(self) -> Iterator[E_co]:
-        return self
+    def _begin(self, remainder: Remainder) -> None:
+        super()._begin(remainder)
+        self._over = self._distribution
+        elements = remainder.batches.open_alone(remainder.run(self._readers), remainder.start)
+        self._elements: Iterator[Any] = whole_elements.watch.over(self._distribution.batches.nodes[0], elements)
 
     def __next__(self) -> E_co:
         if self._failure is not None:
@@ -144,22 +171,7 @@ class DatasetIterator(Generic[E_co]):
         self._taken += 1
         return element
 
-    def get_next(self) -> E_co:
-        """Return the next element.
-
-        Raises:
-            OutOfRangeError: There is none.
-        """
-        found = self.get_next_as_optional()
-        if not found.has_value():
-            raise OutOfRangeError(
-                f"there are no more elements in this pass over {self._passes.node}; begin another one with "
-                "iter(dataset), or ask get_next_as_optional()"
-            )
-        return found.get_value()
-
-    def get_next_as_optional(self) -> Optional[E_co]:
-        """Return the next element, or an Optional without value."""
+    def _advance(self, method: str) -> Optional[E_co]:
         try:
             return Optional(next(self))
         except StopIteration:
@@ -168,18 +180,7 @@ class DatasetIterator(Generic[E_co]):
     @property
     def element_spec(self) -> Any:
         """The element spec of the dataset."""
-        return spec_of_elements(self._passes.node)
-
-    def state(self) -> dict[str, Any]:
-        """Return the position of this iterator for :meth:`restore`, in types that JSON has.
-
-        >>> from mpidist.input import Dataset
-        >>> iterator = iter(Dataset.range(3))
-        >>> _ = next(iterator)
-        >>> iterator.state()["steps"]
-        1
-        """
-        return self._position().to_json()
+        return spec_of_elements(self._distribution.batches.nodes[0])
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue from a ``state()``, as ``restore`` of a distributed iterator does.
@@ -198,26 +199,15 @@ class DatasetIterator(Generic[E_co]):
         >>> [int(x) for x in other]
         [1, 2]
         """
-        position = Position.from_json(state)
-        passes, remainder = self._passes, self._passes.remainder(position)
+        remainder = self._distribution.rest_from(state)
         self.close()
-        passes.continue_from(remainder.position)
-        self._taken, self._remainder, self._readers, self._failure = 0, remainder, Readers(), None
-        elements = (element for (element,) in remainder.batches.open(remainder.run(self._readers), remainder.start))
-        self._elements = whole_elements.watch.over(passes.node, elements)
+        self._distribution.continue_from(remainder.position)
+        self._begin(remainder)
 
     def close(self) -> None:
         """End the pass and the threads of ``prefetch``. Waits for the elements that they are reading."""
         self._readers.close()
         self._elements = iter(())
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._passes.node}, {self._position().progress()}>"
-
-    def _position(self) -> Position:
-        if self._remainder is None:
-            self._remainder = self._passes.whole_pass(self._number, self._beginning)
-        return self._remainder.after(self._taken)
 
 
 def spec_of_elements(node: GraphNode) -> object:

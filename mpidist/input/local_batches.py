@@ -8,18 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import cycle, islice, zip_longest
 from typing import Generic
 
 from mpidist.input import dealing, row_indices
-from mpidist.input.batching import last_batching
-from mpidist.input.element_spec import ArraySpec, map_spec, with_rows
+from mpidist.input.batching import Batched, last_batching
+from mpidist.input.choosing import Skip
+from mpidist.input.element_spec import flatten_spec, with_rows
 from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
 from mpidist.input.graph import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.rewriting import skip_elements
 from mpidist.input.row_indices import RowIndex
+from mpidist.input.steps import Mapped, Prefetched, Zipped
 from mpidist.input.tables import RowTable
 
 
@@ -66,12 +67,26 @@ class LocalBatches(ABC):
         Data of skipped steps is read only where that cannot be avoided.
         """
 
+    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
+        """Yield the elements of the only replica of a lone worker, after the first ``start``."""
+        return (element for (element,) in self.open(run, start))
+
     @abstractmethod
     def local_specs(self) -> list[object] | None:
         """Return the element spec for each local replica, or None without an element.
 
         May read an element.
         """
+
+
+def in_steps(elements: Iterator[object], replicas: int, whole_only: bool = False) -> Iterator[list[object]]:
+    """Yield the next elements of all replicas.
+
+    At the end MISSING makes up a step, or ``whole_only`` drops it.
+    """
+    while step := list(islice(elements, replicas)):
+        if len(step) == replicas or not whole_only:
+            yield step + [MISSING] * (replicas - len(step))
 
 
 _local_rows = lru_cache(dealing.local_rows)
@@ -95,18 +110,19 @@ class DealtBatches(LocalBatches):
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
-        node = skip_elements(self.node, start)
         if self.workers.num_replicas_in_sync == 1:
-            return ([as_element(element)] for element in node.elements(run))
+            return ([element] for element in self.open_alone(run, start))
+        node = skip_elements(self.node, start)
         if node.form is Form.BATCHES:
-            table = node.row_table().opened(run.readers)
-            return run.read_ahead(
-                lambda: (self._read_parts(table, index) for index in node.items(run)), node.read_ahead
-            )
+            return node.reading(run, lambda table: (self._read_parts(table, index) for index in node.items(run)))
         return (
             [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
             for batch in map(as_element, node.elements(run))
         )
+
+    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
+        """Yield the elements as they are."""
+        return map(as_element, skip_elements(self.node, start).elements(run))
 
     def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
         workers = self.workers
@@ -134,27 +150,18 @@ class DealtBatches(LocalBatches):
             return None if spec is None else [spec] * count
         if self.workers.num_workers > 1 or self.node.dynamic:
             return [with_rows(spec, None)] * count
-
-        def part(replica: int, leaf: ArraySpec) -> object:
-            start, stop = self._local_rows(leaf.shape[0] or 0)[replica]
-            return with_rows(leaf, stop - start)
-
-        return [map_spec(partial(part, replica), spec) for replica in range(count)]
+        rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
+        return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
 
 
 def check_batched(node: GraphNode) -> None:
     """Raise ValueError if ``node`` is known to give single values, which cannot be split."""
     if node.batched or not node.cardinality:
         return
-    spec = node.spec()
-    if spec is not None:
-        map_spec(_require_rows, spec)
-
-
-def _require_rows(leaf: ArraySpec) -> None:
-    if not leaf.shape:
-        require_array(leaf.dtype)
-        raise unbatched(f"single values of {leaf.dtype}")
+    for leaf in flatten_spec(node.spec() or ()):
+        if not leaf.shape:
+            require_array(leaf.dtype)
+            raise unbatched(f"single values of {leaf.dtype}")
 
 
 @dataclass(frozen=True)
@@ -246,14 +253,16 @@ class RecutBatches(LocalBatches):
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive parts of a pass."""
-        node, first = self.node, start * self.workers.num_local_replicas
+        node, replicas = self.node, self.workers.num_local_replicas
+        first = start * replicas
         if node.form is not Form.BATCHES:
-            return self._groups(self._parts(run, _ARRAYS, first))
-        table = node.row_table().opened(run.readers)
-        return run.read_ahead(
-            lambda: self._groups(self._read(table, index) for index in self._parts(run, _ROW_NUMBERS, first)),
-            node.read_ahead,
-        )
+            return in_steps(self._parts(run, _ARRAYS, first), replicas)
+
+        def read(table: RowTable) -> Iterator[list[object]]:
+            parts = self._parts(run, _ROW_NUMBERS, first)
+            return in_steps((self._read(table, index) for index in parts), replicas)
+
+        return node.reading(run, read)
 
     def _parts(self, run: Pass, pieces: _Pieces[T], first: int) -> Iterator[T]:
         """Yield the parts of a pass from number ``first`` on."""
@@ -282,11 +291,6 @@ class RecutBatches(LocalBatches):
             self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
         return self._empty if batch is None else batch
 
-    def _groups(self, parts: Iterator[object]) -> Iterator[list[object]]:
-        replicas = self.workers.num_local_replicas
-        while group := list(islice(parts, replicas)):
-            yield group + [MISSING] * (replicas - len(group))
-
     def local_specs(self) -> list[object] | None:
         """Return the specs.
 
@@ -303,50 +307,66 @@ class RecutBatches(LocalBatches):
         ]
 
 
-class ConsecutiveBatches(LocalBatches):
+class OwnBatches(LocalBatches):
+    """Batches of datasets that a function made, which replicas get whole.
+
+    A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
+    """
+
+    is_cut = False
+
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int) -> None:
+        super().__init__(workers, nodes, steps)
+        self.whole_steps_only = keeps_steps_whole(workers, nodes)
+
+    def local_specs(self) -> list[object] | None:
+        """Return the specs of the datasets.
+
+        The batch axis is unknown where empty batches may come.
+        """
+        specs = [node.spec() for node in self.nodes]
+        if any(spec is None for spec in specs):
+            return None
+        if not (self.whole_steps_only or self.steps == INFINITE):
+            specs = [with_rows(spec, None) for spec in specs]
+        return specs * (self.workers.num_local_replicas // len(specs))
+
+
+def keeps_steps_whole(workers: WorkerLayout, nodes: Sequence[GraphNode]) -> bool:
+    """Return whether a step with too few batches is dropped.
+
+    So all batches have one shape.
+    """
+    return workers.num_workers == 1 and not any(node.dynamic for node in nodes)
+
+
+class ConsecutiveBatches(OwnBatches):
     """The worker's own dataset; the local replicas take the next batches in turn."""
 
     division = "what a function made for it"
-    is_cut = False
 
     def __init__(self, workers: WorkerLayout, node: GraphNode) -> None:
-        # A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
-        self.whole_steps_only = workers.num_workers == 1 and not node.dynamic
         steps, replicas = node.cardinality, workers.num_local_replicas
         if steps >= 0:
-            steps = steps // replicas if self.whole_steps_only else -(-steps // replicas)
+            steps = steps // replicas if keeps_steps_whole(workers, [node]) else -(-steps // replicas)
         super().__init__(workers, (node,), steps)
-        self.node = node
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield groups of consecutive batches of a pass."""
         replicas = self.workers.num_local_replicas
-        elements = skip_elements(self.node, start * replicas).elements(run)
-        while group := [as_element(element) for element in islice(elements, replicas)]:
-            if len(group) == replicas:
-                yield group
-            elif not self.whole_steps_only:
-                yield group + [MISSING] * (replicas - len(group))
-
-    def local_specs(self) -> list[object] | None:
-        """Return the specs of the dataset.
-
-        The batch axis is unknown where empty batches may come.
-        """
-        return _own_specs(self, [self.node] * self.workers.num_local_replicas, self.whole_steps_only)
+        elements = skip_elements(self.nodes[0], start * replicas).elements(run)
+        return in_steps(map(as_element, elements), replicas, self.whole_steps_only)
 
 
-class ReplicaPipelines(LocalBatches):
+class ReplicaPipelines(OwnBatches):
     """A dataset of its own for each local replica (PER_REPLICA)."""
 
     division = "what a function made for each of its replicas"
-    is_cut = False
 
     def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode]) -> None:
-        self.whole_steps_only = workers.num_workers == 1 and not any(node.dynamic for node in nodes)
         counts = [node.cardinality for node in nodes]
         shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
-        super().__init__(workers, nodes, shortest if self.whole_steps_only else combined(max, counts))
+        super().__init__(workers, nodes, shortest if keeps_steps_whole(workers, nodes) else combined(max, counts))
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the next batch of each pipeline of a pass."""
@@ -355,15 +375,38 @@ class ReplicaPipelines(LocalBatches):
             return (list(step) for step in zip(*streams, strict=False))
         return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))
 
-    def local_specs(self) -> list[object] | None:
-        """Return the specs of each pipeline."""
-        return _own_specs(self, self.nodes, self.whole_steps_only)
+
+def skip_elements(node: GraphNode, count: int) -> GraphNode:
+    """Return the graph without its first ``count`` elements.
+
+    Rows that are known by number are not read, and functions after ``batch`` are not called for those that are skipped;
+    elements of a stream have to be read. Shuffles and repetitions give the same order as without skipping.
+
+    >>> from mpidist.input import Dataset
+    >>> print(skip_elements(Dataset.range(10).batch(2).map(len)._node, 3))
+    range(0, 10).skip(6).batch(2).map
+    """
+    if count == 0:
+        return node
+    if isinstance(node, (Mapped, Prefetched, Zipped)):
+        return node.with_inputs([skip_elements(before, count) for before in node.inputs])
+    if isinstance(node, Batched):
+        return node.with_inputs([skip_elements(node.source, count * node.size)])
+    return Skip((node,), count)
 
 
-def _own_specs(batches: LocalBatches, nodes: Sequence[GraphNode], whole_steps_only: bool) -> list[object] | None:
-    specs = [node.spec() for node in nodes]
-    if any(spec is None for spec in specs):
-        return None
-    if whole_steps_only or batches.steps == INFINITE:
-        return specs
-    return [with_rows(spec, None) for spec in specs]
+def skip_rows(node: GraphNode, count: int) -> GraphNode:
+    """Return the graph whose batches begin after ``count`` rows.
+
+    Args:
+        node: With a ``last_batching``.
+        count: Rows, or elements of a stream, before ``batch``.
+
+    >>> from mpidist.input import Dataset
+    >>> print(skip_rows(Dataset.range(10).batch(4).map(len)._node, 3))
+    range(0, 10).skip(3).batch(4).map
+    """
+    if count == 0:
+        return node
+    skip = skip_elements if isinstance(node, Batched) else skip_rows
+    return node.with_inputs([skip(node.source, count)])

@@ -1,15 +1,22 @@
-"""The AutoShardPolicy of a dataset: the elements of a worker, and the rule of cutting."""
+"""The AutoShardPolicy of a dataset: the elements of a worker, and the rule of cutting.
+
+Graphs are rewritten for one worker's files and with hints filled in; nothing is read that need not be.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
+from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Sliced
 from mpidist.input.dealing import choose_assignment
-from mpidist.input.graph import GraphNode
+from mpidist.input.graph import Form, GraphNode
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions
 from mpidist.input.input_workers import WorkerLayout
+from mpidist.input.interleaving import Interleaved
 from mpidist.input.local_batches import DealtBatches, LocalBatches, RecutBatches, check_batched
-from mpidist.input.rewriting import deal_files, dealt_files, fill_in_hints, has_hint, other_source
+from mpidist.input.sources import FileNames, Files
+from mpidist.input.steps import Mapped, Prefetched
 
 _log = logging.getLogger("mpidist")
 _SHOWN_FILES = 3
@@ -37,6 +44,11 @@ def dealt_batches(
     if workers.num_replicas_in_sync > 1:
         check_batched(own)
     return batches, policy, f"{_summary(own, policy, batches)} of {node} (AutoShardPolicy.{policy.name})"
+
+
+def batches_of_worker(node: GraphNode, options: DatasetOptions, workers: WorkerLayout) -> LocalBatches:
+    """Return a worker's batches of a shared dataset; see :func:`dealt_batches`."""
+    return dealt_batches(node, options, workers)[0]
 
 
 def policy_in_force(node: GraphNode, policy: AutoShardPolicy, num_workers: int) -> AutoShardPolicy:
@@ -98,3 +110,80 @@ def _summary(own: GraphNode, policy: AutoShardPolicy, batches: DealtBatches | Re
         more = f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
         return f"{len(names)} files, {', '.join(names[:_SHOWN_FILES])}{more},{cut[1:]}" if names else f"its files{cut}"
     return f"{'its shard' if policy is AutoShardPolicy.HINT else 'all elements'}{cut}"
+
+
+def other_source(node: GraphNode) -> GraphNode | None:
+    """Return the first source of a graph that is not files, or None."""
+    if isinstance(node, (Files, FileNames)):
+        return None
+    if not node.inputs:
+        return node
+    for before in node.inputs:
+        other = other_source(before)
+        if other is not None:
+            # The elements of the function come from elsewhere; its datasets may read files and nothing else.
+            first = node.first() if isinstance(node, Interleaved) else None
+            return other if first is None or other_source(first) is not None else None
+    return None
+
+
+def deal_files(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
+    """Return the graph of files with every ``num_workers``-th file only.
+
+    Files are counted as the names come, but as they would come without shuffles and repetitions, which each worker has
+    for its own files, as in TensorFlow.
+
+    Raises:
+        ValueError: There are fewer files than workers.
+    """
+    if isinstance(node, Files):
+        _require_enough(node, len(node.paths), num_workers)
+        return node.part(num_workers, worker_id)
+    if node.form is Form.ROWS:
+        return _deal_names(node, num_workers, worker_id)
+    if isinstance(node, Interleaved) and other_source(node.source) is not None:
+        return node.with_inputs([_deal_names(node.source, num_workers, worker_id)])
+    return node.with_inputs([deal_files(before, num_workers, worker_id) for before in node.inputs])
+
+
+def _deal_names(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
+    """Return every ``num_workers``-th name. Shuffles and repetitions of rows stay behind the choice."""
+    if node.form is Form.ROWS and isinstance(node, (Mapped, Prefetched, Shuffled, Repeated)):
+        return node.with_inputs([_deal_names(node.source, num_workers, worker_id)])
+    _require_enough(node, node.cardinality, num_workers)
+    return Shard((node,), num_workers, worker_id)
+
+
+def _require_enough(node: GraphNode, count: int, num_workers: int) -> None:
+    if 0 <= count < num_workers:
+        raise ValueError(
+            f"{node} has {count} files for {num_workers} ranks, and AutoShardPolicy.FILE, which AUTO is where all "
+            "sources are files, deals whole files; expected a file for each rank at least: write more files, or let "
+            "every rank read all and keep its part of each batch with "
+            "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)"
+        )
+
+
+def dealt_files(node: GraphNode) -> Iterator[str]:
+    """Yield the paths that a graph with one worker's files reads.
+
+    Those that differ from pass to pass are left out.
+    """
+    if isinstance(node, Shard) and isinstance(node.source, FileNames):
+        yield from node.source.paths[node.index :: node.num_shards]
+    elif isinstance(node, (Files, FileNames)):
+        yield from node.files()
+    elif not (isinstance(node, Sliced) and node.form is Form.ROWS):
+        for each in node.inputs:
+            yield from dealt_files(each)
+
+
+def has_hint(node: GraphNode) -> bool:
+    """Return whether the graph has a ``shard(SHARD_HINT, SHARD_HINT)``."""
+    return any(isinstance(step, ShardHint) for step in node.graph())
+
+
+def fill_in_hints(node: GraphNode, num_workers: int, worker_id: int) -> GraphNode:
+    """Return the graph with each ``shard(SHARD_HINT, SHARD_HINT)`` filled in for a worker."""
+    inputs = [fill_in_hints(before, num_workers, worker_id) for before in node.inputs]
+    return Shard((inputs[0],), num_workers, worker_id) if isinstance(node, ShardHint) else node.with_inputs(inputs)

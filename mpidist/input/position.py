@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from mpidist.input.batching import Batched, last_batching
 from mpidist.input.graph import GraphNode, Seed, described
@@ -65,12 +67,8 @@ class Position:
 
     def to_json(self) -> dict[str, object]:
         """Return the position in types that JSON has."""
-        lists = {
-            "replica_counts": list(self.replica_counts),
-            "pipelines": list(self.pipelines),
-            "seeds": [list(seeds) for seeds in self.seeds],
-        }
-        return {"format": FORMAT, "version": VERSION, **asdict(self), **lists}
+        content: dict[str, object] = json.loads(json.dumps(asdict(self)))
+        return {"format": FORMAT, "version": VERSION, **content}
 
     @staticmethod
     def from_json(content: object) -> Position:
@@ -97,11 +95,11 @@ class Position:
                 )
         if len(content["pipelines"]) != len(content["seeds"]):
             raise ValueError("state is damaged: it has other numbers of pipelines and seeds")
-        found = {name: content[name] for name in _CHECKS}
-        found["replica_counts"] = tuple(content["replica_counts"])
-        found["pipelines"] = tuple(content["pipelines"])
-        found["seeds"] = tuple(map(tuple, content["seeds"]))
-        return Position(**found)
+        return Position(**{name: _frozen(content[name]) for name in _CHECKS})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _is_count(value: object) -> bool:
@@ -163,7 +161,7 @@ def seeded_as(first: Sequence[tuple[int, ...]], own: Sequence[Pipeline]) -> list
     [('a', (1,)), ('b', (8, 9))]
     """
     seeds = [*first, *[()] * len(own)]
-    return [(text, given[: len(drawn)] + drawn[len(given) :]) for given, (text, drawn) in zip(seeds, own, strict=False)]
+    return [(text, _led_by(given, drawn)) for given, (text, drawn) in zip(seeds, own, strict=False)]
 
 
 def pipelines_of(batches: LocalBatches) -> list[Pipeline]:
@@ -196,8 +194,7 @@ def first_position(batches: LocalBatches, every: Sequence[Pipeline], own_orders:
         every: The pipelines of all workers.
         own_orders: Whether each worker has an order of its own.
     """
-    first = every[0][1]
-    shared = [(text, first[: len(seeds)] + seeds[len(first) :]) for text, seeds in every]
+    shared = [(text, _led_by(every[0][1], seeds)) for text, seeds in every]
     shared = shared[:1] if len(set(shared)) == 1 else shared
     texts, seeds = zip(*shared, strict=True)
     size = last_batch_size(batches)
@@ -210,11 +207,13 @@ def next_beginning(beginning: Position, position: Position) -> Position:
     The layout is that of ``beginning``.
     """
     if len(position.seeds) == len(beginning.seeds):
-        seeds = position.seeds
-    else:
-        first = position.seeds[0]
-        seeds = tuple(first[: len(own)] + own[len(first) :] for own in beginning.seeds)
-    return replace(beginning, seeds=seeds)
+        return replace(beginning, seeds=position.seeds)
+    return replace(beginning, seeds=tuple(_led_by(position.seeds[0], own) for own in beginning.seeds))
+
+
+def _led_by(first: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+    """Return as many seeds as ``own`` has, those of ``first`` as far as they go."""
+    return first[: len(own)] + own[len(first) :]
 
 
 def seeds_for(batches: LocalBatches, position: Position) -> dict[Seed, tuple[int, ...]]:

@@ -11,9 +11,8 @@ from mpidist.input import dealing
 from mpidist.input.elements import cut, join, row_count
 from mpidist.input.graph import INFINITE, UNKNOWN, Pass, combined
 from mpidist.input.input_workers import WorkerLayout
-from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches
+from mpidist.input.local_batches import MISSING, DealtBatches, LocalBatches, in_steps, keeps_steps_whole, skip_rows
 from mpidist.input.position import Position, drawn_seeds, last_batch_size, outline, pipeline_numbers, seeds_for
-from mpidist.input.rewriting import skip_rows
 from mpidist.input.threads import Readers
 
 
@@ -85,10 +84,7 @@ class RedealtElements(ContinuedBatches):
     def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position) -> None:
         steps = INFINITE if INFINITE in [batches.steps for batches in previous] else UNKNOWN
         super().__init__(workers, previous, position, steps)
-        # As in a whole pass: the steps of a lone worker whose batches all have one shape keep theirs.
-        self.whole_steps_only = workers.num_workers == 1 and not any(
-            node.dynamic for batches in previous for node in batches.nodes
-        )
+        self.whole_steps_only = keeps_steps_whole(workers, [node for batches in previous for node in batches.nodes])
         self.elements_per_step = workers.num_replicas_in_sync
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
@@ -96,12 +92,9 @@ class RedealtElements(ContinuedBatches):
         count, ids = self.workers.num_replicas_in_sync, self.workers.local_replica_ids
         taken = self.position.elements + start * count
         elements = islice(chain.from_iterable(self.previous_steps(run, 0)), taken, None)
-        while step := list(islice(elements, count)):
-            if len(step) < count and self.whole_steps_only:
-                return
-            own = step[ids[0] : ids[-1] + 1]
-            if own or self.workers.num_workers == 1:
-                yield own + [MISSING] * (len(ids) - len(own))
+        for step in in_steps(elements, count, self.whole_steps_only):
+            if step[ids[0]] is not MISSING:
+                yield step[ids[0] : ids[-1] + 1]
 
 
 @dataclass(frozen=True)

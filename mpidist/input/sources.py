@@ -36,11 +36,7 @@ class StreamSource(GraphNode):
     """
 
     def __init__(
-        self,
-        make_iterable: Callable[[], Iterable[object]],
-        text: str,
-        signature: object,
-        cardinality: int = UNKNOWN,
+        self, make_iterable: Callable[[], Iterable[object]], text: str, signature: object, cardinality: int = UNKNOWN
     ) -> None:
         super().__init__(())
         self.text, self.cardinality = text, cardinality

@@ -21,18 +21,7 @@ from mpidist.input import row_indices
 from mpidist.input.derived_tables import JoinedTable, MappedTable
 from mpidist.input.element_spec import ArraySpec, common_spec, flatten_spec, map_spec, spec_of
 from mpidist.input.elements import call, owned
-from mpidist.input.graph import (
-    DRAWN_AHEAD,
-    INFINITE,
-    UNKNOWN,
-    Form,
-    GraphNode,
-    Pass,
-    PassThrough,
-    Seed,
-    T,
-    combined,
-)
+from mpidist.input.graph import DRAWN_AHEAD, INFINITE, UNKNOWN, Form, GraphNode, Pass, PassThrough, Seed, T, combined
 from mpidist.input.row_indices import RowIndex
 from mpidist.input.threads import map_stream
 
@@ -46,8 +35,7 @@ class Mapped(GraphNode):
     fn: Callable[..., object]
     calls: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "map"
         if self.source.form is Form.ROWS:
             self.form, self.read_ahead = Form.ROWS, self.source.read_ahead
@@ -95,8 +83,7 @@ class Filtered(GraphNode):
 
     predicate: Callable[..., object]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "filter"
         self.cardinality = UNKNOWN if self.cardinality else 0
 
@@ -111,8 +98,7 @@ class Enumerated(GraphNode):
 
     start: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = f"enumerate({self.start})" if self.start else "enumerate()"
         self.batched = False
 
@@ -135,8 +121,7 @@ class Prefetched(PassThrough):
 
     size: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = f"prefetch({self.size})"
         self.read_ahead += self.size
 
@@ -159,8 +144,7 @@ class Zipped(GraphNode):
 
     build: Callable[[list[object]], object]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         self.text = "zip"
         finite = [node.cardinality for node in self.inputs if node.cardinality != INFINITE]
         self.cardinality = min(finite, default=INFINITE)
@@ -186,8 +170,7 @@ class Combined(GraphNode):
     keeps_batches = True
     step: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
         # Rows of different tables may have different sizes; the last batch of an input may be smaller, and is not last.
         self.dynamic = True
         form, *others = {node.form for node in self.inputs}
@@ -255,8 +238,8 @@ class Concatenated(Combined):
 
     step = "concatenate"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
+        super()._set_up()
         self.text = self.step
         self.cardinality = combined(sum, [node.cardinality for node in self.inputs])
 
@@ -281,8 +264,9 @@ class Sampled(Combined):
     seed: Seed
     stop: bool
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.own_seed = self.seed
         drawn = [node.cardinality for node in self.used()]
         endless = all(count == INFINITE for count in drawn)
         self.cardinality = UNKNOWN if self.stop and not endless else combined(sum, drawn)
@@ -319,8 +303,3 @@ class Sampled(Combined):
             if self.stop:
                 return
             del going[place]
-
-    def seeds(self) -> Iterator[Seed]:
-        """Yield the seeds of the inputs, then its own."""
-        yield from super().seeds()
-        yield self.seed

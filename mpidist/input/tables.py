@@ -115,13 +115,17 @@ class ArrayTable(RowTable):
 
     Args:
         columns: NumPy arrays (memory-mapped ones too), or arrays in a file as h5py and zarr have them.
+        is_element: Whether there is one row, which was given as an element.
     """
 
-    def __init__(self, columns: object) -> None:
+    def __init__(self, columns: object, *, is_element: bool = False) -> None:
         leaves = nest.flatten(columns)
-        super().__init__(leaves[0].shape[0], "")
+        call, first = ("from_tensors", 1) if is_element else ("from_tensor_slices", 0)
+        super().__init__(
+            leaves[0].shape[0], f"{call}({', '.join(f'{leaf.shape[first:]} {leaf.dtype}' for leaf in leaves)})"
+        )
         self.columns = columns
-        self.text = f"from_tensor_slices({', '.join(f'{leaf.shape} {leaf.dtype}' for leaf in leaves)})"
+        self.is_element = is_element
 
     def row(self, index: int) -> object:
         """Return row ``index`` of each array."""
@@ -156,20 +160,11 @@ class ArrayTable(RowTable):
         return map_leaves(lambda leaf: ArraySpec(tuple(leaf.shape[1:]), leaf.dtype), self.columns)
 
     def is_cut_from_arrays(self) -> bool:
-        """Return whether all arrays have several axes."""
-        return all(len(column.shape) > 1 for column in nest.flatten(self.columns))
+        """Return whether all arrays have several axes.
 
-
-class ElementTable(ArrayTable):
-    """A table of one row, which is an element as it is."""
-
-    def __init__(self, columns: object) -> None:
-        super().__init__(columns)
-        self.text = f"from_tensors({', '.join(f'{leaf.shape[1:]} {leaf.dtype}' for leaf in nest.flatten(columns))})"
-
-    def is_cut_from_arrays(self) -> bool:
-        """Return False: the row is not cut from an array, and may be a batch."""
-        return False
+        An element that was given as it is may be a batch.
+        """
+        return not self.is_element and all(len(column.shape) > 1 for column in nest.flatten(self.columns))
 
 
 def _copied(value: object) -> object:
@@ -252,16 +247,12 @@ class CachedTable(RowTable):
         """Return the spec of the table."""
         return self.table.spec()
 
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether the rows of the table are cut from arrays."""
-        return self.table.is_cut_from_arrays()
-
     def __getstate__(self) -> dict[str, object]:
         # Datasets travel to workers, which keep the rows that they read themselves.
         return {**self.__dict__, "kept": {}}
 
 
-def element_table(tensors: object) -> ElementTable:
+def element_table(tensors: object) -> ArrayTable:
     """Return the table whose one row is ``tensors``.
 
     Raises:
@@ -270,7 +261,7 @@ def element_table(tensors: object) -> ElementTable:
     columns = map_leaves(lambda leaf: np.asarray(leaf)[np.newaxis], as_element(tensors))
     if not nest.flatten(columns):
         raise ValueError(f"from_tensors() got {tensors!r}, which has no arrays in it; expected a nest of arrays")
-    return ElementTable(columns)
+    return ArrayTable(columns, is_element=True)
 
 
 def array_table(tensors: object) -> ArrayTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +12,15 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.shutdown import EXIT_SECONDS
-from mpidist.collectives.mpi.waiting import Steps, all_done, drive, until_all_done, until_done
+from mpidist.collectives.mpi.waiting import all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
 from mpidist.core.wording import tell_user
-from mpidist.parameter_server.messages import (
-    BYTES,
-    CONTROL,
-    FAILED,
-    FIRST_MESSAGE_BYTES,
-    GIVE_UP,
-    LEAVE,
-    PREAMBLE,
-    Kind,
-    Request,
-    RequestPart,
-    arrays_in,
-    pieces_of,
-    receives_of,
-)
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import says_rank_is_lost
@@ -74,7 +61,7 @@ class Connection:
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
         self.lock = threading.Lock()
-        self._reply = bytearray(FIRST_MESSAGE_BYTES)
+        self._reply = bytearray(messages.FIRST_MESSAGE_BYTES)
         self._await_reply = comm.Recv_init(self._reply, server, message_tags.REPLY)
         self._sending: list[MPI.Request] = []
         self._sent = Request([])
@@ -114,7 +101,9 @@ class Connection:
             doing: Its purpose, for messages.
         """
         message = np.frombuffer(pack((name, arguments), lambda _: None, f"what {doing} takes"), np.uint8)
-        (answer,) = self.ask(Request([RequestPart(CONTROL, arrays=[message], length=message.size, name=doing)]))
+        (answer,) = self.ask(
+            Request([RequestPart(messages.CONTROL, arrays=[message], length=message.size, name=doing)])
+        )
         return pickle.loads(answer.tobytes())
 
     def leave(self) -> None:
@@ -129,7 +118,7 @@ class Connection:
         limit = min(self._timeout, EXIT_SECONDS) if self._owes_reply else self._timeout
         with self.lock:
             self._timeout = limit
-            self.start(Request([RequestPart(LEAVE)]))
+            self.start(Request([RequestPart(messages.LEAVE)]))
             self.finish()
         self._has_left = True
         self._end = (
@@ -143,7 +132,10 @@ class Connection:
             kind = RankLostError if self.is_lost else RuntimeError
             raise kind(f"{self.name} can no longer be asked: {self._end}")
         if self._owes_reply:
-            self._take_late_reply()
+            # That of a request that was broken off; an error in it is reported here, as nobody asks any more.
+            failed, late = self._take_reply()
+            if failed and not self._is_given_up:
+                tell_user(f"a request that was not waited for: {self._failure(late[0], _doing(self._sent))}")
         # Before anything is under way: there may not be the memory.
         results = self._room(request.results) if request.comes_apart and request.results is not None else []
         self._sent = request
@@ -152,13 +144,13 @@ class Connection:
             self._number += 1
             self._send(request.first, message_tags.REQUEST)
             for message in request.following:
-                for piece in pieces_of(message):
+                for piece in messages.pieces_of(message):
                     self._send(piece, message_tags.REQUEST_DATA)
             self._await_reply.Start()
             if request.comes_apart:
                 # They come straight to where they will lie.
                 self._results = results
-                self._receiving = receives_of(self._comm, results, self.server, message_tags.REPLY_DATA)
+                self._receiving = messages.receives_of(self._comm, results, self.server, message_tags.REPLY_DATA)
         except BaseException as error:
             self._check_lost(error)
             self._end = f"{_doing(request)} was broken off while it was sent, with {type(error).__name__}: {error}"
@@ -176,34 +168,30 @@ class Connection:
         arrays = iter(results)
         return [next(arrays) if part.operation.gives else None for part in request.parts]
 
-    def _take_late_reply(self) -> None:
-        """Take the reply to a request that was broken off. An error in it is reported here, as nobody asks any more."""
-        request = self._sent
-        failed, results = self._take_reply()
-        if failed and not self._is_given_up:
-            error = self._failure(results[0], _doing(request))
-            tell_user(f"a request that was not waited for: {error}")
-
     def _take_reply(self) -> tuple[bool, list[Array]]:
         """Return whether the server failed, and the arrays of its reply.
 
         May be called again where it was broken off.
         """
         try:
-            self._wait_for_reply()
+            for _ in range(_QUICK_LOOKS):
+                if self._await_reply.Test():
+                    break
+            else:
+                drive(until_done(self._await_reply), self._deadline)
             if not all_done(self._sending):
-                self._wait(until_all_done(self._sending))
-            data_bytes, is_inline, status = PREAMBLE.unpack_from(self._reply)
+                drive(until_all_done(self._sending), self._deadline)
+            data_bytes, is_inline, status = messages.PREAMBLE.unpack_from(self._reply)
             # Whoever breaks in here leaves the receives in a state that nobody knows.
             self._is_in_step = False
-            if status == FAILED and self._receiving is not None and not self._takes_error:
+            if status == messages.FAILED and self._receiving is not None and not self._takes_error:
                 self._expect_nothing()
             if self._receiving is None:
-                self._takes_error = status == FAILED
+                self._takes_error = status == messages.FAILED
                 self._receive_reply(self._kinds_of_reply(data_bytes, status), is_inline)
             self._is_in_step = True
             if self._receiving and not all_done(self._receiving):
-                self._wait(until_all_done(self._receiving))
+                drive(until_all_done(self._receiving), self._deadline)
         except BaseException as error:
             self._check_lost(error)
             if not self._is_in_step:
@@ -213,20 +201,13 @@ class Connection:
             raise
         results, self._results, self._receiving, self._owes_reply = self._results, [], None, False
         self._takes_error = False
-        return status == FAILED, results
+        return status == messages.FAILED, results
 
     def _give_up(self) -> None:
         """Have the server drop the arrays that it lacks: they may change from now on."""
         if self._sent.following and not self._is_given_up and not all_done(self._sending):
             self._is_given_up = True
-            self._send(GIVE_UP.pack(self._number), message_tags.GIVE_UP)
-
-    def _wait_for_reply(self) -> None:
-        has_come = self._await_reply.Test
-        for _ in range(_QUICK_LOOKS):
-            if has_come():
-                return
-        self._wait(until_done(self._await_reply))
+            self._send(messages.GIVE_UP.pack(self._number), message_tags.GIVE_UP)
 
     def _expect_nothing(self) -> None:
         """Take back the receives of arrays that do not come, as the request has failed."""
@@ -240,8 +221,8 @@ class Connection:
 
     def _kinds_of_reply(self, data_bytes: int, status: int) -> Sequence[Kind]:
         """Return the arrays of a reply."""
-        if status == FAILED:
-            return [Kind((data_bytes,), BYTES)]
+        if status == messages.FAILED:
+            return [Kind((data_bytes,), messages.BYTES)]
         if self._sent.results is not None:
             return self._sent.results
         parts = self._sent.parts
@@ -253,13 +234,10 @@ class Connection:
     def _receive_reply(self, kinds: Sequence[Kind], is_inline: int) -> None:
         """Take a reply's arrays from its first message, or start to receive them."""
         if is_inline:
-            self._results, self._receiving = arrays_in(self._reply, PREAMBLE.size, kinds), []
+            self._results, self._receiving = messages.arrays_in(self._reply, messages.PREAMBLE.size, kinds), []
         else:
             self._results = self._room(kinds)
-            self._receiving = receives_of(self._comm, self._results, self.server, message_tags.REPLY_DATA)
-
-    def _wait(self, steps: Steps[None]) -> None:
-        drive(steps, self._deadline)
+            self._receiving = messages.receives_of(self._comm, self._results, self.server, message_tags.REPLY_DATA)
 
     def _deadline(self) -> Deadline:
         doing, rank, site = _doing(self._sent), self._comm.Get_rank(), user_call_site()
@@ -288,43 +266,42 @@ class Connection:
         return error
 
 
-def report_only(what: str) -> Deadline:
-    """Return the deadline of a wait for another program: it reports once, without an end."""
-    return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
-
-
-def ask_all(parts: Mapping[Connection, Sequence[RequestPart]]) -> dict[Connection, list[Any]]:
-    """Ask several servers at once, and return the answers of each.
+def ask_all(parts: Sequence[tuple[Connection, RequestPart]]) -> list[Any]:
+    """Ask several servers at once, and return the results in the order of the parts.
 
     Requests that were sent are finished before an error is raised.
     """
-    requests = {connection: Request(some) for connection, some in parts.items()}
+    by_server: dict[Connection, list[int]] = {}
+    for place, (connection, _) in enumerate(parts):
+        by_server.setdefault(connection, []).append(place)
+    # In one order in all threads, or two of them would wait for each other.
+    ordered = sorted(by_server, key=lambda connection: connection.server)
+    requests = {connection: Request([parts[place][1] for place in by_server[connection]]) for connection in ordered}
     if len(requests) == 1:
         ((connection, request),) = requests.items()
-        return {connection: connection.ask(request)}
-    # In one order in all threads, or two of them would wait for each other.
-    ordered = sorted(requests, key=lambda connection: connection.server)
-    answers: dict[Connection, list[Any]] = {}
+        return connection.ask(request)
+    results: list[Any] = [None] * len(parts)
     errors: list[Exception] = []
     started: list[Connection] = []
     with ExitStack() as locks:
-        for connection in ordered:
+        for connection in requests:
             locks.enter_context(connection.lock)
-        for connection in ordered:
+        for connection, request in requests.items():
             try:
-                connection.start(requests[connection])
+                connection.start(request)
             except Exception as error:  # raised below, once the others are finished
                 errors.append(error)
                 break
             started.append(connection)
         for connection in started:
             try:
-                answers[connection] = connection.finish()
+                for place, result in zip(by_server[connection], connection.finish(), strict=True):
+                    results[place] = result
             except Exception as error:  # as above
                 errors.append(error)
     if errors:
         raise errors[0]
-    return answers
+    return results
 
 
 def _doing(request: Request) -> str:

@@ -23,10 +23,9 @@ from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.wording import tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import ByteExchange
+from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, with_remote_traceback
-from mpidist.parameter_server.worker_loop import CALL, DONE, STOP
 from mpidist.topology.faults import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
@@ -84,7 +83,8 @@ class Dispatcher:
         self._link = link
         self._find = find
         self._workers = [_Worker(link, rank) for rank in link.workers[1:]]
-        self._dropped: deque[int] = deque()
+        # Numbers of their own values that the workers may drop; the garbage collector adds to them, in any thread.
+        self.dropped: deque[int] = deque()
         self._queue: deque[Closure] = deque()
         self._running = 0
         self._error: Exception | None = None
@@ -96,15 +96,10 @@ class Dispatcher:
 
     # What the program asks ------------------------------------------------------------------------------------
 
-    def drop(self, number: int) -> None:
-        """Have the workers drop their own value of a number. Called by the garbage collector, in any thread."""
-        self._dropped.append(number)
-
     def put(self, closure: Closure) -> None:
         """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
         with self._changed:
             self._wait_until(self._can_put, "room in the queue")
-            self._raise_error()
             self._queue.append(closure)
             self._changed.notify_all()
 
@@ -121,7 +116,6 @@ class Dispatcher:
         """Wait until nothing is queued or running; raise the error of a failed function."""
         with self._changed:
             self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
-            self._raise_error()
 
     def wait_for(self, future: Future[Any]) -> None:
         """Wait for a result, which comes, or fails."""
@@ -144,8 +138,10 @@ class Dispatcher:
         return self._is_stopping or is_free
 
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait, and raise the error of a function that has failed."""
         self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
         self._check_alive()
+        self._raise_error()
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -183,12 +179,10 @@ class Dispatcher:
             self._dispatch()
             self._tell_to_stop()
         except BaseException as error:  # everybody who waits learns of it
-            failure: Exception
+            failure: Exception = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
+            failure.__cause__ = error
             if isinstance(error, RankLostError):
                 failure = error
-            else:
-                failure = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
-                failure.__cause__ = error
             with self._changed:
                 self._failure = failure
                 for worker in self._workers:
@@ -251,7 +245,7 @@ class Dispatcher:
         while not worker.exchange.expected.Test():
             yield
         answer = yield from worker.exchange.receive()
-        if answer[:1] == DONE:
+        if answer[:1] == RESULT:
             try:
                 closure.future.set_result(unpack(answer[1:], self._find))
                 return
@@ -273,8 +267,8 @@ class Dispatcher:
 
     def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], dict[int, bytes]]:
         """Return the values that a worker drops, and the recipes of new ones."""
-        while self._dropped:
-            number = self._dropped.popleft()
+        while self.dropped:
+            number = self.dropped.popleft()
             for each in self._workers:
                 if number in each.knows:
                     each.knows.remove(number)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpidist.cluster_resolver.job_resolver import resolver_of_job
+from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
@@ -24,7 +24,6 @@ JOBS = ("chief", "worker", "ps")
 SERVER = "Server"
 COORDINATED = "ParameterServerStrategy"
 EVERY_WORKER = "v1.experimental.ParameterServerStrategy"
-OWNERS = (SERVER, COORDINATED, EVERY_WORKER)
 
 
 class Task(NamedTuple):
@@ -42,13 +41,14 @@ class Link:
 
     Args:
         resolver: Who is who.
-        owner: The kind of object that this rank makes, one of :data:`OWNERS`.
+        owner: The kind of object that this rank makes: SERVER, COORDINATED or EVERY_WORKER.
 
     Attributes:
         owner: As given.
         comm: A communicator of all ranks of the link.
         tasks: The task of every rank of ``comm``.
         task: That of this rank.
+        rank: The number of this rank in ``comm``.
         servers: The ranks of the servers, by their index.
         workers: The ranks of the chief, if there is one, and of the workers, in that order.
         is_coordinated: Whether a coordinator speaks of all workers as one.
@@ -72,6 +72,7 @@ class Link:
         told: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
         exchange.close()
         self.tasks = [Task(job, number) for job, number, _, _ in told]
+        self.rank = self.tasks.index(self.task)
         by_task = {task: rank for rank, task in enumerate(self.tasks)}
         owners = [owner for _, _, owner, _ in told]
         check_tasks(self.tasks, owners)
@@ -89,11 +90,6 @@ class Link:
         self.is_open = True
         self._acts: list[Callable[[], None]] = []
         before_the_end(self.leave)
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in ``comm``."""
-        return self.tasks.index(self.task)
 
     @property
     def connections(self) -> list[Connection]:
@@ -138,18 +134,14 @@ class Link:
         acts, self._acts = self._acts, []
         for act in acts:
             act()
-        if self.task.job != "ps":
-            for connection in self.connections:
-                self._take_leave(connection)
-
-    def _take_leave(self, connection: Connection) -> None:
-        try:
-            connection.leave()
-        except RankLostError:
-            return  # whoever asked it last has been told
-        except (RuntimeError, CollectiveTimeoutError) as error:
-            # It would serve this process for ever, and MPI_Finalize would wait for it.
-            abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
+        for connection in self.connections if self.task.job != "ps" else ():
+            try:
+                connection.leave()
+            except RankLostError:
+                continue  # whoever asked it last has been told
+            except (RuntimeError, CollectiveTimeoutError) as error:
+                # It would serve this process for ever, and MPI_Finalize would wait for it.
+                abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
 
 
 def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
@@ -173,7 +165,7 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
             f"a {COORDINATED}, or every worker a {EVERY_WORKER}: {_what_to_type(tasks, owners)}"
         )
     for task, owner in zip(tasks, owners, strict=True):
-        expected = SERVER if task.job == "ps" else (SERVER if task.job == "worker" else COORDINATED)
+        expected = COORDINATED if task.job == "chief" else SERVER
         if not coordinated and task.job != "ps":
             expected = EVERY_WORKER
         if owner != expected:
@@ -255,12 +247,7 @@ def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
 # What this process is linked with, as long as anything uses it.
 _link: list[Link] = []
 # The tasks as which this process has served until the job was over.
-_served: set[Task] = set()
-
-
-def note_served(task: Task) -> None:
-    """Remember that this process has served as ``task``, and that the job is over."""
-    _served.add(task)
+served: set[Task] = set()
 
 
 def check_not_served(resolver: ClusterResolver, owner: str) -> None:
@@ -270,7 +257,7 @@ def check_not_served(resolver: ClusterResolver, owner: str) -> None:
     """
     task = Task(resolver.task_type or "", resolver.task_id or 0)
     # A worker of a coordinator may well be one that runs the program later on.
-    if task in _served and (task.job == "ps" or owner == COORDINATED):
+    if task in served and (task.job == "ps" or owner == COORDINATED):
         raise RuntimeError(
             f"{task} has served, its job is over, and now it makes a {owner}, which is for "
             f"{'the chief' if owner == COORDINATED else 'the workers'}: Server.join() returns when the job is over. "
@@ -298,18 +285,12 @@ def link_of(resolver: ClusterResolver, owner: str) -> Link:
     return _link[0]
 
 
-def checked_resolver(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
+def resolver_of(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
     """Return the resolver given, or that of the MPI job.
 
     Raises:
         ValueError: Not a resolver.
         LaunchError: None is given, and TF_CONFIG tells of another cluster than MPI.
     """
-    if cluster_resolver is None:
-        return resolver_of_job()
-    if not isinstance(cluster_resolver, ClusterResolver):
-        raise ValueError(
-            f"cluster_resolver is {cluster_resolver!r}; expected None or an object such as "
-            "mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
-        )
-    return cluster_resolver
+    example = "an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
+    return checked_resolver(cluster_resolver, example)

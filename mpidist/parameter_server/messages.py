@@ -18,6 +18,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, all_done
 from mpidist.topology import import_mpi
+from mpidist.values import scatter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +30,7 @@ FIRST_MESSAGE_BYTES = 16 << 10
 PREAMBLE = struct.Struct("=qqq")
 # Operation, variable, number of rows or bytes, optimizer, step, a setting (the learning rate of an update).
 PART = struct.Struct("=qqqqqd")
+PartNumbers = tuple[int, int, int, int, int, float]
 # The number of the request that is given up: both sides count them, from 1.
 GIVE_UP = struct.Struct("=q")
 # Of one message; MPI before version 4 counts in a C int.
@@ -39,6 +41,8 @@ _LENGTH = struct.Struct("=q")
 _POST_INLINE_BYTES = FIRST_MESSAGE_BYTES - _LENGTH.size
 
 DONE, FAILED = 0, 1
+# The first byte of strings from the coordinator to a worker, and of the answers.
+STOP, CALL, RESULT, ERROR = b"S", b"C", b"R", b"E"
 
 BYTES = np.dtype(np.uint8)
 INDEX = np.dtype(np.int64)
@@ -78,18 +82,8 @@ GATHER = _operation("reading rows of", "indices", "rows")
 ASSIGN = _operation("assign() of", "value", "")
 ASSIGN_ADD = _operation("assign_add() of", "value", "")
 ASSIGN_SUB = _operation("assign_sub() of", "value", "")
-SCATTER = {
-    name: _operation(f"{name}() of", "rows", "")
-    for name in (
-        "scatter_add",
-        "scatter_sub",
-        "scatter_mul",
-        "scatter_div",
-        "scatter_min",
-        "scatter_max",
-        "scatter_update",
-    )
-}
+SCATTERS = (scatter.ADD, scatter.SUB, scatter.MUL, scatter.DIV, scatter.MIN, scatter.MAX, scatter.UPDATE)
+SCATTER = {op.name: _operation(f"{op.name}() of", "rows", "") for op in SCATTERS}
 UPDATE = _operation("an optimizer's update of", "value", "")
 UPDATE_ROWS = _operation("an optimizer's sparse update of", "rows", "")
 COUNT = _operation("counting a step in", "", "value")
@@ -259,8 +253,7 @@ class ByteExchange:
 
     def send(self, data: bytes) -> Steps[None]:
         """Send ``data`` after the strings that were sent before."""
-        while not all_done(self._sending):
-            yield
+        yield from self.flush()
         first = self._first_out
         _LENGTH.pack_into(first, 0, len(data))
         end = _LENGTH.size + min(len(data), _POST_INLINE_BYTES)
@@ -268,11 +261,9 @@ class ByteExchange:
         self._sending.append(self._comm.Isend([memoryview(first)[:end], self._byte], self._other, self._tag_out))
         rest = np.frombuffer(data, np.uint8)[_POST_INLINE_BYTES:]
         if rest.size:
-            self._sending += [
-                self._comm.Isend([piece, self._byte], self._other, self._tag_out) for piece in pieces_of(rest)
-            ]
-            while not all_done(self._sending):
-                yield
+            for piece in pieces_of(rest):
+                self._sending.append(self._comm.Isend([piece, self._byte], self._other, self._tag_out))
+            yield from self.flush()
 
     def receive(self) -> Steps[bytes]:
         """Return the string that has come, once :attr:`expected` is complete."""

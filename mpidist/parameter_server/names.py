@@ -17,7 +17,7 @@ from mpidist.parameter_server.pickling import CannotTravelError, Name, pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of
 from mpidist.parameter_server.remote_value import PerWorkerValues, RemoteValue
 from mpidist.strategies.base import Strategy
-from mpidist.training import Optimizer
+from mpidist.training.optimizer import Optimizer
 from mpidist.values import Variable
 from mpidist.values.synchronization import variable_of
 

@@ -22,8 +22,7 @@ from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
-from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
-from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.sharded_variable import ShardedVariable, div_sizes, offsets_of
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
@@ -187,7 +186,7 @@ class ParameterServerExtended(CentralExtended):
         if known.writes != counter.writes:
             self._recount(optimizer, known)
         rate = optimizer.rate_at(known.count)
-        requests: dict[Connection, list[RequestPart]] = {}
+        parts: list[tuple[Connection, RequestPart]] = []
         for gradient, variable in pairs:
             component = component_of(variable)
             extra: dict[str, Any] = {"step": known.count, "setting": rate}
@@ -196,15 +195,13 @@ class ParameterServerExtended(CentralExtended):
                 part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
             else:
                 part = component.part(messages.UPDATE, on_host(gradient), **extra)
-            requests.setdefault(component.connection, []).append(part)
-        requests.setdefault(counter.connection, []).append(counter.part(messages.COUNT))
+            parts.append((component.connection, part))
+        parts.append((counter.connection, counter.part(messages.COUNT)))
         if self._max_staleness is not None:
             # Last, so that the step is counted before this worker waits for slower ones.
-            clock = self._link.connections[0]
-            requests.setdefault(clock, []).append(RequestPart(messages.TICK, self._number, setting=self._max_staleness))
-        answers = ask_all(requests)
-        place = [part.operation for part in requests[counter.connection]].index(messages.COUNT)
-        known.count = int(answers[counter.connection][place])
+            tick = RequestPart(messages.TICK, self._number, setting=self._max_staleness)
+            parts.append((self._link.connections[0], tick))
+        known.count = int(ask_all(parts)[len(pairs)])
 
     def _recount(self, optimizer: Optimizer, known: _OptimizerAtServers) -> None:
         """Read the number of updates: at first, and where it may have been set.

@@ -1,21 +1,28 @@
-"""ParameterServerStrategy: one program on the chief, whose functions workers carry out (tf.distribute, version 2)."""
+"""ParameterServerStrategy and ClusterCoordinator: one program on the chief, whose functions workers carry out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn, TypeVar
 
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core.protocols import StrategyLike
-from mpidist.input import InputOptions
-from mpidist.parameter_server.dispatcher import Dispatcher
-from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, checked_resolver, link_of
+from mpidist.input import Dataset, InputOptions
+from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used
+from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, link_of, resolver_of
+from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
 from mpidist.parameter_server.partitioners import Partitioner
-from mpidist.parameter_server.pickling import Find
+from mpidist.parameter_server.pickling import CannotTravelError
+from mpidist.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue, fetch
 from mpidist.strategies.base import Strategy
-from mpidist.strategies.replica_devices import check_devices
+
+_Values = TypeVar("_Values", bound=PerWorkerValues)
+Result = TypeVar("Result")
 
 
 class DatasetForWorkers:
@@ -55,7 +62,7 @@ class CoordinatorExtended(ParameterServerExtended):
         super().__init__(strategy, link, devices, resolver, True, partitioner=partitioner)
         # The ClusterCoordinator, of which there is one.
         self.coordinator: Any = None
-        self._dispatcher: Dispatcher | None = None
+        self.dispatcher: Dispatcher | None = None
         link.before_leaving(self._stop)
 
     @property
@@ -63,22 +70,9 @@ class CoordinatorExtended(ParameterServerExtended):
         """Connects with workers and servers."""
         return self._link
 
-    def dispatch(self, find: Find) -> Dispatcher:
-        """Start handing functions out.
-
-        Raises:
-            RuntimeError: The strategy has been closed.
-        """
-        if not self._link.is_open:
-            raise RuntimeError(
-                "a ClusterCoordinator was made of a ParameterServerStrategy that has been closed; build a new strategy"
-            )
-        self._dispatcher = Dispatcher(self._link, find)
-        return self._dispatcher
-
     def _stop(self) -> None:
         """Tell the workers that the job is over."""
-        (self._dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
+        (self.dispatcher or Dispatcher(self._link, _finds_nothing)).stop()
 
     def run_replicas(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Raise NotImplementedError: replicas are on the workers."""
@@ -100,9 +94,6 @@ class CoordinatorExtended(ParameterServerExtended):
 
 class WorkerTwinExtended(ParameterServerExtended):
     """The worker's part: the coordinator's strategy as scheduled functions see it."""
-
-    def __init__(self, strategy: Strategy, link: Link, devices: tuple[str, ...] | None, resolver: ClusterResolver):
-        super().__init__(strategy, link, devices, resolver, False)
 
     @property
     def should_checkpoint(self) -> bool:
@@ -146,7 +137,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self, cluster_resolver: ClusterResolver | None = None, variable_partitioner: Partitioner | None = None
     ) -> None:
-        resolver = checked_resolver(cluster_resolver)
+        resolver = resolver_of(cluster_resolver)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ValueError(f"variable_partitioner is {variable_partitioner!r}; expected a function, or None")
         check_not_served(resolver, COORDINATED)
@@ -165,4 +156,172 @@ class WorkerTwin(Strategy):
     """The coordinator's strategy on a worker; made by ``Server.join``."""
 
     def __init__(self, link: Link, resolver: ClusterResolver) -> None:
-        super().__init__(WorkerTwinExtended(self, link, check_devices(None), resolver))
+        super().__init__(WorkerTwinExtended(self, link, None, resolver, gives_initial_values=False))
+
+
+class ClusterCoordinator:
+    """A scheduler of functions on the workers of a ParameterServerStrategy.
+
+    It is tf.distribute.coordinator.ClusterCoordinator, for the chief alone; workers and parameter servers call
+    ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
+    travel by pickle, those of the program's own file with cloudpickle (``pip install 'mpidist[coordinator]'``): the
+    objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the
+    strategy, and the results of ``create_per_worker_dataset`` and ``create_per_worker_resource``, which mean the same
+    on every worker. So functions hand on state in variables. A function of another file is imported by the workers:
+    give it the program's objects as arguments.
+
+    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), another one
+    carries out its function.
+
+    Args:
+        strategy: A ``mpidist.ParameterServerStrategy``.
+
+    Raises:
+        ValueError: Another strategy.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/ClusterCoordinator
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Return the coordinator of the strategy, made the first time."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"ClusterCoordinator was given {strategy!r}; expected a mpidist.ParameterServerStrategy(resolver)"
+            )
+        existing = _extended_of(strategy).coordinator
+        assert existing is None or isinstance(existing, cls)
+        return existing or super().__new__(cls)
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        extended = _extended_of(strategy)
+        if extended.coordinator is self:
+            return
+        if not extended.link.is_open:
+            raise RuntimeError(
+                "a ClusterCoordinator was made of a ParameterServerStrategy that has been closed; build a new strategy"
+            )
+        self._strategy = strategy
+        self._names = Names(extended.link, strategy)
+        self._dispatcher = extended.dispatcher = Dispatcher(extended.link, self._names.find)
+        self._numbers = itertools.count()
+        extended.coordinator = self
+
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self._strategy!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise CannotTravelError(
+            "a ClusterCoordinator cannot be used in a scheduled function: only the program on the chief schedules; "
+            "expected: return from fn what is to be done next, and schedule that on the chief"
+        )
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue[Result]:
+        """Have a worker call ``fn(*args, **kwargs)`` in the strategy's scope, and return at once.
+
+        Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
+        is not said. Waits only while 262,144 functions are queued.
+
+        Args:
+            fn: The function. PerWorkerValues among the arguments mean those of the worker that calls it.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The future result of ``fn``, as one RemoteValue, whatever its structure.
+
+        Raises:
+            TypeError: ``fn`` is no function, or something cannot be pickled.
+            ValueError: A RemoteValue, or the coordinator, among the arguments or the objects that ``fn`` refers to.
+            RuntimeError: The strategy has been closed.
+            Exception: That of a function that was scheduled before; queued functions have been cancelled.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule() was given {fn!r}; expected a function")
+        if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
+            raise TypeError(f"args is {args!r}; expected a tuple or list of arguments, such as args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise TypeError(f"kwargs is {kwargs!r}; expected a dict of arguments by name, such as kwargs={{'x': 1}}")
+        name = getattr(fn, "__qualname__", repr(fn))
+        payload, uses = self._names.pack((fn, tuple(args), kwargs or {}), f"function {name} with its arguments")
+        future: Future[Result] = Future()
+        self._dispatcher.put(Closure(name, payload, with_all_used(uses), future))
+        return RemoteValue(future, self._dispatcher.wait_for)
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have ended.
+
+        After ``MPIDIST_WARN_AFTER`` seconds it reports the state of every worker.
+
+        Raises:
+            Exception: The first error of a function; raised once, after which scheduling can go on. Functions that were
+                queued when it failed have been cancelled.
+        """
+        self._dispatcher.join()
+
+    def done(self) -> bool:
+        """Return whether all scheduled functions have ended; raises as :meth:`join`, and does not wait."""
+        return self._dispatcher.is_done()
+
+    def fetch(self, val: object) -> Any:
+        """Return a nest with the results in the place of its RemoteValues; waits for them.
+
+        Raises:
+            CancelledError: A function was cancelled.
+            Exception: That of a function that failed.
+        """
+        return fetch(val)
+
+    def create_per_worker_dataset(self, dataset_or_dataset_fn: object) -> PerWorkerDataset:
+        """Return a dataset that each worker has for itself.
+
+        It is built there when it is first used. Every worker sees all of the data; shard it by
+        ``experimental_get_current_worker_index()`` if each is to see a part. On a worker that takes the place of a lost
+        one it begins anew.
+
+        Args:
+            dataset_or_dataset_fn: A Dataset; the result of a ``distribute_`` method of the strategy; or a function
+                without arguments that returns either, called on each worker.
+
+        Returns:
+            A PerWorkerDataset; ``iter()`` of it gives iterators to pass to ``schedule``.
+        """
+        if not callable(dataset_or_dataset_fn) and not isinstance(dataset_or_dataset_fn, Dataset):
+            raise TypeError(
+                f"create_per_worker_dataset() was given {dataset_or_dataset_fn!r}; expected a Dataset, or a function "
+                "without arguments that returns one"
+            )
+
+        def iterators(dataset: PerWorkerDataset) -> PerWorkerValues:
+            return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
+
+        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), iterators))
+
+    def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
+        """Return the value of ``fn()`` on each worker, such as a lookup table.
+
+        It is called there when the value is first used.
+        """
+        if not callable(fn):
+            raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
+        return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
+
+    def _to_build(self, kind: str, given: object) -> tuple[int, bytes, frozenset[PerWorkerValues]]:
+        """Return number, packed recipe and used values of a new per-worker value."""
+        return next(self._numbers), *self._names.pack((kind, given), f"what builds a per-worker {kind}")
+
+    def _kept_while_used(self, values: _Values) -> _Values:
+        """Have the workers drop their values once the program has dropped ``values``."""
+        weakref.finalize(values, self._dispatcher.dropped.append, values.number).atexit = False
+        return values
+
+
+def _extended_of(strategy: ParameterServerStrategy) -> CoordinatorExtended:
+    assert isinstance(strategy.extended, CoordinatorExtended)
+    return strategy.extended

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.parameter_server import messages, remote
+from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.messages import Kind, Request, RequestPart, ServerOperation
 from mpidist.values import IndexedSlices, Variable, scatter
@@ -54,18 +54,10 @@ class RemoteComponent(Component):
         self._label = f"variable {name!r}"
         self._reading = Request([self.part(messages.READ)])
 
-    def part(
-        self,
-        operation: ServerOperation,
-        *arrays: Array,
-        length: int = 0,
-        optimizer: int = 0,
-        step: int = 0,
-        setting: float = 0.0,
-    ) -> RequestPart:
+    def part(self, operation: ServerOperation, *arrays: Array, **extra: Any) -> RequestPart:
         """Return an operation on this variable as a part of a request."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return RequestPart(operation, self.number, self.kind, contiguous, length, optimizer, step, setting, self._label)
+        return RequestPart(operation, self.number, self.kind, contiguous, name=self._label, **extra)
 
     def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> RequestPart:
         """Return an operation on rows of this variable as a part of a request."""
@@ -74,10 +66,8 @@ class RemoteComponent(Component):
 
     def as_array(self) -> Array:
         """See ``ReadsAsArray``."""
-        cache = _cached.get()
-        if cache is not None and self in cache:
-            return cache[self]
-        return _kept(self, self._pull())
+        cache = _cached.get() or {}
+        return cache[self] if self in cache else _kept(self, self._pull())
 
     def _pull(self) -> Array:
         array: Array = self.connection.ask(self._reading)[0]
@@ -161,18 +151,11 @@ def pull_all(variables: Sequence[Variable]) -> list[Array]:
     block = _cached.get()
     cache = block or {}
     wanted = dict.fromkeys(component_of(variable) for variable in variables)
-    missing: dict[Connection, list[RemoteComponent]] = {}
-    for component in wanted:
-        if component not in cache:
-            missing.setdefault(component.connection, []).append(component)
-    requests = {
-        connection: [component.part(messages.READ) for component in components]
-        for connection, components in missing.items()
-    }
-    found = dict(cache)
-    for connection, arrays in (ask_all(requests) if requests else {}).items():
-        for component, array in zip(missing[connection], arrays, strict=True):
-            found[component] = _kept(component, array)
+    missing = [component for component in wanted if component not in cache]
+    pulled = (
+        ask_all([(component.connection, component.part(messages.READ)) for component in missing]) if missing else []
+    )
+    found = {**cache, **{component: _kept(component, array) for component, array in zip(missing, pulled, strict=True)}}
     # What a block keeps is given out as copies.
     given = set(wanted) if block is not None else set()
     results = []
@@ -213,7 +196,7 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
     """
-    return remote.pull_all(variables) if _are_remote(variables) else [variable.as_array() for variable in variables]
+    return pull_all(variables) if _are_remote(variables) else [variable.as_array() for variable in variables]
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
@@ -229,16 +212,12 @@ def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list
     """
     if not _are_remote(variables):
         return [variable.sparse_read(rows) for variable, rows in zip(variables, positions, strict=True)]
-    requests: dict[Connection, list[RequestPart]] = {}
-    places = []
+    parts = []
     for variable, rows in zip(variables, positions, strict=True):
-        component = remote.component_of(variable)
-        parts = requests.setdefault(component.connection, [])
-        places.append((component.connection, len(parts)))
-        parts.append(component.part(messages.GATHER, rows.astype(messages.INDEX, copy=False), length=len(rows)))
-    answers = ask_all(requests)
-    return [answers[connection][place] for connection, place in places]
+        component, indices = component_of(variable), rows.astype(messages.INDEX, copy=False)
+        parts.append((component.connection, component.part(messages.GATHER, indices, length=len(rows))))
+    return ask_all(parts)
 
 
 def _are_remote(variables: Sequence[Variable]) -> bool:
-    return bool(variables) and isinstance(variables[0].values[0], remote.RemoteComponent)
+    return bool(variables) and isinstance(variables[0].values[0], RemoteComponent)

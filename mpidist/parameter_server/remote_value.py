@@ -23,9 +23,6 @@ class RemoteValueStatus(enum.Enum):
 class _RemoteTraceback(Exception):
     """The traceback of an error on the worker, shown as its cause."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 

@@ -1,16 +1,145 @@
-"""Server: a rank that serves the trainers until the job is over (tf.distribute.Server)."""
+"""Server: a rank that serves trainers or a coordinator until the job is over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
-from mpidist.parameter_server.link import SERVER, Link, Task, checked_resolver, note_served, survey
+from mpidist.collectives.mpi.waiting import Naps, drive
+from mpidist.core import message_tags
+from mpidist.core.context import variable_creator_scope
+from mpidist.core.deadline import Deadline
+from mpidist.core.errors import RankLostError
+from mpidist.input import Dataset, DistributedDataset
+from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, served, survey
+from mpidist.parameter_server.messages import ERROR, RESULT, STOP, ByteExchange
+from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
+from mpidist.parameter_server.pickling import pack, pack_error, unpack
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
-from mpidist.parameter_server.worker_loop import WorkerLoop
+from mpidist.topology.faults import says_rank_is_lost
 from mpidist.topology.signals import signals_left_to_others
+
+if TYPE_CHECKING:
+    from mpidist.strategies.base import Strategy
+
+_index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
+
+
+def report_only(what: str) -> Deadline:
+    """Return the deadline of a wait for another program: it reports once, without an end."""
+    return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
+
+
+def current_worker_index() -> int:
+    """Return the index of the worker that carries out the scheduled function that calls this.
+
+    Raises:
+        RuntimeError: Called elsewhere than in a scheduled function.
+    """
+    index = _index.get()
+    if index is None:
+        raise RuntimeError(
+            "experimental_get_current_worker_index() was called outside a scheduled function; expected: inside fn of "
+            "coordinator.schedule(fn)"
+        )
+    return index
+
+
+class WorkerLoop:
+    """The loop of a worker, which carries out functions for the coordinator.
+
+    Args:
+        link: Connects with the coordinator and the servers.
+        strategy: This worker's twin of the coordinator's strategy.
+    """
+
+    def __init__(self, link: Link, strategy: Strategy) -> None:
+        self._link = link
+        self._strategy = strategy
+        self._names = Names(link, strategy, self._own_value)
+        self._exchange = ByteExchange(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
+        self._definitions: dict[int, bytes] = {}
+        self._own: dict[int, object] = {}
+
+    def run(self) -> None:
+        """Carry out functions until the coordinator says stop.
+
+        Raises:
+            RankLostError: It is gone.
+        """
+        _index.set(self._link.task.number)
+        try:
+            while True:
+                self._exchange.expect()
+                naps = Naps()
+                while not self._exchange.expected.Test():
+                    naps.take()
+                message = drive(self._exchange.receive(), lambda: report_only("the rest of a function"))
+                if message[:1] == STOP:
+                    break
+                answer = self._answer(message[1:])
+                drive(self._exchange.send(answer), lambda: report_only("the coordinator to take a result"))
+            self._exchange.close()
+        except Exception as error:
+            if not says_rank_is_lost(error):
+                raise
+            raise RankLostError(
+                f"the coordinator was lost, and {self._link.task} has nothing more to do; start the job again and "
+                "restore the newest checkpoint"
+            ) from error
+        finally:
+            _index.set(None)
+
+    def _answer(self, message: bytes) -> bytes:
+        try:
+            drops, definitions, payload = pickle.loads(message)
+            for number in drops:
+                del self._definitions[number]
+                self._own.pop(number, None)
+            self._definitions.update(definitions)
+            with self._strategy.scope():
+                fn, args, kwargs = unpack(payload, self._names.find)
+                result = fn(*args, **kwargs)
+            name = getattr(fn, "__qualname__", repr(fn))
+            return RESULT + pack(result, self._names.name_of, f"the result of {name}, {type(result).__name__},")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return ERROR + pickle.dumps(tuple(pack_error(error, self._names.name_of)))
+
+    def _own_value(self, number: int) -> object:
+        """Return this worker's value of a number, built the first time."""
+        if number not in self._own:
+            kind, given = unpack(self._definitions[number], self._names.find)
+            self._own[number] = _BUILDERS[kind](given)
+        return self._own[number]
+
+
+def _build_dataset(given: object) -> object:
+    with variable_creator_scope(_refuse_variable):
+        dataset = given() if callable(given) else given
+    if not isinstance(dataset, (Dataset, DistributedDataset)):
+        raise TypeError(f"the function of a per-worker dataset returned {dataset!r}; expected a Dataset")
+    return dataset
+
+
+def _refuse_variable(_: Callable[..., object], **arguments: object) -> NoReturn:
+    raise ValueError(
+        f"variable {arguments['name']!r} was created in the function of a per-worker dataset; create variables on the "
+        "coordinator, inside `with strategy.scope():`"
+    )
+
+
+_BUILDERS: dict[str, Callable[[Any], object]] = {
+    "dataset": _build_dataset,
+    "iterator": iter,
+    "resource": lambda given: given(),
+}
 
 
 class Server:
@@ -52,7 +181,6 @@ class Server:
         config: object = None,
         start: bool = True,
     ) -> None:
-        del protocol, config
         self._resolver = _resolver_of(server_or_cluster_def, job_name, task_index)
         self._link: Link | None = None
         if start:
@@ -86,25 +214,23 @@ class Server:
         if self._link is None:
             return
         link, self._link = self._link, None
+        if link.task.job not in ("ps", "worker"):
+            raise RuntimeError(
+                f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, "
+                "and the workers where there is a coordinator"
+            )
         if link.task.job == "ps":
             clients = [(rank, f"{link.tasks[rank]} (rank {rank})") for rank in link.workers]
             coordinator = link.workers[0] if link.is_coordinated else None
             with signals_left_to_others():
                 Service(link.comm, clients, Store(link.workers), coordinator).run()
             link.leave()
-            note_served(link.task)
-            return
-        if link.task.job == "worker":
+        else:
             twin = WorkerTwin(link, self._resolver)
             with signals_left_to_others():
                 WorkerLoop(link, twin).run()
             twin.close()
-            note_served(link.task)
-            return
-        raise RuntimeError(
-            f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, and "
-            "the workers where there is a coordinator"
-        )
+        served.add(link.task)
 
     @property
     def target(self) -> str:
@@ -131,7 +257,7 @@ _LOCAL = "local"
 
 def _resolver_of(given: object, job_name: str | None, task_index: int | None) -> ClusterResolver:
     if isinstance(given, ClusterResolver):
-        resolver = checked_resolver(given)
+        resolver = resolver_of(given)
         asked = Task(job_name or resolver.task_type or "", resolver.task_id or 0 if task_index is None else task_index)
         if asked != (resolver.task_type, resolver.task_id):
             raise ValueError(

@@ -19,33 +19,14 @@ from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.wording import tell_user
-from mpidist.parameter_server.messages import (
-    CONTROL,
-    DONE,
-    FAILED,
-    FIRST_MESSAGE_BYTES,
-    GIVE_UP,
-    INLINE_BYTES,
-    LEAVE,
-    NO_VARIABLE,
-    OPERATIONS,
-    PART,
-    PREAMBLE,
-    TICK,
-    Kind,
-    arrays_in,
-    pieces_of,
-    receives_of,
-)
+from mpidist.parameter_server import messages
+from mpidist.parameter_server.messages import Kind
 from mpidist.parameter_server.store import NOT_YET, Loan, Store
 from mpidist.topology import import_mpi
 from mpidist.topology.faults import lost_ranks, says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# Operation, variable, number of rows or bytes, optimizer, step, a setting: a part as it is packed.
-PartNumbers = tuple[int, int, int, int, int, float]
 
 
 class _Client:
@@ -54,7 +35,7 @@ class _Client:
     def __init__(self, comm: MPI.Intracomm, rank: int, name: str) -> None:
         self.rank = rank
         self.name = name
-        self.request = bytearray(FIRST_MESSAGE_BYTES)
+        self.request = bytearray(messages.FIRST_MESSAGE_BYTES)
         self.receive = comm.Recv_init(self.request, rank, message_tags.REQUEST)
         self.sending: list[MPI.Request] = []
         self.requests = 0
@@ -71,11 +52,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        clients: Sequence[tuple[int, str]],
-        store: Store,
-        coordinator: int | None = None,
+        self, comm: MPI.Intracomm, clients: Sequence[tuple[int, str]], store: Store, coordinator: int | None = None
     ) -> None:
         self._comm = comm
         self._coordinator = coordinator
@@ -101,7 +78,11 @@ class Service:
             try:
                 index, has_come = test_any(receives)
             except Exception as error:
-                self._drop_lost(error)
+                if not says_rank_is_lost(error):
+                    raise
+                gone = lost_ranks(self._comm)
+                for client in [client for client in self._clients if client.rank in gone]:
+                    self._lose(client)
             if has_come and index >= 0:
                 client = self._clients[index]
                 self._moving[client] = self._handle(client)
@@ -135,19 +116,19 @@ class Service:
         has_left = False
         try:
             self._check_given_up(client)
-            for (code, variable, _, optimizer, step, setting), arrays in parts:
-                operation = OPERATIONS[code]
+            for part, arrays in parts:
+                operation = messages.OPERATIONS[part[0]]
                 result: Array | Loan | None = None
-                if operation is CONTROL:
+                if operation is messages.CONTROL:
                     name, arguments = pickle.loads(arrays[0].tobytes())
                     answer = yield from _until_there(self._store.control(name, arguments))
                     result = np.frombuffer(pickle.dumps(answer), np.uint8)
-                elif operation is TICK:
-                    yield from _until_there(self._store.clocks.tick(variable, client.rank, int(setting)))
-                elif operation is LEAVE:
+                elif operation is messages.TICK:
+                    yield from _until_there(self._store.clocks.tick(part[1], client.rank, int(part[5])))
+                elif operation is messages.LEAVE:
                     has_left = True
                 else:
-                    result = self._store.carry_out(operation, variable, arrays, optimizer, step, setting)
+                    result = self._store.carry_out(part, arrays)
                 if isinstance(result, Loan):
                     loans.append(result)
                     result = result.array
@@ -156,30 +137,30 @@ class Service:
         except Exception as error:
             if says_rank_is_lost(error):
                 raise
-            yield from self._reply(client, FAILED, [np.frombuffer(_pickled(error), np.uint8)])
+            yield from self._reply(client, messages.FAILED, [np.frombuffer(_pickled(error), np.uint8)])
         else:
-            yield from self._reply(client, DONE, results)
+            yield from self._reply(client, messages.DONE, results)
         finally:
             for loan in loans:
-                loan.give_back()
+                loan.count -= 1
         if has_left:
             while not all_done(client.sending):
                 yield
             self._dismiss(client)
 
-    def _read(self, client: _Client) -> Generator[None, None, list[tuple[PartNumbers, list[Array]]]]:
+    def _read(self, client: _Client) -> Generator[None, None, list[tuple[messages.PartNumbers, list[Array]]]]:
         """Return the parts of a request, as numbers, and the arrays that came with each."""
-        number_of_parts, words_inline, data_inline = PREAMBLE.unpack_from(client.request)
-        words, begin = client.request, PREAMBLE.size
-        end = begin + number_of_parts * PART.size
+        number_of_parts, words_inline, data_inline = messages.PREAMBLE.unpack_from(client.request)
+        words, begin = client.request, messages.PREAMBLE.size
+        end = begin + number_of_parts * messages.PART.size
         if not words_inline:
             words, begin, end = bytearray(end - begin), 0, end - begin
             yield from self._receive(client, [np.frombuffer(words, np.uint8)])
-        parts: list[PartNumbers] = list(PART.iter_unpack(memoryview(words)[begin:end]))
+        parts: list[messages.PartNumbers] = list(messages.PART.iter_unpack(memoryview(words)[begin:end]))
         kinds = [self._kinds_of(part) for part in parts]
         all_kinds = [kind for some in kinds for kind in some]
         if data_inline:
-            arrays = arrays_in(client.request, end, all_kinds)
+            arrays = messages.arrays_in(client.request, end, all_kinds)
         else:
             arrays = self._room(all_kinds)
             yield from self._receive(client, arrays)
@@ -188,20 +169,20 @@ class Service:
 
     def _check_given_up(self, client: _Client) -> None:
         """Raise PeerError if the client has given this request up meanwhile."""
-        *_, data_inline = PREAMBLE.unpack_from(client.request)
-        number = bytearray(GIVE_UP.size)
+        *_, data_inline = messages.PREAMBLE.unpack_from(client.request)
+        number = bytearray(messages.GIVE_UP.size)
         while not data_inline and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
             # It was sent before the arrays could change, and says of which request; that of an earlier one is late.
             self._comm.Recv([number, self._byte], client.rank, message_tags.GIVE_UP)
-            if GIVE_UP.unpack(number) == (client.requests,):
+            if messages.GIVE_UP.unpack(number) == (client.requests,):
                 raise PeerError("the request was given up before all of it had come; nothing was done")
 
-    def _kinds_of(self, part: PartNumbers) -> list[Kind]:
+    def _kinds_of(self, part: messages.PartNumbers) -> list[Kind]:
         """Return the kinds of the arrays that come with a part."""
-        operation, variable, count = OPERATIONS[part[0]], part[1], part[2]
+        operation, variable, count = messages.OPERATIONS[part[0]], part[1], part[2]
         if not operation.takes:
             return []
-        of = self._store.kind_of(variable) if operation.is_about_variable else NO_VARIABLE
+        of = self._store.kinds[variable] if operation.is_about_variable else messages.NO_VARIABLE
         return of.layouts(operation.takes, count)
 
     def _room(self, kinds: Sequence[Kind]) -> list[Array]:
@@ -216,7 +197,7 @@ class Service:
             ) from error
 
     def _receive(self, client: _Client, arrays: Sequence[Array]) -> Steps[None]:
-        receives = receives_of(self._comm, arrays, client.rank, message_tags.REQUEST_DATA)
+        receives = messages.receives_of(self._comm, arrays, client.rank, message_tags.REQUEST_DATA)
         try:
             while not all_done(receives):
                 yield
@@ -228,8 +209,8 @@ class Service:
 
     def _reply(self, client: _Client, status: int, arrays: Sequence[Array]) -> Steps[None]:
         data_bytes = sum([array.nbytes for array in arrays])
-        is_inline = data_bytes <= INLINE_BYTES
-        preamble = PREAMBLE.pack(data_bytes, is_inline, status)
+        is_inline = data_bytes <= messages.INLINE_BYTES
+        preamble = messages.PREAMBLE.pack(data_bytes, is_inline, status)
         # The client has the reply to its last request, or it would not have sent this one.
         while not all_done(client.sending):
             yield
@@ -240,7 +221,7 @@ class Service:
             return
         # The client is ready for them, and need not wait for what says that they come.
         for array in arrays:
-            for piece in pieces_of(array):
+            for piece in messages.pieces_of(array):
                 client.sending.append(self._comm.Isend([piece, self._byte], client.rank, message_tags.REPLY_DATA))
         client.sending.append(self._comm.Isend([preamble, self._byte], client.rank, message_tags.REPLY))
         client.receive.Start()
@@ -268,14 +249,6 @@ class Service:
                 f"{client.name} was lost, which coordinates; start the job again and restore the newest checkpoint"
             )
 
-    def _drop_lost(self, error: Exception) -> None:
-        """Remove the clients that are gone, after MPI has reported some."""
-        if not says_rank_is_lost(error):
-            raise error
-        gone = lost_ranks(self._comm)
-        for client in [client for client in self._clients if client.rank in gone]:
-            self._lose(client)
-
 
 # What MPI may still write to, since it was on its way when a client was lost.
 _kept: list[object] = []
@@ -295,6 +268,6 @@ def _pickled(error: Exception) -> bytes:
     with suppress(Exception):  # whatever its pickling raises, the text is what matters
         data = pickle.dumps(error)
         pickle.loads(data)
-        if len(data) <= INLINE_BYTES:
+        if len(data) <= messages.INLINE_BYTES:
             return data
-    return pickle.dumps(PeerError(f"{type(error).__name__}: {error}"[: INLINE_BYTES // 8]))
+    return pickle.dumps(PeerError(f"{type(error).__name__}: {error}"[: messages.INLINE_BYTES // 8]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,125 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import current_frame
 from mpidist.core.enums import VariableSynchronization
 from mpidist.parameter_server.remote import read_all, read_rows
-from mpidist.parameter_server.shard_rows import Rows, cut, div_sizes, offsets_of, select_rows
 from mpidist.values import CompositeVariable, IndexedSlices, ReplicaValues, Variable, scatter
 from mpidist.values.component import Assignment, as_value_of
 from mpidist.values.indexed_slices import check_indices
-from mpidist.values.operators import picked
+from mpidist.values.operators import as_operand, picked
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
+
+# Rows in rising order, each once.
+Rows = range | Array
+
+
+def div_sizes(rows: int, shards: int) -> list[int]:
+    """Return the rows of each of ``shards`` shards, of ``rows`` in all.
+
+    Sizes differ by at most one, larger ones first ("div").
+
+    Raises:
+        ValueError: Fewer than no rows, or no shard.
+
+    >>> div_sizes(13, 5)
+    [3, 3, 3, 2, 2]
+    """
+    if rows < 0 or shards < 1:
+        raise ValueError(f"{rows} rows were to be dealt to {shards} shards; expected rows >= 0 and shards >= 1")
+    quotient, larger = divmod(rows, shards)
+    return [quotient + 1] * larger + [quotient] * (shards - larger)
+
+
+def offsets_of(sizes: Sequence[int]) -> list[int]:
+    """Return the first row of each shard, and behind them the number of all rows.
+
+    >>> offsets_of(div_sizes(10, 4))
+    [0, 3, 6, 8, 10]
+    """
+    return [0, *accumulate(sizes)]
+
+
+def cut(array: Array, variables: Sequence[Variable]) -> list[Array]:
+    """Return the rows of ``array`` that belong to each of ``variables``: views, where it lies.
+
+    Args:
+        array: Of shape (rows, ...), with as many rows as the variables have together.
+        variables: Of shapes (rows of the shard, ...).
+
+    Raises:
+        ValueError: Another number of rows.
+
+    >>> [part.tolist() for part in cut(np.arange(5), [Variable([0, 0, 0]), Variable([0, 0])])]
+    [[0, 1, 2], [3, 4]]
+    """
+    offsets = offsets_of([variable.shape[0] for variable in variables])
+    if array.ndim == 0 or array.shape[0] != offsets[-1]:
+        raise ValueError(
+            f"an array of shape {array.shape} was to be cut for {len(variables)} variables of {offsets[-1]} rows "
+            f"together; expected the shape ({offsets[-1]}, ...)"
+        )
+    return [array[start:stop] for start, stop in pairwise(offsets)]
+
+
+def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object, ...]]:
+    """Return the rows that ``array[key]`` needs, and the key for these rows alone.
+
+    Args:
+        key: Whatever NumPy takes as an index.
+        shape: Of the array; at least one axis.
+
+    Raises:
+        IndexError: NumPy's, for a key that does not fit the shape.
+
+    >>> rows, rest = select_rows([5, 2, 5], (10, 3))
+    >>> array = np.arange(30).reshape(10, 3)
+    >>> rows, np.array_equal(array[rows][rest], array[[5, 2, 5]])
+    (array([2, 5]), True)
+    """
+    items = [_plain(item) for item in (key if isinstance(key, tuple) else (key,))]
+    # An array of this shape without memory: NumPy's own errors, before anything is read.
+    np.broadcast_to(np.False_, shape)[tuple(items)]
+    left = len(shape) - sum(map(_axes, items))
+    for place, item in enumerate(items):
+        if item is Ellipsis and left:
+            break
+        if _axes(item):
+            rows, instead = _taken(item, shape[0])
+            return rows, (*items[:place], *instead, *items[place + 1 :])
+    return range(shape[0]), tuple(items)
+
+
+def _plain(item: object) -> Any:
+    """Return one item of a key in plain form.
+
+    That is a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis.
+    """
+    if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
+        return item
+    array = on_host(array_of(as_operand(item)))
+    if array.size == 0 and isinstance(item, (list, tuple)):
+        array = array.astype(np.intp)
+    return array.item() if array.ndim == 0 and array.dtype.kind in "biu" else array
+
+
+def _axes(item: object) -> int:
+    """Return how many axes of the array an item of a key speaks of."""
+    if isinstance(item, np.ndarray):
+        return item.ndim if item.dtype.kind == "b" else 1
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+def _taken(item: int | slice | Array, count: int) -> tuple[Rows, tuple[object, ...]]:
+    """Return an item's rows, of ``count``, and its replacement for these rows alone."""
+    if isinstance(item, int):
+        row = range(count)[item]
+        return range(row, row + 1), (0,)
+    if isinstance(item, slice):
+        rows = range(*item.indices(count))
+        return (rows, (slice(None),)) if rows.step > 0 else (rows[::-1], (slice(None, None, -1),))
+    # A mask stands for the positions of what is true in it, of which the first are rows.
+    first, *others = item.nonzero() if item.dtype.kind == "b" else (item,)
+    positions = first.astype(np.intp, copy=False)
+    taken, numbers = np.unique(np.where(positions < 0, positions + count, positions), return_inverse=True)
+    return taken, (numbers.reshape(positions.shape), *others)
 
 
 class ShardedVariable(CompositeVariable):
@@ -149,7 +262,11 @@ class ShardedVariable(CompositeVariable):
 
     def _rows(self, rows: Rows) -> Array:
         """Return rows of the whole, not to be written, from the shards that hold them."""
-        return _read_only(self._joined(self._pieces(rows)))
+        array = self._joined(self._pieces(rows))
+        if not is_device_array(array):  # CuPy's have no such flag
+            array = array.view()
+            array.flags.writeable = False
+        return array
 
     def _pieces(self, rows: Rows) -> list[Array]:
         """Return each shard's part of ``rows``, where there is one. Nothing else is read, or little."""
@@ -289,11 +406,3 @@ def _rows_between(slices: IndexedSlices, start: int, stop: int) -> IndexedSlices
     with place.current():
         mine = np.flatnonzero((slices.indices >= start) & (slices.indices < stop))
         return IndexedSlices(slices.values[mine], slices.indices[mine] - start, shape)
-
-
-def _read_only(array: Array) -> Array:
-    """Return ``array`` as one that nobody can write; CuPy has no such flag. The variable would not see the change."""
-    if not is_device_array(array):
-        array = array.view()
-        array.flags.writeable = False
-    return array

@@ -11,18 +11,15 @@ from mpidist.core.context import get_strategy
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError
 from mpidist.parameter_server import messages
-from mpidist.parameter_server.messages import Kind, ServerOperation
+from mpidist.parameter_server.messages import Kind
 from mpidist.training.optimizer import Optimizer
-from mpidist.values import IndexedSlices, Variable, scatter
+from mpidist.values import IndexedSlices, Variable
 from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
 from mpidist.values.scatter import ScatterOp
 from mpidist.values.synchronization import variable_of
 
 _ADDING: dict[int, Assignment] = {messages.ASSIGN_ADD.code: assign_add, messages.ASSIGN_SUB.code: assign_sub}
-_SCATTERING: dict[int, ScatterOp] = {
-    messages.SCATTER[op.name].code: op
-    for op in (scatter.ADD, scatter.SUB, scatter.MUL, scatter.DIV, scatter.MIN, scatter.MAX, scatter.UPDATE)
-}
+_SCATTERING: dict[int, ScatterOp] = {messages.SCATTER[op.name].code: op for op in messages.SCATTERS}
 
 # What an answer that is not there yet looks like.
 NOT_YET = object()
@@ -43,6 +40,7 @@ class Clocks:
         self._steps: dict[int, dict[int, int]] = {}
         self._paused: set[tuple[int, int]] = set()
         self._closed: set[tuple[int, int]] = set()
+        self._meetings: dict[tuple[int, int], set[int]] = {}
 
     def start(self, strategy: int) -> None:
         """Count the steps of a strategy. Workers that have not come to it yet hold the others back as well."""
@@ -59,25 +57,30 @@ class Clocks:
 
         return answer
 
-    def pause(self, strategy: int, client: int) -> None:
-        """Exclude a worker until its strategy's workers have met: it waits for the others itself."""
+    def meet(self, meeting: tuple[int, int], client: int) -> Callable[[], object]:
+        """Answer once all workers that have not left have come to a meeting."""
+        strategy, _ = meeting
+        came = self._meetings.setdefault(meeting, set())
+        came.add(client)
+        # It waits for the others itself, and does not hold them back until they have met.
         self._paused.add((strategy, client))
 
-    def even_out(self, strategy: int) -> None:
-        """Note that the workers of a strategy have met: none is ahead of another."""
-        for other in [paused for paused in self._paused if paused[0] == strategy]:
-            self._paused.remove(other)
-        steps = self._steps.get(strategy, {})
-        steps.update(dict.fromkeys(steps, max(steps.values(), default=0)))
+        def answer() -> object:
+            if any((strategy, other) not in self._closed for other in self.clients - came):
+                return NOT_YET
+            self._meetings.pop(meeting, None)
+            # None is ahead of another.
+            self._paused = {paused for paused in self._paused if paused[0] != strategy}
+            steps = self._steps.get(strategy, {})
+            steps.update(dict.fromkeys(steps, max(steps.values(), default=0)))
+            return None
+
+        return answer
 
     def close(self, strategy: int, client: int) -> None:
         """Wait no more for a worker that has closed a strategy."""
         self._closed.add((strategy, client))
         self._steps.get(strategy, {}).pop(client, None)
-
-    def workers_of(self, strategy: int) -> set[int]:
-        """Return the workers that have neither closed a strategy nor left."""
-        return {client for client in self.clients if (strategy, client) not in self._closed}
 
     def forget(self, client: int) -> None:
         """Wait no more for a worker that has left or was lost."""
@@ -94,10 +97,6 @@ class Loan:
     def __init__(self, array: Array) -> None:
         self.array = array
         self.count = 0
-
-    def give_back(self) -> None:
-        """Return one client's share of the loan."""
-        self.count -= 1
 
 
 class ServedComponent(ArrayComponent):
@@ -144,6 +143,10 @@ class Store:
 
     Args:
         clients: The ranks that it serves; the initial values of the first count.
+
+    Attributes:
+        clocks: Of their steps.
+        kinds: Shape and dtype of each variable, by its number.
     """
 
     def __init__(self, clients: Sequence[int]) -> None:
@@ -151,7 +154,7 @@ class Store:
         self.clocks = Clocks(clients)
         self._variables: list[Variable] = []
         self._components: list[ServedComponent] = []
-        self._kinds: list[Kind] = []
+        self.kinds: list[Kind] = []
         self._ids: dict[tuple[int, int], int] = {}
         self._initialized: set[int] = set()
         self._optimizers: list[Optimizer] = []
@@ -159,35 +162,23 @@ class Store:
         # Of the last update of a variable by an optimizer.
         self._steps: dict[tuple[int, int], int] = {}
         self._agreed: dict[object, object] = {}
-        self._meetings: dict[tuple[int, int], set[int]] = {}
         self._controls: dict[str, Callable[..., object]] = {
             "agree": self._agreed.setdefault,
             "create": self._create,
             "await": self._await,
             "optimizer": self._add_optimizer,
-            "meet": self._meet,
+            "meet": self.clocks.meet,
             "rewind": self._rewind,
             "start clock": self.clocks.start,
             "close": self.clocks.close,
         }
 
-    def kind_of(self, variable: int) -> Kind:
-        """Return shape and dtype of a variable."""
-        return self._kinds[variable]
-
     # Operations -----------------------------------------------------------------------------------------------
 
-    def carry_out(
-        self,
-        operation: ServerOperation,
-        variable: int,
-        arrays: Sequence[Array],
-        optimizer: int,
-        step: int,
-        setting: float,
-    ) -> Array | Loan | None:
+    def carry_out(self, part: messages.PartNumbers, arrays: Sequence[Array]) -> Array | Loan | None:
         """Carry out one operation on a variable, and return its result."""
-        code = operation.code
+        code, variable, _, optimizer, step, setting = part
+        operation = messages.OPERATIONS[code]
         component = self._components[variable]
         if operation is messages.READ:
             return component.lend()
@@ -225,7 +216,7 @@ class Store:
         if key not in self._ids:
             component = ServedComponent(np.zeros(shape, dtype), name)
             self._ids[key] = len(self._variables)
-            self._kinds.append(Kind(shape, dtype))
+            self.kinds.append(Kind(shape, dtype))
             self._components.append(component)
             self._variables.append(
                 variable_of(
@@ -267,22 +258,6 @@ class Store:
             those = {name: self._variables[slot] for name, slot in names.items()}
             self._optimizers[number].keep_slots(self._variables[variable], those)
         return number
-
-    def _meet(self, meeting: tuple[int, int], client: int) -> Callable[[], object]:
-        """Answer once every client that has not left has come to a meeting."""
-        came = self._meetings.setdefault(meeting, set())
-        came.add(client)
-        strategy, _ = meeting
-        self.clocks.pause(strategy, client)
-
-        def answer() -> object:
-            if not came.issuperset(self.clocks.workers_of(strategy)):
-                return NOT_YET
-            self._meetings.pop(meeting, None)
-            self.clocks.even_out(strategy)
-            return None
-
-        return answer
 
     def _rewind(self, optimizer: int, count: int) -> None:
         """Go on from ``count`` updates if the number was set back.

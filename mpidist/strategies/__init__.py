@@ -6,8 +6,7 @@ Importing the room registers the default strategy.
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy
-from mpidist.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
-from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpidist.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.strategy_extended import StrategyExtended
 
 __all__ = [

@@ -34,18 +34,15 @@ def reduce_over_axis(
         parts = [_per_component(leaf, lambda array: _along(array, op, axes)) for leaf in leaves]
         counts = [_per_component(leaf, lambda array: _count(array, axes)) for leaf in leaves]
         samples = [leaf.values[0] if isinstance(leaf, ReplicaValues) else leaf for leaf in leaves]
-    if op is ReduceOp.MEAN:
-        totals = extended.reduce_leaves(
-            ReduceOp.SUM, _as_contributions(extended, [*parts, *counts]), f"mean of {along}"
-        )
-    else:
-        totals = extended.reduce_leaves(op, _as_contributions(extended, parts), along)
+    is_mean = op is ReduceOp.MEAN
+    batch = _as_contributions(extended, [*parts, *counts] if is_mean else parts)
+    totals = extended.reduce_leaves(ReduceOp.SUM if is_mean else op, batch, f"mean of {along}" if is_mean else along)
     results = []
     for index, sample in enumerate(samples):
         total, dtype = to_array(totals[index]), reduction_dtypes(to_array(sample).dtype, op)[1]
-        if op is ReduceOp.MEAN:
-            total = _quotient(total, to_array(totals[len(leaves) + index]))
-        with place_of(total).current():
+        with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
+            if is_mean:
+                total = to_array(np.true_divide(total, to_array(totals[len(leaves) + index])))
             result = total.astype(dtype, copy=False)
         restore = restorer(sample)
         results.append(result[()] if restore is None else restore(result))
@@ -112,8 +109,3 @@ def _neutral(dtype: DType, op: ReduceOp) -> Any:
 def _count(array: Array, axes: tuple[int, ...]) -> Array:
     """Return the number of elements along ``axes``, where ``array`` is: it travels with the sums."""
     return place_of(array).brings(np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64)))
-
-
-def _quotient(total: Array, count: Array) -> Array:
-    with place_of(total).current(), np.errstate(divide="ignore", invalid="ignore"):
-        return to_array(np.true_divide(total, count))

@@ -5,40 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions, RunOptions, check_communication_options
+from mpidist.core.options import CallOptions, CommunicationOptions, RunOptions, check_communication_options
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
-from mpidist.strategies import logical_devices
+from mpidist.strategies import value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
-from mpidist.strategies.replica_threads import run_of_this_thread
-from mpidist.strategies.replica_work import finished_work, replica_works
+from mpidist.strategies.replica_threads import finished_work, replica_works, run_of_this_thread
 from mpidist.strategies.strategy_extended import StrategyExtended
-from mpidist.strategies.value_checks import (
-    apart_from,
-    as_result,
-    check_axis,
-    check_can_gather,
-    check_can_reduce,
-    check_gradients_apart,
-    check_results_apart,
-    check_returned,
-    checked_out,
-    copied,
-    copy_into,
-    copy_leaves,
-)
 from mpidist.values import PerReplica, Variable, regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import here
@@ -176,16 +164,17 @@ class Strategy:
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
-            check_axis(axis)
+            value_checks.check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
-            check_returned(leaves)
+            value_checks.check_returned(leaves)
         if axis is None:
             results = self._extended.reduce_leaves(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        combined = [as_result(apart_from(*pair)) for pair in zip(results, leaves, strict=True)]
-        reduced: Value = nest.pack_like(value, combined)
-        return reduced
+        combined = [
+            value_checks.as_result(value_checks.apart_from(*pair)) for pair in zip(results, leaves, strict=True)
+        ]
+        return nest.pack_like(value, combined)
 
     def gather(self, value: Value, axis: int) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order.
@@ -207,8 +196,7 @@ class Strategy:
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
         leaves = nest.flatten(value)
         results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
-        gathered: Value = nest.pack_like(value, map(apart_from, results, leaves))
-        return gathered
+        return nest.pack_like(value, map(value_checks.apart_from, results, leaves))
 
     def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank, one per local replica.
@@ -276,16 +264,31 @@ class Strategy:
         >>> len(mpidist.get_strategy().experimental_make_numpy_dataset([[1, 2], [3, 4], [5, 6]]))
         3
         """
-        del session
         return Dataset.from_tensor_slices(owned(numpy_input))
 
     def experimental_assign_to_logical_device(self, tensor: Value, logical_device_id: int) -> Value:
         """Return ``tensor``, after checking the id: a replica has one logical device here."""
-        return logical_devices.assign(tensor, logical_device_id)
+        if logical_device_id != 0:
+            raise ValueError(f"logical_device_id is {logical_device_id}; expected 0: a replica has 1 logical device")
+        return tensor
 
     def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """Return ``tensor``, after checking the partition: a replica has one logical device here."""
-        return logical_devices.split(tensor, partition_dimensions)
+        shape, parts = to_array(tensor).shape, list(partition_dimensions)
+        if len(parts) != len(shape):
+            raise ValueError(
+                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {len(shape)} numbers, one per "
+                "axis"
+            )
+        for axis, (size, count) in enumerate(zip(shape, parts, strict=True)):
+            if count < 1 or size % count:
+                raise ValueError(f"axis {axis} of size {size} cannot be cut into {count} equal parts")
+        if prod(parts) != 1:
+            raise ValueError(
+                f"partition_dimensions {parts} make {prod(parts)} parts; expected 1, the number of logical devices of "
+                "a replica"
+            )
+        return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Value) -> Value:
         """Return ``tensor``: a replica has one logical device here."""
@@ -359,7 +362,7 @@ class ReplicaContext:
         self._local_id = local_replica_id
         self.frame = Frame(strategy, self)
 
-    def call(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
+    def call(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Call ``fn`` in this context, with this replica's part of distributed arguments. Extension.
 
         For strategies that run replicas one after the other in the calling thread.
@@ -431,13 +434,7 @@ class ReplicaContext:
         call = ("merge_call", getattr(merge_fn, "__code__", merge_fn))
         return self.meet(call, merge_fn, tuple(args), kwargs or {})
 
-    def meet(
-        self,
-        call: tuple[object, ...],
-        merge_fn: Callable[..., Result],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Result:
+    def meet(self, call: tuple[object, ...], merge_fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Run a merge function as ``merge_call`` does; ``call`` must be equal on all local replicas. Extension."""
         run = run_of_this_thread()
         if run is not None:
@@ -479,21 +476,21 @@ class ReplicaContext:
             MismatchError: Ranks that differ.
         """
         require_replica(self, "all_reduce()")
-        op = ReduceOp.of(reduce_op)
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             check_communication_options(options)
         reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
         return reduced
 
     def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         """Reduce a value of these leaves, after the checks of context and options."""
         targets = self._check_values(value, leaves, op, out)
         if self.num_replicas_in_sync == 1:
             if targets is None:
-                return nest.map_structure(copied, value)
-            copy_leaves(targets, leaves)
+                return self.own_sum(value)
+            value_checks.copy_leaves(targets, leaves)
             return out
 
         def merged(strategy: Strategy, values: object, outs: object) -> object:
@@ -502,13 +499,19 @@ class ReplicaContext:
             return nest.pack_like(values, results)
 
         reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
-        return reduced if out is None else copy_into(out, reduced)
+        return reduced if out is None else value_checks.copy_into(out, reduced)
+
+    def own_sum(self, value: object) -> object:
+        """Return the sum over one replica, a copy of ``value``. Extension."""
+        return nest.map_structure(value_checks.copied, value)
 
     def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> list[Array] | None:
         """Return the arrays of ``out``, if any."""
         with self._strategy.extended.shared_errors(f"{op.name} of its values"):
-            check_can_reduce(leaves, op)
-            return None if out is None else checked_out(value, leaves, out, op, self.num_replicas_in_sync)
+            value_checks.check_can_reduce(leaves, op)
+            if out is None:
+                return None
+            return value_checks.checked_out(value, leaves, out, op, self.num_replicas_in_sync)
 
     def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
         """Return the values of all local replicas with their destinations, and their description."""
@@ -518,8 +521,8 @@ class ReplicaContext:
             for leaf in nest.flatten(values)
         ]
         with extended.shared_errors(f"{op.name} of its values"):
-            check_results_apart(outs)
-            check_gradients_apart(leaves)
+            value_checks.check_results_apart(outs)
+            value_checks.check_gradients_apart(leaves)
         # Results go where the values are: an array of the host stays there, also under a strategy of devices.
         return [(leaf, leaf) for leaf in leaves], "" if isinstance(values, PerReplica) else nest.describe(values)
 
@@ -539,16 +542,9 @@ class ReplicaContext:
         require_replica(self, "all_reduce_async()")
         op = ReduceOp.of(reduce_op)
         check_communication_options(options)
-        work = self._start_all_reduce(op, *_read_here(value), options, out)
-        return work if out is None else PartOfWork(work, lambda results: copy_into(out, results))
-
-    def _start_all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> Work | PartOfWork | FinishedWork:
-        self._check_values(value, leaves, op, out)
+        given, leaves = _read_here(value)
+        self._check_values(given, leaves, op, out)
         extended = self._strategy.extended
-        if self.num_replicas_in_sync == 1:
-            return finished_work(nest.map_structure(copied, value), extended.first_gpu)
 
         def merged(strategy: Strategy, values: object, outs: object) -> Any:
             pairs, note = self._contributions(op, values, outs)
@@ -557,8 +553,12 @@ class ReplicaContext:
             places = [place_at(device) for device in extended.worker_devices]
             return PerReplica(replica_works(nested, places), extended.local_replica_ids)
 
-        work: PartOfWork = self.meet(("all_reduce_async", op, options), merged, (value, out), {})
-        return work
+        work: FinishedWork | PartOfWork
+        if self.num_replicas_in_sync == 1:
+            work = finished_work(self.own_sum(given), extended.first_gpu)
+        else:
+            work = self.meet(("all_reduce_async", op, options), merged, (given, out), {})
+        return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
 
     def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
@@ -580,13 +580,12 @@ class ReplicaContext:
         given, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
             for leaf in leaves:
-                check_can_gather(leaf, axis, "all_gather()")
+                value_checks.check_can_gather(leaf, axis, "all_gather()")
 
         def merged(strategy: Strategy, values: Value) -> Value:
             leaves = nest.flatten(values)
             gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
-            placed: Value = nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
-            return placed
+            return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
 
         return self.meet(("all_gather along axis", axis, options), merged, (given,), {})
 

@@ -17,7 +17,7 @@ from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import VariableSynchronization
-from mpidist.core.protocols import ReplicaContextLike
+from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.mirrored import ranks_of_node
 from mpidist.strategies.replica_devices import check_device, check_devices
@@ -58,22 +58,16 @@ class CentralExtended(ReplicatedExtended):
         """Return the device of this process that is current while ``component`` is updated."""
         return component.device
 
-    def _update(
-        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         (component,) = var.values
         result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
         return nest.map_structure(self.value_container, result) if group else (result,)
 
-    def _update_non_slot(
-        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
         return result if group else (result,)
 
-    def _call_once(
-        self, device: str, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
+    def _call_once(self, device: str, fn: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Call an update function in update context."""
         with self.shared_errors("an update function"):
             args, kwargs = nest.map_structure(self._sole, (args, kwargs))
@@ -85,8 +79,8 @@ class CentralExtended(ReplicatedExtended):
         replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
         group: bool,
     ) -> object:
         """See ``StrategyExtended``: there is one component for all replicas, which meet."""

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives import FinishedWork
 from mpidist.core.context import outside, register_default_strategy
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CallOptions
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
-from mpidist.strategies.value_checks import copy_into
 from mpidist.values import Variable
 from mpidist.values.synchronization import make_variable
 
@@ -44,7 +43,6 @@ class DefaultExtended(StrategyExtended):
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the CPU."""
-        del var_list
         return (_DEVICE,)
 
     def input_workers(self) -> InputWorkers:
@@ -55,15 +53,11 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return make_variable(self.strategy, (device_of(array),), array, **properties)
 
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """See ``StrategyExtended``."""
         return [self.replica.call(fn, args, kwargs)]
 
-    def reduce(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[object]:
+    def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """See ``StrategyExtended``: the value of the one replica."""
         return [value.values[0] for value, _ in pairs]
 
@@ -71,7 +65,7 @@ class DefaultExtended(StrategyExtended):
         """Return ``value``: the default strategy places nothing."""
         return value
 
-    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """See ``StrategyExtended``."""
         return arrays
 
@@ -79,9 +73,7 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return arrays
 
-    def _update(
-        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         result = fn(var, *args, **kwargs)
         return result if group else (result,)
 
@@ -108,17 +100,9 @@ class DefaultExtended(StrategyExtended):
 class DefaultContext(ReplicaContext):
     """The replica of the default strategy, whose values are their own sums."""
 
-    def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> Any:
-        self._check_values(value, leaves, op, out)
-        return value if out is None else copy_into(out, value)
-
-    def _start_all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
-    ) -> FinishedWork:
-        self._check_values(value, leaves, op, out)
-        return FinishedWork(value)
+    def own_sum(self, value: object) -> object:
+        """Return the value itself."""
+        return value
 
 
 class DefaultStrategy(Strategy):

@@ -13,8 +13,8 @@ from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import Communicator
 from mpidist.core.devices import parse_device
 from mpidist.core.errors import DeviceError
+from mpidist.topology.environments import read_launcher
 from mpidist.topology.gpu_sharing import devices_of_each, visible_devices
-from mpidist.topology.launcher import read_launcher
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

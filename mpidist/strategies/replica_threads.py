@@ -6,6 +6,8 @@ issued by the caller's thread, and goes on. The order is the same in every run.
 
 The threads live as long as the strategy: libraries keep costly state per thread, such as the handle of cuBLAS, whose
 end waits for the whole device.
+
+Of a collective that they start together each replica gets a handle of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from mpidist.arrays.streams import Event, Stream
+from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core.callsite import user_call_site
 from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
@@ -75,21 +81,14 @@ class ReplicaRun:
     Its code runs only between ``resume`` and the next merge point or its end.
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        thread: ReplicaThread,
-        stream: ReplicaStream,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> None:
+    def __init__(self, frame: Frame, thread: ReplicaThread, stream: ReplicaStream, body: Callable[[], object]) -> None:
         assert frame.replica_context is not None
-        self.context = frame.replica_context
+        self.id = frame.replica_context.replica_id_in_sync_group
+        self._local_id = frame.replica_context.local_replica_id
         self._frame = frame
         self._thread = thread
         self._stream = stream
-        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._body = body
         # The queues that hand over between the two threads; they are quicker than semaphores, which are Python's.
         self._may_run: SimpleQueue[None] = SimpleQueue()
         self._has_paused: SimpleQueue[None] = SimpleQueue()
@@ -99,7 +98,7 @@ class ReplicaRun:
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.merge_request: tuple[Callable[..., object], tuple[object, ...], dict[str, object]] | None = None
+        self.merge_request: tuple[Callable[..., object], Args, Kwargs] | None = None
         self.merged: Any = None
         self.call: tuple[object, ...] = ()
         self.call_site = ""
@@ -116,7 +115,7 @@ class ReplicaRun:
             push(self._frame)
             try:
                 with self._stream.entered():
-                    self.result = self._fn(*self._args, **self._kwargs)
+                    self.result = self._body()
                     self._stream.hand_over()
                 pop(self._frame)
             except BaseException as error:  # handed to the caller of run()
@@ -127,15 +126,12 @@ class ReplicaRun:
         if self._has_started:
             self._may_run.put(None)
         else:
-            self._thread.take(self)
+            self._thread.runs.put(self)
             self._has_started = True
         while True:
-            try:
-                self._has_paused.get(timeout=_SIGNAL_SECONDS)
-            except Empty:
-                # A signal that came just before the wait began does not end it; its handler has run by now.
-                continue
-            return
+            # A signal that came just before the wait began does not end it; its handler has run by then.
+            with suppress(Empty):
+                return self._has_paused.get(timeout=_SIGNAL_SECONDS)
 
     @property
     def has_left_its_thread(self) -> bool:
@@ -157,9 +153,7 @@ class ReplicaRun:
                 return False
         return True
 
-    def merge(
-        self, call: tuple[object, ...], fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Result:
+    def merge(self, call: tuple[object, ...], fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
         if self._abandoned:
             # A finally block on the way out: nobody is left to meet.
@@ -174,41 +168,32 @@ class ReplicaRun:
             raise _Abandoned
         self.merge_request = None
         self._stream.take_back()
-        merged: Result = select_replica(self.context.local_replica_id, self.merged)
+        merged: Result = select_replica(self._local_id, self.merged)
         return merged
 
 
 class ReplicaThread(threading.Thread):
-    """The thread of a local replica, which carries out one run after the other."""
+    """The thread of a local replica, which carries out one run after the other.
+
+    Attributes:
+        runs: Those that it is to carry out; it ends at None.
+        present: The one that it carries out.
+    """
 
     def __init__(self, replica_id: int) -> None:
         super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
-        self._runs: SimpleQueue[ReplicaRun | None] = SimpleQueue()
+        self.runs: SimpleQueue[ReplicaRun | None] = SimpleQueue()
+        self.present: ReplicaRun | None = None
         self.start()
-
-    def take(self, run: ReplicaRun) -> None:
-        """Carry out ``run`` next."""
-        self._runs.put(run)
-
-    def end(self) -> None:
-        """End after the runs taken so far."""
-        self._runs.put(None)
 
     def run(self) -> None:
         """Body of the thread."""
-        while (run := self._runs.get()) is not None:
-            _of_this_thread.run = run
+        # The arrays of a run are not to wait for the next one.
+        while (run := self.runs.get()) is not None:
+            self.present = run
             run.carry_out()
-            # The arrays of a run are not to wait for the next one.
-            _of_this_thread.run = None
+            self.present = None
             del run
-
-
-class _OfThisThread(threading.local):
-    run: ReplicaRun | None = None
-
-
-_of_this_thread = _OfThisThread()
 
 
 def run_of_this_thread() -> ReplicaRun | None:
@@ -217,7 +202,8 @@ def run_of_this_thread() -> ReplicaRun | None:
     >>> run_of_this_thread() is None
     True
     """
-    return _of_this_thread.run
+    thread = threading.current_thread()
+    return thread.present if isinstance(thread, ReplicaThread) else None
 
 
 class ReplicaThreads:
@@ -238,10 +224,7 @@ class ReplicaThreads:
         weakref.finalize(self, _end, self._idle).atexit = False
 
     def run(
-        self,
-        extended: StrategyExtended,
-        fn: Callable[..., Result],
-        arguments: Sequence[tuple[tuple[object, ...], dict[str, object]]],
+        self, extended: StrategyExtended, fn: Callable[..., Result], arguments: Sequence[tuple[Args, Kwargs]]
     ) -> list[Result]:
         """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
 
@@ -253,8 +236,8 @@ class ReplicaThreads:
         streams = [ReplicaStream(place) for place in self._places]
         threads = self._taken(extended.local_replica_ids)
         runs = [
-            ReplicaRun(frame, thread, stream, fn, *own)
-            for frame, thread, stream, own in zip(self._frames, threads, streams, arguments, strict=True)
+            ReplicaRun(frame, thread, stream, partial(fn, *args, **kwargs))
+            for frame, thread, stream, (args, kwargs) in zip(self._frames, threads, streams, arguments, strict=True)
         ]
         try:
             while True:
@@ -287,7 +270,7 @@ class ReplicaThreads:
     def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
         hangs: list[int] = []
         try:
-            hangs += [run.context.replica_id_in_sync_group for run in runs if not run.abandon()]
+            hangs += [run.id for run in runs if not run.abandon()]
         finally:
             # A second Ctrl-C comes here, too.
             if all(run.has_left_its_thread for run in runs):
@@ -307,13 +290,13 @@ class ReplicaThreads:
 def _end(idle: list[list[ReplicaThread]]) -> None:
     while idle:
         for thread in idle.pop():
-            thread.end()
+            thread.runs.put(None)
 
 
 def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
-    returned = [run.context.replica_id_in_sync_group for run in runs if run.is_done]
+    returned = [run.id for run in runs if run.is_done]
     if returned:
-        waiting = [f"{run.context.replica_id_in_sync_group} at {run.call_site}" for run in runs if not run.is_done]
+        waiting = [f"{run.id} at {run.call_site}" for run in runs if not run.is_done]
         raise RuntimeError(
             f"replicas {returned} returned while replica {'; '.join(waiting)} waits for all replicas in merge_call(), "
             "all_reduce() or a variable's assign(); every replica has to make the same calls"
@@ -323,10 +306,7 @@ def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
 def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
     """Raise ValueError where replicas meet at different calls, as a sum and a mean."""
     if any(run.call != runs[0].call for run in runs):
-        sites = "; ".join(
-            f"replica {run.context.replica_id_in_sync_group} in {_call_text(run.call)} at {run.call_site}"
-            for run in runs
-        )
+        sites = "; ".join(f"replica {run.id} in {_call_text(run.call)} at {run.call_site}" for run in runs)
         raise ValueError(
             f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the same "
             "operation, axis and options, in the same order"
@@ -338,15 +318,89 @@ def _call_text(call: tuple[object, ...]) -> str:
 
 
 def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
-    requests = [run.merge_request for run in runs]
+    requests = [run.merge_request for run in runs if run.merge_request is not None]
+    ids = [run.id for run in runs]
     works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
-    ids = [run.context.replica_id_in_sync_group for run in runs]
-    fn = requests[0][0]  # type: ignore[index]
     with extended.shared_errors("the values of its replicas"):
         _check_same_call(runs)
-        args = regroup([request[1] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
-        kwargs = regroup([request[2] for request in requests], ids, unwrap_objects=True)  # type: ignore[index]
+        args = regroup([args for _, args, _ in requests], ids, unwrap_objects=True)
+        kwargs = regroup([kwargs for *_, kwargs in requests], ids, unwrap_objects=True)
+    fn, *_ = requests[0]
     with entered(extended.frame), (extended.first_gpu or HOST).current():
         merged = fn(extended.strategy, *args, **kwargs)
     for run in runs:
         run.merged = merged
+
+
+class _Arrival:
+    """The results of a collective on the devices of the local replicas.
+
+    Made in the coordinating thread. Whichever replica waits first puts the results of all on their devices: its own by
+    way of its current stream, those of the others by way of the streams of the coordinating thread, which they started
+    from: the streams that are current in the waiting thread mean nothing to them.
+
+    Args:
+        work: The collective.
+        places: Of the replicas; at least one is a device.
+    """
+
+    def __init__(self, work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> None:
+        self._work = work
+        self._places = places
+        self._streams = [_current_stream(place) for place in places]
+        self._events = self._record(self._streams)
+        self._has_come = False
+        self._result: object = None
+
+    def wait(self, replica: int, timeout: float | None) -> object:
+        """Return the result; the current stream of the replica's device waits for it."""
+        streams = list(self._streams)
+        streams[replica] = here = _current_stream(self._places[replica])
+        event = self._events[replica]
+        if here is not None and event is not None:
+            here.wait(event)
+        if not self._has_come:
+            with ExitStack() as entered:
+                for place, stream in zip(self._places, streams, strict=True):
+                    # CuPy forgets a stream that a thread was told to use() when it leaves another one.
+                    if stream is not None and stream.handle != place.ops.current_stream(place.number).handle:
+                        entered.enter_context(stream)
+                self._result = self._work.wait(timeout)
+            self._events = self._record(streams)
+            self._has_come = True
+        return self._result
+
+    @staticmethod
+    def _record(streams: Sequence[Stream | None]) -> list[Event | None]:
+        return [None if stream is None else stream.record() for stream in streams]
+
+
+class ReplicaWork(PartOfWork):
+    """One replica's handle; as ``Work``."""
+
+    def __init__(self, work: Work | FinishedWork | PartOfWork, arrival: _Arrival, replica: int) -> None:
+        super().__init__(work, partial(select_replica, replica))
+        self._arrival = arrival
+        self._replica = replica
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See ``Work``."""
+        return self._select(self._arrival.wait(self._replica, timeout))
+
+
+def replica_works(work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> list[PartOfWork]:
+    """Return a handle for each local replica, from the coordinating thread."""
+    if all(place.is_host for place in places):
+        return [PartOfWork(work, partial(select_replica, i)) for i in range(len(places))]
+    arrival = _Arrival(work, places)
+    return [ReplicaWork(work, arrival, i) for i in range(len(places))]
+
+
+def finished_work(result: object, gpu: Place | None) -> FinishedWork | PartOfWork:
+    """Return the handle of a lone replica's result, on ``gpu`` unless that is None."""
+    work = FinishedWork(result)
+    return work if gpu is None else replica_works(work, [gpu])[0]
+
+
+def _current_stream(place: Place) -> Stream | None:
+    return None if place.is_host else place.ops.current_stream(place.number)

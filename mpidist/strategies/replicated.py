@@ -17,7 +17,8 @@ from mpidist.core import nest
 from mpidist.core.context import current_frame
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions
+from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
 from mpidist.strategies.base import ReplicaContext, Strategy, Value
@@ -95,9 +96,7 @@ class ReplicatedExtended(StrategyExtended):
         (array,) = self.broadcast([array], 0, f"variable {properties['name']!r} {kind}")
         return make_variable(self.strategy, self.worker_devices, array, **properties)
 
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """See ``StrategyExtended``."""
         if len(self._contexts) > 1:
             arguments = [(select_replica(i, args), select_replica(i, kwargs)) for i in range(len(self._contexts))]
@@ -107,14 +106,12 @@ class ReplicatedExtended(StrategyExtended):
         with self.first_gpu.current():
             return [self._contexts[0].call(fn, args, kwargs)]
 
-    def reduce(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[object]:
+    def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
 
     def reduce_async(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
     ) -> Work | FinishedWork:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs_async(op, pairs, divisor, options, note)
@@ -123,7 +120,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return self._ops.broadcast(value, destinations)
 
-    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """See ``StrategyExtended``."""
         comm = self.communicator
         return arrays if comm is None else comm.gather_arrays(arrays, axis, options=options, note=note)
@@ -180,7 +177,7 @@ class LoneReplicaContext(ReplicaContext):
         return super().all_reduce(reduce_op, value, options, out=out)
 
     def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CommunicationOptions | None, out: object
+        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         if any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
             return super()._all_reduce(op, value, leaves, options, out)

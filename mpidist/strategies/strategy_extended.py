@@ -24,18 +24,12 @@ from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization
-from mpidist.core.options import CommunicationOptions, check_communication_options
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.options import CallOptions, CommunicationOptions, check_communication_options
+from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike, StrategyLike
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values
-from mpidist.strategies.value_checks import (
-    apart_from,
-    check_can_gather,
-    check_can_reduce,
-    check_gradients_apart,
-    concatenated,
-)
+from mpidist.strategies import value_checks
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
@@ -104,9 +98,7 @@ class StrategyExtended(ABC):
         """
 
     @abstractmethod
-    def run_replicas(
-        self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Result]:
+    def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
         """Call ``fn`` for each replica of this rank, and return the results in order. Extension.
 
         Args:
@@ -115,9 +107,7 @@ class StrategyExtended(ABC):
         """
 
     @abstractmethod
-    def reduce(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
-    ) -> list[object]:
+    def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """Reduce values over all replicas (collective). Extension.
 
         Args:
@@ -132,13 +122,13 @@ class StrategyExtended(ABC):
         """
 
     def reduce_async(
-        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CommunicationOptions | None, note: str
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
     ) -> Work | FinishedWork:
         """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
 
     @abstractmethod
-    def gather(self, arrays: list[Array], axis: int, options: CommunicationOptions | None, note: str) -> list[Array]:
+    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
 
     @abstractmethod
@@ -252,11 +242,7 @@ class StrategyExtended(ABC):
         return self._reduce_nests("batch_reduce_to()", reduce_op, value_destination_pairs, options)
 
     def _reduce_nests(
-        self,
-        method: str,
-        reduce_op: ReduceOp | str,
-        nests: Sequence[tuple[Value, object]],
-        options: CommunicationOptions | None,
+        self, method: str, reduce_op: ReduceOp | str, nests: Sequence[tuple[Value, object]], options: CallOptions
     ) -> list[Value]:
         with self.shared_errors(method):
             context.require_cross_replica(self.strategy, method, "use get_replica_context().all_reduce(op, value)")
@@ -270,7 +256,7 @@ class StrategyExtended(ABC):
                 destination_devices(destinations)
         note = "; ".join(_told(value, destinations) for value, destinations in nests)
         reduced = self.reduce_pairs(op, flat, options, note) if flat else []
-        results = iter([apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
+        results = iter([value_checks.apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
         return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
 
     def broadcast_to(self, tensor: Value, destinations: object, root: int = 0) -> Value:
@@ -296,11 +282,7 @@ class StrategyExtended(ABC):
         return copies
 
     def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[object, object]],
-        options: CommunicationOptions | None = None,
-        note: str = "",
+        self, op: ReduceOp, pairs: Sequence[tuple[object, object]], options: CallOptions = None, note: str = ""
     ) -> list[object]:
         """Reduce many values of any kind to their destinations (collective). Extension.
 
@@ -325,10 +307,10 @@ class StrategyExtended(ABC):
             else:
                 own = value.values[0] if isinstance(value, ReplicaValues) else value
                 with self.shared_errors(f"{op.name} of its values"):
-                    check_can_reduce([own], op)
+                    value_checks.check_can_reduce([own], op)
                 results[i] = self.copy_to(own, destinations)
         with self.shared_errors(f"{op.name} of its values"):
-            check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
+            value_checks.check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
         for divisor, indices in by_divisor.items():
             batch = [(values[i], pairs[i][1]) for i in indices]
             for i, result in zip(indices, self.reduce(op, batch, divisor, options, note), strict=True):
@@ -379,19 +361,17 @@ class StrategyExtended(ABC):
         # One copy that all replicas share stands for each of them.
         return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
 
-    def gather_leaves(
-        self, leaves: Sequence[object], axis: int, note: str, options: CommunicationOptions | None = None
-    ) -> list[Any]:
+    def gather_leaves(self, leaves: Sequence[object], axis: int, note: str, options: CallOptions = None) -> list[Any]:
         """Concatenate the values of all replicas along ``axis``, in replica order (collective). Extension."""
         local: list[Array] = []
         samples = []
         with self.shared_errors("gathering the values of its replicas"):
             for leaf in map(self.distributed, leaves):
                 parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
-                check_can_gather(parts[0], axis, "gather()")
+                value_checks.check_can_gather(parts[0], axis, "gather()")
                 first = place_of(to_array(parts[0]))
                 with first.current():
-                    local.append(concatenated([first.brings(to_array(part)) for part in parts], axis))
+                    local.append(value_checks.concatenated([first.brings(to_array(part)) for part in parts], axis))
                 samples.append(parts[0])
         return list(map(restore, samples, self.gather(local, axis, options, note)))
 
@@ -406,8 +386,7 @@ class StrategyExtended(ABC):
         with self.shared_errors("broadcasting its values"):
             arrays = [to_array(leaf) for leaf in leaves]
         sent = self.broadcast(arrays, root, note or nest.describe(value))
-        received: Value = nest.pack_like(value, list(map(restore, leaves, sent)))
-        return received
+        return nest.pack_like(value, map(restore, leaves, sent))
 
     def copy_to(self, value: object, destinations: object) -> Any:
         """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
@@ -464,12 +443,10 @@ class StrategyExtended(ABC):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable."""
         context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
-        del colocate_with
         return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the devices of state that belongs to no variable."""
-        del var_list
         return self.parameter_devices
 
     def variable_created_in_scope(self, v: Variable) -> bool:
@@ -514,8 +491,8 @@ class StrategyExtended(ABC):
         replica: ReplicaContextLike,
         var: Variable,
         fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
         group: bool,
     ) -> object:
         """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
@@ -527,9 +504,7 @@ class StrategyExtended(ABC):
             result = fn(component, *args, **kwargs)
         return result if group else (result,)
 
-    def _update(
-        self, var: Variable, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
         if not group:
             return tuple(results)
@@ -537,9 +512,7 @@ class StrategyExtended(ABC):
             return nest.map_structure(self.value_container, results[0])
         return regroup(results, self.local_replica_ids)
 
-    def _update_non_slot(
-        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], group: bool
-    ) -> object:
+    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
         results = []
         for i, (device,) in enumerate(self.worker_devices_by_replica):
             with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
@@ -550,7 +523,7 @@ class StrategyExtended(ABC):
         """Update variables by summed gradients, in update context. Extension.
 
         Args:
-            optimizer: A ``mpidist.training.Optimizer`` whose slots exist.
+            optimizer: A ``mpidist.optimizers.Optimizer`` whose slots exist.
             summed: Gradients and their variables, as they come in.
         """
         optimizer.update_copies(summed)
@@ -575,7 +548,7 @@ class StrategyExtended(ABC):
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
-    def run(self, fn: Callable[..., Result], args: tuple[object, ...], kwargs: dict[str, object]) -> Result:
+    def run(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Call ``fn`` for each replica and group the results; announce errors to other ranks. Extension."""
         try:
             results = self.run_replicas(fn, args, kwargs)

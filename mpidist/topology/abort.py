@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError
 from mpidist.core.wording import ranks_text
+from mpidist.topology import last_output
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
-from mpidist.topology.last_output import STDERR, flush_output, lasting_stderr, print_once, write_last
-from mpidist.topology.tracebacks import read_setting, traceback_text, without_folds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,14 +55,14 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
         # Its mpirun 5.0.11 deadlocks in one job of 40 where ranks abort while others end: PMIx_server_deregister_client
         # waits for a thread of PMIx that waits for it. Where they exit it does not, and ends the job as well.
         os._exit(code)
-    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=last_output.STDERR)
     world.Abort(code)
     raise AssertionError("MPI_Abort came back")
 
 
 def end_job_after_output(code: int = EXIT_CODE) -> NoReturn:
     """Flush this process's output, leave the launcher time to read it, and end the job."""
-    flush_output()
+    last_output.flush_output()
     time.sleep(_LAUNCHER_READS_SECONDS)
     end_job(code)
 
@@ -166,7 +165,7 @@ class _ExceptionHook:
             try:
                 tell()
             finally:
-                flush_output()
+                last_output.flush_output()
         finally:
             time.sleep(_LAUNCHER_READS_SECONDS)
             if is_fault_tolerant():
@@ -181,15 +180,17 @@ class _ExceptionHook:
             time.sleep(_OTHERS_SECONDS if rank else _FIRST_RANK_SECONDS)
             text = title + "".join(traceback.format_exception_only(type(error), error))
         else:
-            text = title + traceback_text(error)
-        if read_setting()[0]:
-            write_last(f"{self._name_of(world, [rank])}:\n{text}")
+            text = title + last_output.traceback_text(error)
+        if last_output.read_setting()[0]:
+            last_output.write_last(f"{self._name_of(world, [rank])}:\n{text}")
         else:
-            print_once(text, without_folds(text), rank, lambda ranks: self._name_of(world, ranks))
+            last_output.print_once(
+                text, last_output.without_folds(text), rank, lambda ranks: self._name_of(world, ranks)
+            )
 
     def _call(self, world: MPI.Intracomm, previous: Callable[[], object]) -> None:
         """Have the previous hook print the error, under the name of this rank."""
-        with lasting_stderr():
+        with last_output.lasting_stderr():
             sys.stderr.write(f"{self._name_of(world, [world.Get_rank()])}:\n")
             previous()
 

@@ -1,18 +1,18 @@
 """The one table of launch environments: the variables and start commands of each launcher.
 
-By it ``read_launcher`` returns the facts that the launcher gave this process, and ``read_batch_system`` the system
-whose job it is in. The launch check, ``doctor`` and ``launch`` use nothing else, and ``start_commands``, which makes
-commands.
+By it ``read_launcher`` returns the facts that the launcher gave this process, ``read_batch_system`` the system whose
+job it is in, and ``command_for`` the command that starts ranks as one world. The launch check, ``doctor`` and
+``launch`` use nothing else.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mpidist.core.errors import LaunchError
-from mpidist.core.numbers import whole_number
+from mpidist.core.wording import whole_number
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI
 from mpidist.topology.slurm_lists import expand_tasks_per_node
 
@@ -68,8 +68,7 @@ class Launcher:
         from_shell: The option with which it starts ranks from such a shell, which holds the job's resources.
         library: The MPI library that it belongs to, and that alone it starts; or None.
         command: The command that starts ranks where ``starts`` does not have the library.
-        count: The options for ``{ranks}`` ranks.
-        unbound: Those for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
+        unbound: The options for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
         passes: The option that gives all ranks ``{variable}``, which is NAME=VALUE, or NAME for that of the shell; one
             without ``{variable}`` gives them all that the shell has, empty where that needs no option.
         all_gpus: The options with which each rank sees ``{gpus}`` GPUs of its node; empty where it hides none.
@@ -92,7 +91,6 @@ class Launcher:
     from_shell: str = ""
     library: str | None = None
     command: str = "mpirun"
-    count: str = "-n {ranks}"
     unbound: str = "-n {ranks}"
     passes: str = ""
     all_gpus: str = ""
@@ -120,6 +118,18 @@ class BatchSystem:
     without: str = ""
 
 
+_MPICH = Launcher(
+    "MPICH mpiexec",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    needs=("MPI_LOCALRANKID",),
+    library=MPICH,
+    command="mpiexec",
+    unbound="-n {ranks} -bind-to none",
+    passes="-genvall",
+)
 # Under mpirun in a Slurm job the SLURM_* of a rank are those of mpirun's own daemon or of the batch script (every rank
 # is task 0), and srun --mpi=pmi2, flux run and PALS write PMI_RANK too: so the order is from the launcher that is
 # started last to the one that is started first, and bare PMI and PMIx come at the end.
@@ -155,18 +165,7 @@ _LAUNCHERS = (
         passes="-genvall",
         own_machine={0: {"I_MPI_PIN": "off"}},
     ),
-    Launcher(
-        "MPICH mpiexec",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        needs=("MPI_LOCALRANKID",),
-        library=MPICH,
-        command="mpiexec",
-        unbound="-n {ranks} -bind-to none",
-        passes="-genvall",
-    ),
+    _MPICH,
     # It starts resource sets, by default of one task and one core each; --bind is about the cores inside of a set.
     Launcher(
         "LSF jsrun",
@@ -230,16 +229,7 @@ _LAUNCHERS = (
         all_gpus="--gpus-per-node={gpus} --gpu-bind=none",
         near_gpus="--distribution=block:block --mem-bind=local",
     ),
-    Launcher(
-        "MPICH mpiexec",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "PMI_LOCAL_RANK",
-        "PMI_LOCAL_SIZE",
-        command="mpiexec",
-        unbound="-n {ranks} -bind-to none",
-        passes="-genvall",
-    ),
+    replace(_MPICH, local_rank="PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE", needs=(), library=None),
     Launcher("a PMIx launcher", "PMIX_RANK", None),
 )
 
@@ -267,7 +257,7 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
 """Every variable of the table."""
 
 
-def read_launcher(environ: Environ | None = None) -> LauncherInfo | None:
+def read_launcher(environ: Environ = os.environ) -> LauncherInfo | None:
     """Return the launcher's facts about this process, or None without a launcher.
 
     Args:
@@ -280,7 +270,6 @@ def read_launcher(environ: Environ | None = None) -> LauncherInfo | None:
     >>> read_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}).size
     4
     """
-    environ = os.environ if environ is None else environ
     for row in _LAUNCHERS:
         if all(environ.get(name) for name in (row.rank, *row.needs)):
             info = _read(row, environ)
@@ -336,7 +325,7 @@ def _tasks_of_this_node(environ: Environ) -> int | None:
     return tasks[node] if node < len(tasks) else None
 
 
-def read_batch_system(environ: Environ | None = None) -> BatchSystem | None:
+def read_batch_system(environ: Environ = os.environ) -> BatchSystem | None:
     """Return the batch system in whose job this process is, or None outside of one.
 
     Args:
@@ -345,11 +334,10 @@ def read_batch_system(environ: Environ | None = None) -> BatchSystem | None:
     >>> read_batch_system({"PBS_JOBID": "7.head", "PBS_NODEFILE": "/var/spool/7"}).name
     'PBS'
     """
-    environ = os.environ if environ is None else environ
     return next((system for system in BATCH_SYSTEMS if environ.get(system.job)), None)
 
 
-def in_shell(launcher: str, environ: Environ | None = None) -> bool:
+def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
     """Return whether this process is in a shell that a launcher started as a rank.
 
     Such as that of ``srun --pty bash``. The job's resources belong to that shell, and commands that start ranks wait
@@ -362,8 +350,51 @@ def in_shell(launcher: str, environ: Environ | None = None) -> bool:
     >>> in_shell("srun", {"SLURM_PTY_PORT": "39465", "SLURM_STEP_ID": "0"})
     True
     """
-    environ = os.environ if environ is None else environ
     row = LAUNCHERS[launcher]
     if row.shell is None or not environ.get(row.shell):
         return False
     return (_number(environ, "SLURM_STEP_ID") or 0) < _STEPS_OF_SLURM_ITSELF
+
+
+def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> str | None:
+    """Return the command that starts ranks of an MPI library as one world. ``-n`` follows.
+
+    Args:
+        launcher: The name of a row of ``LAUNCHERS``, as in ``LauncherInfo.name``.
+        vendor: The MPI library, as ``mpidist.topology.mpi_library.vendor_of`` names it.
+        environ: The environment to read; ``os.environ`` by default.
+
+    Returns:
+        None where this launcher does not start that library (use the library's own mpirun), or where the job was
+        started in just this way already, so that the command cannot have been missing.
+
+    >>> command_for("srun", "Open MPI", {})
+    'srun --mpi=pmix'
+    """
+    row = LAUNCHERS[launcher]
+    command = row.starts.get(vendor)
+    taken = environ.get(row.kind) if row.kind else None
+    if command is None or (taken and command.endswith("=" + taken.partition("_v")[0])):
+        return None
+    return f"{command} {row.from_shell}" if in_shell(launcher, environ) else command
+
+
+def mpirun_of(vendor: str) -> Launcher | None:
+    """Return the row of the mpirun that belongs to an MPI library, or None.
+
+    >>> mpirun_of("Open MPI").command
+    'mpirun'
+    """
+    return next((row for row in LAUNCHERS.values() if row.library == vendor), None)
+
+
+def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
+    """Return the variables with which mpirun fits a machine of one's own; see ``Launcher``.
+
+    >>> own_machine("Intel MPI", (2021, 18)), own_machine("MPICH", (5, 0))
+    ({'I_MPI_PIN': 'off'}, {})
+    """
+    row = mpirun_of(vendor)
+    major = version[0] if version else 0
+    known = {} if row is None else {first: names for first, names in row.own_machine.items() if first <= major}
+    return known[max(known)] if known else {}

@@ -10,28 +10,11 @@ from types import ModuleType
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
-from mpidist.topology.environments import (
-    LAUNCHERS,
-    LauncherInfo,
-    LauncherVariableError,
-    in_shell,
-    read_batch_system,
-    read_launcher,
-)
+from mpidist.topology import environments
+from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
-from mpidist.topology.start_commands import command_for
 from mpidist.topology.start_watch import watch_start
-
-__all__ = [
-    "LauncherInfo",
-    "check_world",
-    "cores_are_short",
-    "import_mpi",
-    "one_world",
-    "prepare_environment",
-    "read_launcher",
-]
 
 
 def cores_are_short() -> bool:
@@ -89,7 +72,7 @@ def prepare_environment() -> None:
     try:
         info = read_launcher()
         needed = _needed_environment()
-    except LauncherVariableError:
+    except environments.LauncherVariableError:
         if mpi is not None:
             raise
         # import_mpi raises it before MPI starts; here, doctor could not be imported to say what is wrong.
@@ -174,19 +157,19 @@ def check_world(size: int) -> None:
 def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
     """Return sentences with the commands that make one world of a launcher's ranks."""
     count = "" if info.size is None else f" -n {info.size}"
-    command = command_for(info.name, library.vendor)
+    command = environments.command_for(info.name, library.vendor)
     if command is not None:
         shows = " ('srun --mpi=list' shows what this Slurm has)" if info.name == "srun" else ""
-        instead = "after 'exit', in salloc, use" if in_shell(info.name) else "use"
+        instead = "after 'exit', in salloc, use" if environments.in_shell(info.name) else "use"
         return f"Type: {command}{count} python ...{shows}; or {instead} {_own_mpirun(library)}{count} python ..."
-    kind = LAUNCHERS[info.name].kind
+    kind = environments.LAUNCHERS[info.name].kind
     taken = os.environ.get(kind) if kind else None
     tried = f"It was {info.name} --mpi={taken} already, which this library does not understand here. " if taken else ""
     found = shutil.which("mpirun")
     which = f"The mpirun in PATH is {found}. " if found else "There is no mpirun in PATH. "
-    system = read_batch_system()
+    system = environments.read_batch_system()
     where = "" if system is None else f" inside the {system.name} job"
-    if in_shell(info.name):
+    if environments.in_shell(info.name):
         where = " in salloc, after 'exit' from this shell,"
     return (
         f"{tried}{which}Start the job{where} with the launcher of the library: {_own_mpirun(library)}{count} python ..."

@@ -38,13 +38,7 @@ _LAUNCHER_NAMES: Mapping[str, tuple[str, ...]] = {
     MVAPICH: ("mpiexec.hydra", "mpiexec", "mpirun"),
     INTEL_MPI: ("mpirun", "mpiexec.hydra", "mpiexec"),
 }
-_SIGNS = {
-    "Open MPI": OPEN_MPI,
-    "Intel(R) MPI": INTEL_MPI,
-    "CRAY MPICH": CRAY_MPICH,
-    "MVAPICH": MVAPICH,
-    "MPICH": MPICH,
-}
+_SIGNS = {"Open MPI": OPEN_MPI, "Intel(R) MPI": INTEL_MPI, "CRAY MPICH": CRAY_MPICH, "MVAPICH": MVAPICH, "MPICH": MPICH}
 # In what --version prints. MVAPICH has MPICH's launcher; that of a Cray (PALS) names no vendor.
 _LAUNCHER_SIGNS = {"Open MPI": OPEN_MPI, "OpenRTE": OPEN_MPI, "Intel(R) MPI": INTEL_MPI, "HYDRA": MPICH}
 _LIBRARY = re.compile(r"(/\S*/libmpi(?:ch|_abi|_ilp64|_cray|_gnu|_intel|_nvidia|_amd)?(?:_\d+)?\.so\S*)$", re.MULTILINE)
@@ -111,12 +105,7 @@ def find_library(python: str = sys.executable) -> MpiLibrary:
         LaunchError: mpi4py cannot load one there.
     """
     done = subprocess.run(
-        [python, "-c", _ASK],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        [python, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()[-1:] or [f"{python} ended with status {done.returncode}"]

@@ -38,17 +38,19 @@ def watch_start(info: LauncherInfo | None) -> None:
     except ValueError:
         # Not here: whatever reads it next says what is wrong with it, and doctor could not be imported to do so.
         return
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(info, seconds))
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(info, seconds))
 
 
-class _Finder(MetaPathFinder):
-    """A finder of mpi4py.MPI alone, whose loader has the start watched."""
+class _Watch(MetaPathFinder, Loader):
+    """The finder of mpi4py.MPI alone, and its loader, which has the start watched."""
 
     def __init__(self, info: LauncherInfo, seconds: tuple[float, float]) -> None:
         self._info = info
         self._seconds = seconds
         self._asks_others = False
+        self._loader: Loader
+        self._end_of_watch: int | None = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,22 +63,12 @@ class _Finder(MetaPathFinder):
         finally:
             self._asks_others = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._info, self._seconds)
+            self._loader, spec.loader = spec.loader, self
         return spec
-
-
-class _Loader(Loader):
-    """A loader of a module that starts MPI."""
-
-    def __init__(self, loader: Loader, info: LauncherInfo, seconds: tuple[float, float]) -> None:
-        self._loader = loader
-        self._info = info
-        self._seconds = seconds
-        self._end_of_watch: int | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         # Here, where the module is not among the others yet, whom a fork would find it half made.
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         self._end_of_watch = _begin(self._info, self._seconds)
         try:
             return self._loader.create_module(spec)

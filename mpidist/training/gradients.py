@@ -1,7 +1,8 @@
-"""Gradients before an optimizer takes them: checks, sums over replicas, buckets, clipping."""
+"""Gradients before an optimizer takes them: checks, sums over replicas and batches, buckets, clipping."""
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -11,10 +12,12 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy
-from mpidist.core.protocols import ReplicaContextLike
+from mpidist.core.enums import ReduceOp
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.composite import AnyVariable, CompositeVariable
-from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
+from mpidist.values.indexed_slices import concatenate
+from mpidist.values.placement import array_of, copy_of, on_host, place_of, place_of_operands
 
 if TYPE_CHECKING:
     from mpidist.strategies import Strategy
@@ -28,8 +31,8 @@ _UNDER_ONE_STRATEGY = (
 )
 
 
-def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], list[Variable]]:
-    """Return gradients and variables without the pairs whose gradient is None, after checking both.
+def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
+    """Yield gradients and variables as they come, checked, without the pairs whose gradient is None.
 
     In the place of a ShardedVariable there are its shards, each with its part of the gradient.
 
@@ -37,12 +40,6 @@ def checked_pairs(grads_and_vars: GradientsAndVariables) -> tuple[list[Any], lis
         ValueError: No pairs, only None, or a gradient of another shape than its variable.
         TypeError: Something that is no pair, no variable, or of a dtype that the variable cannot take.
     """
-    pairs = list(each_checked(grads_and_vars))
-    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-
-
-def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
-    """Yield the pairs of ``checked_pairs``, one after the other as they come."""
     names, found = [], False
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], AnyVariable):
@@ -104,7 +101,7 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
     >>> [float(g) for g, _ in aggregate_gradients([(0.5, v)])]
     [0.5]
     """
-    gradients, variables = checked_pairs(grads_and_vars)
+    pairs = list(each_checked(grads_and_vars))
     context = get_replica_context()
     if context is None:
         raise RuntimeError(
@@ -113,9 +110,10 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
         )
     if context.num_replicas_in_sync > 1 and has_strategy():
         # The labels travel in the plan, so that replicas that list their variables in another order are told so.
-        named = {f"{i:06d} {v.label}": g for i, (g, v) in enumerate(zip(gradients, variables, strict=True))}
-        gradients = list(context.all_reduce("SUM", named).values())
-    return list(zip(gradients, variables, strict=True))
+        named = {f"{i:06d} {variable.label}": gradient for i, (gradient, variable) in enumerate(pairs)}
+        sums = context.all_reduce(ReduceOp.SUM, named).values()
+        return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
+    return pairs
 
 
 class Buckets:
@@ -161,7 +159,7 @@ class Buckets:
             self._start()
         last = self._gradients
         if last and self._sums_over_replicas:
-            last = self._context.all_reduce("SUM", last)
+            last = self._context.all_reduce(ReduceOp.SUM, last)
         return self._in_order(last)
 
     def _in_order(self, last: Mapping[str, object]) -> Iterator[tuple[list[Any], list[Variable]]]:
@@ -302,3 +300,138 @@ def _scaled(gradient: Any, scale: Array) -> Any:
     with place.current():
         factor = place.brings(scale).astype(gradient.dtype)
         return to_array(gradient * factor).astype(gradient.dtype, copy=False)
+
+
+class _Sums:
+    """The sums of one replica."""
+
+    def __init__(self, length: int) -> None:
+        self.count = 0
+        self.sums: list[Any] = [None] * length
+
+
+class GradientAccumulator:
+    """Adds up gradients of ``steps`` batches on each replica before they are reduced. Extension.
+
+    Call it inside ``strategy.run``, once per step on every replica; nothing is communicated. Because sums are
+    formed per replica and then over replicas, the numbers do not depend on how replicas are laid out over ranks.
+    Gradients are summed, not averaged: divide the losses by the size of everything that is added up
+    (``global_batch_size=steps * batch_size``). A checkpoint does not hold unfinished sums: save where
+    ``add`` has just returned a sum.
+
+    Args:
+        steps: How many batches make one update, 1 or more.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
+
+    >>> accumulator = GradientAccumulator(steps=2)
+    >>> accumulator.add([np.array([1.0])]) is None
+    True
+    >>> accumulator.add([np.array([2.0])])
+    [array([3.])]
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = operator.index(steps)
+        if self.steps < 1:
+            raise ValueError(f"steps is {steps}; expected 1 or more")
+        self._replicas: dict[tuple[StrategyLike | None, int], _Sums] = {}
+
+    def add(self, gradients: Iterable[object]) -> list[Any] | None:
+        """Add the gradients of one batch of this replica.
+
+        Args:
+            gradients: Arrays, IndexedSlices or None (which adds nothing), in the same order at each call.
+
+        Returns:
+            At every ``steps``-th call the sums, which start anew; otherwise None. All replicas get sums at the
+            same call, so ``if sums is not None: optimizer.apply_gradients(zip(sums, variables))`` is safe.
+
+        Raises:
+            ValueError: Another number of gradients, or other shapes, than before.
+            RuntimeError: Called in cross-replica context.
+        """
+        given = list(gradients)
+        replica = self._replicas.setdefault(_replica_key(), _Sums(len(given)))
+        if len(given) != len(replica.sums):
+            raise ValueError(f"add() was given {len(given)} gradients; expected {len(replica.sums)}, as before")
+        replica.sums = [
+            _plus(total, gradient, i) for i, (total, gradient) in enumerate(zip(replica.sums, given, strict=True))
+        ]
+        replica.count += 1
+        return self.flush() if replica.count == self.steps else None
+
+    def flush(self) -> list[Any] | None:
+        """Return the sums since the last ones, or None, and start anew.
+
+        For the end of an epoch that is no multiple of ``steps`` batches. Call it on every replica.
+
+        Raises:
+            RuntimeError: Called in cross-replica context.
+        """
+        replica = self._replicas.pop(_replica_key(), None)
+        if replica is None:
+            return None
+        return [concatenate(total) if isinstance(total, list) else total for total in replica.sums]
+
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Iterable[tuple[object, Variable]]) -> bool:
+        """Add gradients and, at every ``steps``-th call, hand the sums to ``optimizer.apply_gradients``.
+
+        Collective at that call: call it on every replica.
+
+        Returns:
+            Whether the variables were updated.
+        """
+        pairs = list(grads_and_vars)
+        sums = self.add(gradient for gradient, _ in pairs)
+        if sums is None:
+            return False
+        optimizer.apply_gradients(zip(sums, (variable for _, variable in pairs), strict=True))
+        return True
+
+
+def _replica_key() -> tuple[StrategyLike | None, int]:
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            "GradientAccumulator was used in cross-replica context; call it inside strategy.run(), where every "
+            "replica adds up its own gradients"
+        )
+    return (context.strategy if has_strategy() else None), context.local_replica_id
+
+
+def _plus(total: Any, gradient: object, position: int) -> Any:
+    """Return the sum with ``gradient``.
+
+    Sparse gradients are kept in a list, to be put together once.
+    """
+    if gradient is None:
+        return total
+    if isinstance(gradient, IndexedSlices):
+        # The caller may use its arrays again for the next batch.
+        kept = IndexedSlices(copy_of(gradient.values), copy_of(gradient.indices), gradient.dense_shape)
+        if total is None:
+            return [kept]
+        if isinstance(total, list):
+            return [*total, kept]
+    else:
+        array = to_array(gradient, "gradient")
+        if total is None:
+            return copy_of(array)
+        if not isinstance(total, list) and (total.shape, total.dtype) == (array.shape, array.dtype):
+            # In place: the sum belongs to the accumulator until it is handed out.
+            place = place_of(total)
+            with place.current():
+                return np.add(total, place.brings(array), out=total)
+    raise ValueError(
+        f"gradient {position} is {_kind(gradient)} and was {_kind(total)} before; expected the same kind, shape and "
+        "dtype at each call"
+    )
+
+
+def _kind(gradient: object) -> str:
+    if isinstance(gradient, (list, IndexedSlices)):
+        return "IndexedSlices"
+    array = to_array(gradient)
+    return f"an array of shape {array.shape} and dtype {array.dtype}"

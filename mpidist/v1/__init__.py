@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING
 
 from mpidist import cluster_resolver
-from mpidist.compat.input_iterator import InputIterator
+from mpidist.compat.v1_strategies import InputIterator, get_strategy
 from mpidist.compat.v1_strategies import MirroredStrategyV1 as MirroredStrategy
 from mpidist.compat.v1_strategies import OneDeviceStrategyV1 as OneDeviceStrategy
 from mpidist.compat.v1_strategies import StrategyV1 as Strategy
-from mpidist.compat.v1_strategies import get_strategy
 from mpidist.core.context import (
     experimental_set_strategy,
     get_loss_reduction,

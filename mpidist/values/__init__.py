@@ -1,14 +1,7 @@
 """Values of strategies: per-replica and mirrored values, variables, sparse slices."""
 
 from mpidist.values.composite import CompositeVariable
-from mpidist.values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReplicaValues,
-    regroup,
-    select_replica,
-)
+from mpidist.values.distributed import DistributedValues, Mirrored, PerReplica, ReplicaValues, regroup, select_replica
 from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.variable import Variable
 

@@ -29,11 +29,7 @@ _MODELS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
         "an optimizer of mpidist.optimizers for variables, or keep the torch optimizer and reduce the gradients before "
         f"its step(): {_GRADIENTS}",
     ),
-    (
-        is_keras_layer,
-        "a Keras layer",
-        "[mpidist.Variable(w) for w in layer.get_weights()], one for each weight",
-    ),
+    (is_keras_layer, "a Keras layer", "[mpidist.Variable(w) for w in layer.get_weights()], one for each weight"),
 )
 
 

@@ -170,10 +170,11 @@ def combined(rows: Array, positions: Array, combine: Combine) -> tuple[Array, Ar
     """
     if len(positions) == 0:
         return rows, positions
-    order, starts, places = _sorted(positions)
-    rows = rows[order]
+    order = np.argsort(positions, kind="stable")
+    rows, begins = rows[order], _begins(positions[order])
+    starts = np.flatnonzero(begins)
     # The number of a row among those of its position; in each round odd ones join the even ones before them.
-    number = places - starts[np.cumsum(_begins(positions[order])) - 1]
+    number = np.cumsum(np.ones_like(order)) - 1 - starts[np.cumsum(begins) - 1]
     while int(number.max()):
         odd = np.flatnonzero(number & 1)
         rows[odd - 1] = combine(rows[odd - 1], rows[odd])
@@ -193,13 +194,6 @@ def last_of_each(rows: Array, positions: Array) -> tuple[Array, Array]:
     order = np.argsort(positions, kind="stable")
     ends = np.flatnonzero(_begins(positions[order][::-1])[::-1])
     return rows[order][ends], positions[order][ends]
-
-
-def _sorted(positions: Array) -> tuple[Array, Array, Array]:
-    """Return the stable order of the positions, the starts in it, and numbers from 0."""
-    order = np.argsort(positions, kind="stable")
-    starts = np.flatnonzero(_begins(positions[order]))
-    return order, starts, np.cumsum(np.ones_like(order)) - 1
 
 
 def _begins(ordered: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,9 @@ class ReadsAsArray(NDArrayOperatorsMixin):
         if writes or isinstance(kwargs.get("out"), ReadsAsArray):
             raise self._unwritable(f"numpy.{func.__name__}")
         args, kwargs = _as_operands(args), _as_operands(kwargs)
-        with place_of(self._first_operand(args, kwargs)).current():
+        # The arrays of np.concatenate and the like come in a list.
+        listed = ((value if isinstance(value, (list, tuple)) else (value,)) for value in (*args, *kwargs.values()))
+        with place_of_operands(chain.from_iterable(listed)).current():
             return func(*args, **kwargs)
 
     def _unwritable(self, function: str) -> TypeError:
@@ -95,14 +98,6 @@ class ReadsAsArray(NDArrayOperatorsMixin):
             f"{type(self).__name__} cannot be written by {function}; "
             "use assign(), assign_add() or assign_sub() on the variable"
         )
-
-    @staticmethod
-    def _first_operand(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        for value in (*args, *kwargs.values()):
-            for part in value if isinstance(value, (list, tuple)) else (value,):
-                if is_device_array(part):
-                    return part
-        return None
 
     def __getitem__(self, key: object) -> Any:
         return picked(self.as_array(), as_operand(key))

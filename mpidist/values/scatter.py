@@ -61,17 +61,13 @@ def _update(array: Array, indices: Array, rows: Array) -> None:
     array[indices] = rows
 
 
-def _second(_: Array, rows: Array) -> Array:
-    return rows
-
-
 ADD = ScatterOp("scatter_add", np.add.at, True, np.add, np.add)
 SUB = ScatterOp("scatter_sub", np.subtract.at, True, np.add, np.subtract)
 MUL = ScatterOp("scatter_mul", np.multiply.at, True, np.multiply, np.multiply)
 DIV = ScatterOp("scatter_div", _divide, True, np.multiply, _quotient)
 MIN = ScatterOp("scatter_min", np.minimum.at, False, np.minimum, np.minimum)
 MAX = ScatterOp("scatter_max", np.maximum.at, False, np.maximum, np.maximum)
-UPDATE = ScatterOp("scatter_update", _update, False, None, _second)
+UPDATE = ScatterOp("scatter_update", _update, False, None, lambda _, rows: rows)
 
 
 def check_slices(slices: object, variable: Any) -> IndexedSlices:

@@ -24,14 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.arrays.checksum import checksum
 from mpidist.arrays.dtypes import Array
 from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import array_of, on_host, place_at, place_of, placed
+from mpidist.values.placement import array_of, checksum, place_at, place_of, placed
 from mpidist.values.scatter import ScatterOp
 from mpidist.values.variable import Policy, Variable, changing
 
@@ -52,30 +51,25 @@ def _write_all(variable: Variable, how: Assignment, value: object) -> None:
         component.assign_by(how, part)
 
 
-def _first_replica(strategy: StrategyLike, value: object, doing: str) -> Any:
-    """Return the value of replica 0 on every rank (collective)."""
-    mine = value.values[0] if isinstance(value, ReplicaValues) else value
-    return strategy.extended.broadcast_nest(mine, note=doing)
+def _aggregated(variable: Variable, value: object, destination: object, doing: str) -> Any:
+    """Return the values of all replicas as one, by the aggregation of a variable (collective)."""
+    extended = variable.distribute_strategy.extended
+    if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
+        mine = value.values[0] if isinstance(value, ReplicaValues) else value
+        return extended.broadcast_nest(mine, note=doing)
+    op = ReduceOp.from_variable_aggregation(variable.aggregation)
+    return extended.reduce_pairs(op, [(value, destination)], None, doing)[0]
 
 
 class _OnWrite(Policy):
     """Copies are equal at all times."""
 
-    def read(self, variable: Variable) -> Array:
-        """Return the value in cross-replica context."""
-        return variable.values[0].as_array()
-
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         """Assign in replica context."""
         self._require_aggregation(variable)
 
-        def merged(strategy: StrategyLike, values: object) -> None:
-            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                combined = _first_replica(strategy, values, doing)
-            else:
-                op = ReduceOp.from_variable_aggregation(variable.aggregation)
-                combined = strategy.extended.reduce_pairs(op, [(values, variable)], None, doing)[0]
-            _write_all(variable, how, combined)
+        def merged(_: StrategyLike, values: object) -> None:
+            _write_all(variable, how, _aggregated(variable, values, variable, doing))
             if how is assign:
                 variable.differs = False
 
@@ -98,7 +92,7 @@ class _OnWrite(Policy):
             variable.distribute_strategy.extended.done(
                 f"copies of {variable.label}",
                 what,
-                lambda: 1 if differs else checksum(variable.values[0].local_array(), on_host),
+                lambda: 1 if differs else checksum(variable.values[0].local_array()),
             )
 
     def check_scatter(self, variable: Variable, how: ScatterOp) -> None:
@@ -161,6 +155,8 @@ class _Central(_OnWrite):
 class _OnRead(_OnWrite):
     """Every replica writes its own copy; copies are combined when they are read together."""
 
+    combines = True
+
     def read(self, variable: Variable) -> Array:
         if variable.aggregation == VariableAggregation.NONE:
             raise ValueError(
@@ -171,11 +167,8 @@ class _OnRead(_OnWrite):
         strategy = variable.distribute_strategy
         copies = PerReplica([c.local_array() for c in variable.values], strategy.extended.local_replica_ids)
         with strategy.scope():
-            if variable.aggregation == VariableAggregation.ONLY_FIRST_REPLICA:
-                return array_of(_first_replica(strategy, copies, f"reading variable {variable.label!r}"))
-            op = ReduceOp.from_variable_aggregation(variable.aggregation)
             doing = f"reading variable {variable.label!r}"
-            return array_of(strategy.extended.reduce_pairs(op, [(copies, variable.devices[0])], None, doing)[0])
+            return array_of(_aggregated(variable, copies, variable.devices[0], doing))
 
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
         variable.values[context.local_replica_id].assign_by(how, value)

@@ -16,18 +16,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist.arrays.checksum import checksum
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import (
-    Frame,
-    current_frame,
-    entered,
-    get_strategy,
-    has_strategy,
-    is_default,
-    variable_creators,
-)
+from mpidist.core import context
+from mpidist.core.context import Frame, current_frame, is_default
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.values import scatter
@@ -35,7 +27,7 @@ from mpidist.values.component import Assignable, Assignment, Component, as_value
 from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import Place, on_host, place_at
+from mpidist.values.placement import Place, checksum, place_at
 
 Instance = TypeVar("Instance")
 
@@ -50,7 +42,7 @@ class _CreatedByStrategy(ABCMeta):
             return instance
         arguments = variable_arguments(*args, **kwargs)
         create: Callable[..., Any] = _create_under_current_strategy
-        for creator in variable_creators():
+        for creator in context.variable_creators():
             create = partial(creator, create)
         created: Instance = create(**arguments)
         return created
@@ -58,12 +50,12 @@ class _CreatedByStrategy(ABCMeta):
 
 def _create_under_current_strategy(**arguments: Any) -> Any:
     frame = current_frame()
-    if frame.replica_context is not None and has_strategy():
+    if frame.replica_context is not None and context.has_strategy():
         raise RuntimeError(
             "a Variable was created inside strategy.run(), where every replica would make its own; "
             "create it before, inside `with strategy.scope():`"
         )
-    extended = get_strategy().extended
+    extended = context.get_strategy().extended
     is_named = arguments["name"] is not None
     name = arguments["name"] if is_named else extended.variable_names.default()
     dtype, shape = arguments.pop("dtype"), arguments.pop("shape")
@@ -242,16 +234,16 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is not None:
-            return self._component(local_id).as_array()
-        return self._policy.read(self)
+        if local_id is None and self._policy.combines:
+            return self._policy.read(self)
+        return self._component(local_id or 0).as_array()
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+        if local_id is None and self._policy.combines:
             return super().value()
         return self._component(local_id or 0).value()
 
@@ -263,7 +255,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         if self.is_unused:
             before_first_use(self)
         local_id = self._local_id()
-        if local_id is None and self.synchronization == VariableSynchronization.ON_READ:
+        if local_id is None and self._policy.combines:
             return super().sparse_read(indices)
         return self._component(local_id or 0).sparse_read(indices)
 
@@ -375,11 +367,17 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
 
 class Policy(ABC):
-    """The rules by which a variable is read and written outside of an update."""
+    """The rules by which a variable is read and written outside of an update.
 
-    @abstractmethod
+    Attributes:
+        combines: Whether copies may differ, and are combined where they are read together.
+    """
+
+    combines = False
+
     def read(self, variable: Variable) -> Array:
-        """Return the value in cross-replica context."""
+        """Return all copies combined, of a policy that ``combines`` them."""
+        raise NotImplementedError
 
     @abstractmethod
     def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
@@ -414,11 +412,11 @@ def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) ->
         yield
         return
     extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
-    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array(), on_host)):
+    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array())):
         yield
     if rows is not None:
         parts = (rows.values, rows.indices)
-        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part, on_host) for part in parts)))
+        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part) for part in parts)))
 
 
 def _weakly(value: object) -> Callable[[], object]:
@@ -461,7 +459,7 @@ def update_components(
     devices = strategy.extended.worker_devices_by_replica
     for i, (component, (device,)) in enumerate(zip(variable.values, devices, strict=True)):
         args, kwargs = arguments(i)
-        with place_at(device).current(), entered(Frame(strategy, None, i)):
+        with place_at(device).current(), context.entered(Frame(strategy, None, i)):
             results.append(fn(component, *args, **kwargs))
     return results
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.arrays import cupy_ops
+from mpidist.arrays import cupy_ops, streams
 from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.device_ops import ops_for
 from mpidist.core.errors import DeviceError
@@ -207,7 +207,8 @@ def test_arrays_come_to_the_host_through_a_little_pinned_memory(
     fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cupy_ops, "_PIECE_BYTES", 512)
-    monkeypatch.setattr(cupy_ops, "_MOST_ON_ITS_WAY", 2048)
+    for module in (cupy_ops, streams):
+        monkeypatch.setattr(module, "MOST_STAGED_BYTES", 2048)
     monkeypatch.setattr(fake_gpus.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
     values = [np.arange(5000, dtype="f4").reshape(50, 100).T, np.float64(3), np.zeros((0, 2), "i2"), np.ones(300, "f2")]
     fake_cupy.counts().clear()

@@ -70,7 +70,6 @@ def test_there_and_back(fake_gpus: Any, source: str, wire: str, device: int) -> 
 def test_tables_come_and_go_while_streams_are_late(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other arrays each time, on two streams, with room for two tables: none may be reused before it was read."""
     monkeypatch.setattr(kernels_module, "_TABLES_KEPT", 2)
-    monkeypatch.setattr(kernels_module, "_SLAB_NUMBERS", 32)
     ops, kernels = ops_for("gpu"), Kernels(fake_gpus)
     streams = [ops.stream(0), ops.stream(0)]
     rounds = []

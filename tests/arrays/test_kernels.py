@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpidist.arrays import kernels as kernels_module
+from mpidist.arrays import streams
 from mpidist.arrays.kernel_source import THREADS, all_kernels, kernel_for
 from mpidist.arrays.kernels import Kernels, _table_of
 from tests.support.compiled_kernels import CompiledCupy, HostArray, HostStream, build
@@ -211,28 +212,28 @@ def test_old_tables_live_until_their_stream_has_read_them(
     assert len(kernels._dropped) == 1
 
 
-def test_tables_take_turns_in_pinned_memory_which_no_stream_reads_any_more(
+def test_tables_travel_in_pinned_memory_of_which_there_is_a_limit(
     kernels: Kernels, cupy: CompiledCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[int] = []
 
-    class Counting(HostStream):
+    class Late(HostStream):
         given = 0
 
         def record(self, *, blocks: bool = False) -> Any:
             self.given += 1
             number = self.given
-            return SimpleNamespace(is_done=True, synchronize=lambda: waited.append(number) if blocks else None)
+            return SimpleNamespace(is_done=False, synchronize=lambda: waited.append(number) if blocks else None)
 
-    # Room for two tables of one array in each half.
-    monkeypatch.setattr(kernels_module, "_SLAB_NUMBERS", 16)
-    stream, flat = Counting(), Place("float32", 100)
+    # Room for the tables of two launches of one array each.
+    monkeypatch.setattr(streams, "MOST_STAGED_BYTES", 2 * 64)
+    stream, flat = Late(), Place("float32", 100)
     for _ in range(6):
         kernels.pack([Place("float32", 10).array], flat.array, stream)
-    assert (cupy.pinned, waited) == (2, [2])
-    # More arrays than a half has room for.
-    pack_and_check(kernels, "float32", "float32", [10] * 10, [0] * 10, 0)
-    assert cupy.pinned == 3
+    assert (cupy.pinned, waited) == (6, [1, 2, 3, 4])
+    # One with more arrays than there is room for waits for all before it.
+    kernels.pack([Place("float32", 10).array for _ in range(10)], flat.array, stream)
+    assert waited == [1, 2, 3, 4, 5, 6]
 
 
 def test_more_elements_than_32_bits_count(cupy: CompiledCupy) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist.checkpoint import termination
-from mpidist.checkpoint.termination import TerminationWatch
+from mpidist.checkpoint import preemption
+from mpidist.checkpoint.preemption import TerminationWatch
 from mpidist.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.support.ranks.jobs import run_script
 
@@ -141,7 +141,7 @@ def test_a_watcher_function_that_does_not_return_is_left_behind(
         asked.set()
         return go.wait(30)
 
-    monkeypatch.setattr(termination, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(preemption, "_CLOSE_SECONDS", 0.1)
     handler = PreemptionCheckpointHandler(None, checkpoint_of(), tmp_path, TerminationConfig(stuck))
     assert handler._watch is not None
     thread = handler._watch._thread

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, division, formats
-from mpidist.checkpoint.division import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint import DamagedCheckpointError, agreement, formats
+from mpidist.checkpoint.agreement import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.checkpoint.writer import Job
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
@@ -202,7 +202,7 @@ def test_other_objects_on_one_rank(strategy: mpidist.Strategy, tmp_path: Path) -
 def test_a_part_that_is_missing_or_damaged(
     strategy: mpidist.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(division, "SMALLEST_PART_BYTES", 8)
+    monkeypatch.setattr(agreement, "SMALLEST_PART_BYTES", 8)
     is_first = strategy.extended.should_checkpoint
     with of_all_ranks(tmp_path) as folder:
         with strategy.scope():

@@ -35,9 +35,9 @@ timed_messages.first_partners = lambda rank, size: [r for r in first_partners(ra
 RANK_1_IS_GONE_IN_THE_MIDDLE = """
 import time
 from mpi4py import MPI
-from mpidist.cli.doctor_facts import links
+from mpidist.cli.doctor_facts import timed_messages
 if MPI.COMM_WORLD.rank == 1:
-    links._Measurement.run = lambda self: time.sleep(50)
+    timed_messages._Measurement.run = lambda self: time.sleep(50)
 """
 # What of the machine these tests run on may be found, too.
 OF_THE_MACHINE = {"/dev/shm", "GPU", "cores"}
@@ -167,9 +167,9 @@ def test_a_rank_that_is_ended_leaves_one_document(ended: int) -> None:
 import os
 import re
 from mpi4py import MPI
-from mpidist.cli.doctor_facts import links
+from mpidist.cli.doctor_facts import timed_messages
 if MPI.COMM_WORLD.rank == {ended}:
-    links._Measurement.run = lambda self: os.kill(os.getpid(), 9)
+    timed_messages._Measurement.run = lambda self: os.kill(os.getpid(), 9)
 """
     done = doctor(2, "--json", "--deadline", "5", before=kill)
     assert done.returncode != 0

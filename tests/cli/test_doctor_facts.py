@@ -12,10 +12,15 @@ import pytest
 
 from mpidist.cli.doctor_facts import machine, timed_messages
 from mpidist.cli.doctor_facts.facts import GpuFacts, Interface
-from mpidist.cli.doctor_facts.links import pairs_inside, rounds_between
-from mpidist.cli.doctor_facts.machine import nccl_net
-from mpidist.cli.doctor_facts.rank import hosts_of_job
-from mpidist.cli.doctor_facts.timed_messages import Heard, first_partners, merged, partners_on_nodes
+from mpidist.cli.doctor_facts.machine import hosts_of_job, nccl_net
+from mpidist.cli.doctor_facts.timed_messages import (
+    Heard,
+    first_partners,
+    merged,
+    pairs_inside,
+    partners_on_nodes,
+    rounds_between,
+)
 from mpidist.collectives.gpu import network_probes
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT

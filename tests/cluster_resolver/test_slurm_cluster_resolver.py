@@ -62,7 +62,7 @@ def hydra(rank: int) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpidist.cluster_resolver.slurm_gpus._left", None)
+    monkeypatch.setattr("mpidist.cluster_resolver.slurm_cluster_resolver._left", None)
     for name in [*os.environ]:
         if name.startswith("SLURM_") or name in LAUNCHER_VARIABLES or name in ("CUDA_VISIBLE_DEVICES", "MPIDIST_JOBS"):
             monkeypatch.delenv(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.core import settings
-from mpidist.core.numbers import decimal_number, whole_number
+from mpidist.core.wording import decimal_number, whole_number
 
 pytestmark = pytest.mark.one_rank
 

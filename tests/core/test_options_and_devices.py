@@ -8,7 +8,7 @@ import pytest
 
 from mpidist import ReduceOp, VariableAggregation
 from mpidist.core import settings
-from mpidist.core.devices import canonical_device
+from mpidist.core.devices import parse_device
 from mpidist.experimental import (
     CollectiveCommunication,
     CollectiveHints,
@@ -73,18 +73,18 @@ def test_names_of_implementations() -> None:
     ],
 )
 def test_devices_have_one_form(text: str, canonical: str) -> None:
-    assert canonical_device(text) == canonical
+    assert str(parse_device(text)) == canonical
 
 
 @pytest.mark.parametrize("text", ["", "tpu:0", "cpu:-1", "cpu:x", "gpu:0:1", "/job:worker/cpu:0"])
 def test_what_is_no_device(text: str) -> None:
     with pytest.raises(ValueError, match="expected 'cpu:0'"):
-        canonical_device(text)
+        str(parse_device(text))
 
 
 def test_a_device_is_a_string() -> None:
     with pytest.raises(TypeError, match="3 of type int"):
-        canonical_device(3)  # type: ignore[arg-type]
+        str(parse_device(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

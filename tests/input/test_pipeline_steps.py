@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.compat.input_iterator import EvenBatches
+from mpidist.compat.v1_strategies import EvenBatches
 from mpidist.input import SHARD_HINT, Dataset
 from mpidist.input.caching import Cached
 from mpidist.input.choosing import Shuffled, Skip

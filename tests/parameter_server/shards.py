@@ -11,7 +11,7 @@ import pytest
 
 from mpidist import Variable
 from mpidist.parameter_server import ShardedVariable
-from mpidist.parameter_server.shard_rows import div_sizes, offsets_of
+from mpidist.parameter_server.sharded_variable import div_sizes, offsets_of
 
 
 def sharded(array: Any, shards: int | Sequence[int], strategy: Any = None, **options: Any) -> ShardedVariable:

@@ -87,14 +87,14 @@ def test_what_breaks_in_between_receives_ends_the_connection() -> None:
 from mpidist.parameter_server import connection
 with strategy.scope():
     v = mpidist.Variable(np.zeros((1 << 16, 2)), name="v")
-real = connection.receives_of
+real = connection.messages.receives_of
 def interrupted(*arguments):
     real(*arguments)
     raise KeyboardInterrupt
-connection.receives_of = interrupted
+connection.messages.receives_of = interrupted
 try: strategy.extended._link.agree(("k",), b"x" * 100_000, "a test")
 except KeyboardInterrupt: print("interrupted", flush=True)
-connection.receives_of = real
+connection.messages.receives_of = real
 try: v.numpy()
 except RuntimeError as error: print(error, flush=True)
 """

@@ -17,7 +17,7 @@ from mpidist.experimental.partitioners import (
     MinSizePartitioner,
     Partitioner,
 )
-from mpidist.parameter_server.shard_rows import cut, div_sizes, offsets_of
+from mpidist.parameter_server.sharded_variable import cut, div_sizes, offsets_of
 
 pytestmark = pytest.mark.one_rank
 

@@ -13,7 +13,7 @@ from mpidist import IndexedSlices, Variable
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.optimizers import SGD, Adam, Optimizer
 from mpidist.parameter_server import ShardedVariable
-from mpidist.parameter_server.shard_rows import cut
+from mpidist.parameter_server.sharded_variable import cut
 from tests.parameter_server.shards import sharded
 
 WHOLE = np.arange(14.0).reshape(7, 2)

@@ -10,12 +10,12 @@ from mpidist.topology.environments import (
     LAUNCHER_VARIABLES,
     LAUNCHERS,
     LauncherInfo,
+    command_for,
     read_batch_system,
     read_launcher,
 )
 from mpidist.topology.launcher import one_world
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary
-from mpidist.topology.start_commands import command_for
 
 # The environment of one process, made up.
 pytestmark = pytest.mark.one_rank

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from mpidist.topology.environments import LauncherInfo
-from mpidist.topology.start_watch import _begin, _Finder, _Loader
+from mpidist.topology.start_watch import _begin, _Watch
 from tests.elastic.test_run import needs_ulfm
 from tests.support.ranks.jobs import run_script
 
@@ -66,8 +66,10 @@ def test_the_watch_ends_where_mpi_cannot_be_loaded(handling: signal.Handlers) ->
     before = signal.signal(signal.SIGCHLD, handling)
     open_files = len(os.listdir("/proc/self/fd"))
     try:
+        watch = _Watch(INFO, (60.0, 60.0))
+        watch._loader = _Fails()
         with pytest.raises(ImportError, match="no libmpi"):
-            _Loader(_Fails(), INFO, (60.0, 60.0)).create_module(ModuleSpec("mpi4py.MPI", None))
+            watch.create_module(ModuleSpec("mpi4py.MPI", None))
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert len(os.listdir("/proc/self/fd")) == open_files
@@ -84,11 +86,11 @@ def test_a_process_without_children_starts_mpi_unwatched(monkeypatch: pytest.Mon
 
 
 def test_asking_for_the_module_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    finder = _Finder(INFO, (60.0, 60.0))
+    finder = _Watch(INFO, (60.0, 60.0))
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "mpi4py.MPI")
     for _ in range(2):
         spec = importlib.util.find_spec("mpi4py.MPI")
         assert spec is not None
-        assert isinstance(spec.loader, _Loader)
+        assert spec.loader is finder
     assert finder in sys.meta_path

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist.core.callsite import path_in_package
-from mpidist.topology.tracebacks import traceback_text, without_folds
+from mpidist.topology.last_output import traceback_text, without_folds
 
 pytestmark = pytest.mark.one_rank
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.training import compute_average_loss, global_count, scale_regularization_loss
+from mpidist.training.losses import compute_average_loss, global_count, scale_regularization_loss
 from tests.support.ranks.layouts import layouts, per_replica
 
 pytestmark = pytest.mark.counts

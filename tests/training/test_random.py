@@ -8,7 +8,7 @@ import pytest
 
 import mpidist
 from mpidist.core import seed as process_seed
-from mpidist.training import common_rng, replica_rng, set_seed
+from mpidist.training.random import common_rng, replica_rng, set_seed
 from tests.support.ranks.layouts import layouts
 
 pytestmark = pytest.mark.counts

@@ -4,31 +4,22 @@ Each file has checks that belong together. They ask nothing of MPI or the machin
     ``mpidist.cli.doctor_facts.facts``.
 """
 
+from mpidist.cli.doctor_checks import gpus, hosts, network, setup
 from mpidist.cli.doctor_checks.finding import Finding
-from mpidist.cli.doctor_checks.gpus import check_gpus
-from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
-from mpidist.cli.doctor_checks.network import check_links, check_network, check_reach
-from mpidist.cli.doctor_checks.setup import (
-    check_native_core,
-    check_settings,
-    check_software,
-    check_table,
-    check_world,
-)
 from mpidist.cli.doctor_facts.facts import JobFacts
 
 CHECKS = (
-    check_world,
-    check_reach,
-    check_settings,
-    check_software,
-    check_native_core,
-    check_cores,
-    check_shared_memory,
-    check_gpus,
-    check_network,
-    check_links,
-    check_table,
+    setup.check_world,
+    network.check_reach,
+    setup.check_settings,
+    setup.check_software,
+    setup.check_native_core,
+    hosts.check_cores,
+    hosts.check_shared_memory,
+    gpus.check_gpus,
+    network.check_network,
+    network.check_links,
+    setup.check_table,
 )
 
 

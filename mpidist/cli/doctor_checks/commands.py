@@ -32,7 +32,7 @@ def start(
         program: The program of each rank.
     """
     row, hosts = _row(job.first), len(job.machines)
-    places = (row.unbound if unbound else row.count).format(ranks=ranks, hosts=hosts, each=-(-ranks // hosts))
+    places = (row.unbound if unbound else "-n {ranks}").format(ranks=ranks, hosts=hosts, each=-(-ranks // hosts))
     given = [f"{name}={value}" for name, value in (settings or {}).items()]
     words = [_command(row, job.first), options, places]
     if _VARIABLE in row.passes:

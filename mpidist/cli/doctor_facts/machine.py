@@ -1,4 +1,4 @@
-"""Facts of the rank's machine from the kernel: cores, /dev/shm, interfaces, GPUs, NCCL's network."""
+"""Facts of a rank and its machine: MPI, cores, /dev/shm, interfaces, GPUs, NCCL's network."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import platform
 import socket
 import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+import mpi4py
+import numpy as np
+
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
-from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, NcclNet, SharedMemoryFacts
+from mpidist.cli.doctor_facts import facts
 from mpidist.collectives.gpu import network_probes
 from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.node import native
+from mpidist.core.settings import SETTINGS
+from mpidist.core.version import __version__
+from mpidist.topology import import_mpi
+from mpidist.topology.environments import read_batch_system, read_launcher
 from mpidist.topology.gpu_sharing import visible_devices
+from mpidist.topology.mpi_library import library_of, loaded_library
+from mpidist.topology.slurm_lists import expand_hostlist
 
 SOCKETS = "TCP sockets"
 _GET_PLUGIN = (
@@ -35,33 +47,34 @@ _PCI = Path("/sys/bus/pci/devices")
 _WORD = 4
 # linux/sockios.h: the address and the mask of an interface.
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_PREFIX = "MPIDIST_"
 
 
-def nccl_net() -> NcclNet:
+def nccl_net() -> facts.NcclNet:
     """Return the network that NCCL takes on this machine. All-reduces choose their way by it, too."""
     fabric, wanted = network_probes.rdma_fabric(), network_probes.setting("NCCL_NET")
     if fabric is not None:
-        return NcclNet(fabric.name)
+        return facts.NcclNet(fabric.name)
     if wanted.lower() not in ("", "ib", "ibext", "socket"):
-        return NcclNet()  # NCCL itself says loudly that it has no such network
+        return facts.NcclNet()  # NCCL itself says loudly that it has no such network
     plugin = None if wanted else network_probes.net_plugin()
     if plugin is not None:
-        return NcclNet(f"plugin {plugin}")
+        return facts.NcclNet(f"plugin {plugin}")
     verbs, others = network_probes.behind_verbs(), network_probes.behind_plugins()
     if not (verbs or others):
-        return NcclNet(SOCKETS)
+        return facts.NcclNet(SOCKETS)
     is_there = f"{(verbs or others)[0].name} is there,"
     disabled = network_probes.setting("NCCL_IB_DISABLE")
     if wanted.lower() == "socket":
-        return NcclNet(SOCKETS, f"{is_there} and NCCL_NET={wanted}", "unset NCCL_NET")
+        return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_NET={wanted}", "unset NCCL_NET")
     if verbs and disabled not in ("", "0"):
-        return NcclNet(SOCKETS, f"{is_there} and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE")
+        return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE")
     if verbs and not network_probes.has_verbs():
-        return NcclNet(SOCKETS, f"{is_there} and libibverbs.so.1 does not load", _GET_VERBS)
+        return facts.NcclNet(SOCKETS, f"{is_there} and libibverbs.so.1 does not load", _GET_VERBS)
     if verbs:
-        return NcclNet(SOCKETS, f"{is_there} and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES)
+        return facts.NcclNet(SOCKETS, f"{is_there} and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES)
     names = network_probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
-    return NcclNet(SOCKETS, f"{is_there} for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN)
+    return facts.NcclNet(SOCKETS, f"{is_there} for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN)
 
 
 def identity() -> str:
@@ -79,10 +92,10 @@ def identity() -> str:
     return " ".join(parts)
 
 
-def cores() -> CoreFacts:
+def cores() -> facts.CoreFacts:
     """Return the cores that this process may run on, and the limit of its threads."""
     settings = {name: os.environ[name] for name in THREAD_SETTINGS if os.environ.get(name)}
-    return CoreFacts(tuple(sorted(os.sched_getaffinity(0))), os.cpu_count() or 1, _quota(), settings)
+    return facts.CoreFacts(tuple(sorted(os.sched_getaffinity(0))), os.cpu_count() or 1, _quota(), settings)
 
 
 def _quota() -> float | None:
@@ -98,19 +111,19 @@ def _quota() -> float | None:
     return None
 
 
-def shared_memory() -> SharedMemoryFacts | None:
+def shared_memory() -> facts.SharedMemoryFacts | None:
     """Return the size of /dev/shm, None where there is none."""
     try:
         info = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return None
-    return SharedMemoryFacts(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
+    return facts.SharedMemoryFacts(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
 
 
 # Network --------------------------------------------------------------------------------------------------------------
 
 
-def interfaces() -> tuple[Interface, ...]:
+def interfaces() -> tuple[facts.Interface, ...]:
     """Return the network interfaces that are up, without the one to this machine itself."""
     # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
     up = [path for path in _listed(_NETWORK) if path.name != "lo" and _read(path / "operstate") in ("up", "unknown")]
@@ -124,16 +137,16 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    # Interfaces come and go, and some have no answer to some questions.
-    with contextlib.suppress(OSError):
+    try:
         return path.read_text().strip()
-    return ""
+    except OSError:  # interfaces come and go, and some have no answer to some questions
+        return ""
 
 
-def _interface(path: Path) -> Interface:
+def _interface(path: Path) -> facts.Interface:
     speed = _read(path / "speed")
     known = speed.isdigit() and int(speed) > 0
-    return Interface(path.name, _network_of(path.name), int(speed) if known else None)
+    return facts.Interface(path.name, _network_of(path.name), int(speed) if known else None)
 
 
 def _network_of(name: str) -> str:
@@ -150,43 +163,44 @@ def _active_ports(device: Path) -> list[Path]:
     return [port for port in _listed(device / "ports") if "ACTIVE" in _read(port / "state")]
 
 
-def _infiniband(device: Path) -> Interface:
+def _infiniband(device: Path) -> facts.Interface:
     rates = [_read(port / "rate").split() for port in _active_ports(device)]
     gigabits = max((float(rate[0]) for rate in rates if rate), default=0.0)
-    return Interface(device.name, "", round(gigabits * 1000) or None, is_infiniband=True)
+    return facts.Interface(device.name, "", round(gigabits * 1000) or None, is_infiniband=True)
 
 
 def traffic() -> dict[str, int]:
     """Return the bytes that each network interface has moved so far, both ways."""
-    moved = {}
-    for path in _listed(_NETWORK):
-        if path.name != "lo":
-            counters = [_read(path / "statistics" / name) for name in ("rx_bytes", "tx_bytes")]
-            moved[path.name] = sum(int(counter or 0) for counter in counters)
+    moved = {
+        path.name: _counted(path / "statistics" / name for name in ("rx_bytes", "tx_bytes"))
+        for path in _listed(_NETWORK)
+        if path.name != "lo"
+    }
     for device in _listed(_INFINIBAND):
-        counters = [
-            _read(port / "counters" / name)
-            for port in _active_ports(device)
-            for name in ("port_rcv_data", "port_xmit_data")
-        ]
-        moved[device.name] = sum(int(counter or 0) for counter in counters) * _WORD
+        counters = [port / "counters" for port in _active_ports(device)]
+        words = _counted(folder / name for folder in counters for name in ("port_rcv_data", "port_xmit_data"))
+        moved[device.name] = words * _WORD
     return moved
+
+
+def _counted(counters: Iterable[Path]) -> int:
+    return sum(int(_read(counter) or 0) for counter in counters)
 
 
 # GPUs -----------------------------------------------------------------------------------------------------------------
 
 
-def gpus() -> GpuFacts:
+def gpus() -> facts.GpuFacts:
     """Return the GPUs as this process sees them. It imports CuPy only where there may be any."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not gpus_may_be_present():
-        return GpuFacts(variable=variable)
+        return facts.GpuFacts(variable=variable)
     state = find_cupy()
     if state.module is None:
-        return GpuFacts(has_driver=True, problem=state.problem, variable=variable)
+        return facts.GpuFacts(has_driver=True, problem=state.problem, variable=variable)
     problem = nccl_problem() or ""
     devices = visible_devices()
-    return GpuFacts(
+    return facts.GpuFacts(
         has_driver=True,
         visible=devices,
         names=tuple(_name(state.module, device) for device in range(len(devices))),
@@ -195,7 +209,7 @@ def gpus() -> GpuFacts:
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
-        net=NcclNet() if problem else nccl_net(),
+        net=facts.NcclNet() if problem else nccl_net(),
     )
 
 
@@ -212,3 +226,82 @@ def cores_of_list(text: str) -> tuple[int, ...]:
     """
     ends = [part.partition("-")[::2] for part in text.split(",") if part]
     return tuple(core for first, last in ends for core in range(int(first), int(last or first) + 1))
+
+
+def facts_of_this_rank() -> facts.RankFacts:
+    """Return the facts of this rank; local."""
+    system = read_batch_system()
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
+    return facts.RankFacts(
+        host=socket.gethostname(),
+        machine=identity(),
+        launcher=read_launcher(),
+        mpi=mpi_facts(),
+        software={
+            "Python": platform.python_version(),
+            "NumPy": np.__version__,
+            "mpi4py": mpi4py.__version__,
+            "mpidist": __version__,
+        },
+        cores=cores(),
+        shared_memory=shared_memory(),
+        gpus=gpus(),
+        interfaces=interfaces(),
+        settings=settings,
+        wrong_settings=_wrong_settings(),
+        unknown_settings=tuple(name for name in settings if name not in SETTINGS),
+        batch_system=None if system is None else system.name,
+        job_hosts=hosts_of_job(os.environ),
+        without_core=_without_core(),
+    )
+
+
+def mpi_facts() -> facts.MpiFacts:
+    """Return the facts of the MPI library of this process."""
+    mpi = import_mpi()
+    library = library_of(mpi.Get_library_version(), loaded_library())
+    # Libraries number them differently.
+    levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    return facts.MpiFacts(
+        vendor=library.vendor,
+        name=str(library),
+        path=None if library.path is None else str(library.path),
+        thread_level=f"MPI_THREAD_{levels[mpi.Query_thread()]}",
+        size=mpi.COMM_WORLD.Get_size(),
+        rank=mpi.COMM_WORLD.Get_rank(),
+    )
+
+
+def _wrong_settings() -> dict[str, str]:
+    wrong = {}
+    for name, setting in SETTINGS.items():
+        try:
+            setting.read()
+        except ValueError as error:
+            wrong[name] = str(error)
+    return wrong
+
+
+def _without_core() -> str:
+    try:
+        return native.why_not() or ""
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts that the batch system gave the job, or none.
+
+    None of them where it is another system, or lists them in another way.
+    """
+    system = read_batch_system(environ)
+    value = "" if system is None else environ.get(system.hosts, "")
+    if system is None or not value:
+        return ()
+    # It only serves to name a host that is silent, so what cannot be read is left out.
+    with contextlib.suppress(ValueError, OSError):
+        if system.name == "Slurm":
+            return tuple(expand_hostlist(value))
+        if system.name == "PBS":
+            return tuple(dict.fromkeys(Path(value).read_text().split()))
+    return ()

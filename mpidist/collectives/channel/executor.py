@@ -159,7 +159,7 @@ class Executor:
             PeerError: Another rank has failed or left.
         """
         with self._lock:
-            self._check_usable(operation.is_rest)
+            self.check_usable(operation.is_rest)
             self._number(operation)
             while self._works:
                 self._finish_oldest()
@@ -174,7 +174,7 @@ class Executor:
         steps, timeout = self._observed(operation), operation.timeout or self._timeout
         work: Work[T] = Work(operation, steps, timeout, self.advance, self._wait_for)
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             self._number(operation)
             self._works.append(work)
             while len(self._works) > _MOST_WORKS:
@@ -193,7 +193,7 @@ class Executor:
     def advance(self) -> None:
         """Move the oldest unfinished work one step forward."""
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             self._step_oldest()
 
     def complete(self, work: Work[object], timeout: float | None) -> None:
@@ -351,18 +351,18 @@ class Executor:
             if work.step():
                 self._works.popleft()
         except BaseException as error:
-            self._lose_or_interrupt(error, work.operation.text)
+            self.lose_or_interrupt(error, work.operation.text)
             raise
 
     def _finish_oldest(self) -> None:
-        self._check_usable()
+        self.check_usable()
         work = self._works[0]
         self._drive(_stepping(work), work.operation, max(work.timeout - work.waited, 0.0))
         self._works.popleft()
 
     def _polling(self, work: Work[object]) -> Steps[None]:
         while not work.is_done:
-            self._check_usable()
+            self.check_usable()
             self._step_oldest()
             yield
 
@@ -380,7 +380,7 @@ class Executor:
         except BaseException as error:
             if is_common(error):
                 raise
-            self._lose_or_interrupt(error, operation.text)
+            self.lose_or_interrupt(error, operation.text)
             if isinstance(error, ProcessLookupError):
                 raise PeerError(f"{self.unusable}: {error}") from error
             raise
@@ -407,10 +407,7 @@ class Executor:
         )
 
     def _move_others(self) -> None:
-        """Move the works of other channels on, which ranks may wait for in different orders."""
-        for executor in list(_executors):
-            if executor is not self:
-                executor.move()
+        move_works(self)
 
     def _report(self, operation: Operation[object], waited: float) -> str | None:
         """Return the report of a long wait, or None where an observer reports it."""
@@ -438,7 +435,7 @@ class Executor:
         self._given_up = steps
         self.unusable = reason
 
-    def _lose_or_interrupt(self, error: BaseException, text: str) -> None:
+    def lose_or_interrupt(self, error: BaseException, text: str) -> None:
         """Give the channel up for an error that the other ranks do not have."""
         if says_rank_is_lost(error):
             self._lose(error, text)
@@ -471,13 +468,21 @@ class Executor:
             work.settle(error)
         self._works.clear()
 
-    def _check_usable(self, is_rest: bool = False) -> None:
+    def check_usable(self, is_rest: bool = False) -> None:
+        """Raise an error where nothing can be carried out any more."""
         if self.short.is_broken_off and not is_rest:
             self._break_off()
         if self.unusable is not None:
             raise RuntimeError(f"this {self._owner} can no longer be used: {self.unusable}")
         if self._handshake.left:
             raise PeerError(f"this {self._owner} can no longer be used: ranks {self._handshake.left} left the program")
+
+
+def move_works(but: Executor | None = None) -> None:
+    """Move the works of all channels on, which ranks may wait for in different orders."""
+    for executor in list(_executors):
+        if executor is not but:
+            executor.move()
 
 
 def _no_steps() -> Steps[None]:

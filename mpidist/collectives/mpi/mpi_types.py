@@ -75,6 +75,22 @@ def message(array: Array) -> tuple[Array, int, MPI.Datatype]:
     return as_bytes(array), array.nbytes, import_mpi().BYTE
 
 
+def one_message(array: Array) -> tuple[Array, int, MPI.Datatype]:
+    """Return the message for mpi4py of a contiguous array of any dtype and size."""
+    return message(array) if array.nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(array.nbytes))
+
+
+@cache
+def _bytes(count: int) -> MPI.Datatype:
+    """Return the datatype of so many bytes."""
+    byte, block = import_mpi().BYTE, 1 << 20
+    blocks = byte.Create_contiguous(block)
+    whole: MPI.Datatype = import_mpi().Datatype.Create_struct(
+        [count // block, count % block], [0, count - count % block], [blocks, byte]
+    )
+    return whole.Commit()
+
+
 def tag_of(number: int) -> int:
     """Return a tag that tells messages apart that are under way at the same time."""
     return number % TAGS_OF_ARRAYS

@@ -1,0 +1,211 @@
+"""Messages from one rank to another, beside the collectives of a communicator.
+
+Each goes as two: a head with what it is and the line that sent it, and the data, straight from memory to memory. Both
+are handed to MPI at once, so that it moves them on by itself, and find their receivers in the order of their calls.
+Where a rank takes a message of whoever sends first, its data wait until the head has told who that is; later messages
+with the same tag wait behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.description import Description, describe, signature_text
+from mpidist.collectives.channel.executor import move_works
+from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.progress import progress
+from mpidist.collectives.channel.work import Work
+from mpidist.collectives.mpi.mpi_types import one_message
+from mpidist.collectives.mpi.waiting import Steps, drive, until_done
+from mpidist.collectives.node.packing import in_order
+from mpidist.core.callsite import user_call_site
+from mpidist.core.deadline import Deadline
+from mpidist.core.errors import MessageTimeoutError, MismatchError
+from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
+from mpidist.topology import import_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+_HEAD_BYTES = 512
+
+
+class PointToPoint:
+    """The messages of one communicator.
+
+    Args:
+        channel: The channel that it has for its collectives.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._under_way: list[Work[object]] = []
+        # Of each tag the messages that wait for whoever sends first, and those behind them.
+        self._queues: dict[int, list[object]] = {}
+        self._lock = threading.RLock()
+
+    def check_none_under_way(self) -> None:
+        """Raise RuntimeError where messages have not gone or come."""
+        if self._channel.is_usable:
+            self._advance()
+            for work in self._under_way[:1]:
+                raise RuntimeError(
+                    f"{work.operation.text}, started at {work.operation.call_site}, is under way while its "
+                    "Communicator is closed; expected wait() for each message before"
+                )
+
+    def send(self, array: Array, dest: int, tag: int, timeout: float | None) -> Work[None]:
+        """Start to send an array, which must not be changed before the work is done."""
+        text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
+        here = user_call_site()
+        return self._started(self._sending(in_order(array), dest, tag, f"{text}\n{here}"), description, here, timeout)
+
+    def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
+        """Start to receive an array into one like it.
+
+        The result is the rank that sent it.
+        """
+        of = "any rank" if source is None else f"rank {source}"
+        text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
+        here = user_call_site()
+        return self._started(self._receiving(out, source, tag, text, here), description, here, timeout)
+
+    def _started(self, steps: Steps[T], description: Description, here: str, timeout: float | None) -> Work[T]:
+        channel = self._channel
+        channel.executor.check_usable()
+        operation = Operation(steps, description, timeout)
+        operation.is_work, operation.call_site = True, here
+        work: Work[T] = Work(operation, steps, timeout or channel.timeout, self._advance, self._complete)
+        with self._lock:
+            self._under_way.append(work)
+            # Messages are handed to MPI in the order of the calls.
+            self._step(work)
+        return work
+
+    def later(self, work: Work[T]) -> Work[T]:
+        """Have a work go on while the program computes."""
+        if not work.is_done:
+            progress.watch(self.move)
+        return work
+
+    # Of one message -----------------------------------------------------------------------------------------------
+
+    def _sending(self, array: Array, dest: int, tag: int, text: str) -> Steps[None]:
+        comm, byte = self._channel.comm, import_mpi().BYTE
+        head = text.encode()[:_HEAD_BYTES]
+        told = comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)
+        sent = comm.Isend(one_message(array), dest, DATA_OF_PROGRAMS + tag)
+        yield from until_done(told)
+        yield from until_done(sent)
+
+    def _receiving(self, out: Array, source: int | None, tag: int, text: str, here: str) -> Steps[int]:
+        place, queue = object(), self._queues.setdefault(tag, [])
+        if queue or source is None:
+            queue.append(place)
+            while queue[0] is not place:
+                yield
+        mpi, comm, head = import_mpi(), self._channel.comm, bytearray(_HEAD_BYTES)
+        rank = mpi.ANY_SOURCE if source is None else source
+        head_request = comm.Irecv([head, _HEAD_BYTES, mpi.BYTE], rank, HEADS_OF_PROGRAMS + tag)
+        into = in_order(out) if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        data = None if source is None else comm.Irecv(one_message(into), source, DATA_OF_PROGRAMS + tag)
+        if queue and source is not None:
+            queue.remove(place)
+        status = mpi.Status()
+        yield from _until_told(head_request, status)
+        if source is None:
+            source = status.Get_source()
+            data = comm.Irecv(one_message(into), source, DATA_OF_PROGRAMS + tag)
+            queue.remove(place)
+        theirs, _, there = bytes(head[: status.Get_count(mpi.BYTE)]).decode(errors="replace").partition("\n")
+        try:
+            assert data is not None
+            yield from until_done(data)
+        except mpi.Exception as error:
+            if theirs == text or error.Get_error_class() != mpi.ERR_TRUNCATE:
+                raise
+        if theirs != text:
+            raise MismatchError(
+                f"rank {source} sends {theirs}, at {there}, and rank {self._channel.rank} expects {text}, at {here}, "
+                f"with tag {tag}; expected arrays of the same shape and dtype on both sides"
+            )
+        if into is not out:
+            out[...] = into
+        return source
+
+    # Moving on ----------------------------------------------------------------------------------------------------
+
+    def move(self) -> Work[object] | None:
+        """Move all messages on, and return one of those that are left."""
+        self._advance()
+        return self._under_way[0] if self._under_way else None
+
+    def _advance(self) -> None:
+        with self._lock:
+            for work in list(self._under_way):
+                self._step(work)
+
+    def _step(self, work: Work[object]) -> None:
+        try:
+            if work.step():
+                self._under_way.remove(work)
+        except BaseException as error:
+            self._channel.executor.lose_or_interrupt(error, work.operation.text)
+            raise
+
+    def _complete(self, work: Work[object], timeout: float | None) -> None:
+        """Move messages on until one is done, for at most ``timeout`` seconds."""
+        if work.is_done:
+            return
+        left = work.timeout - work.waited
+        is_last = timeout is None or timeout >= left
+        seconds = left if is_last or timeout is None else timeout
+        work.waited += 0 if is_last else seconds
+        error = partial(self._expired if is_last else _not_yet, work)
+        report = partial(self._report, work)
+        drive(self._polling(work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
+
+    def _polling(self, work: Work[object]) -> Steps[None]:
+        while not work.is_done:
+            self._channel.executor.check_usable()
+            self._advance()
+            yield
+
+    def _report(self, work: Work[object], waited: float) -> str:
+        return (
+            f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {work.operation.text}, at "
+            f"{work.operation.call_site}"
+        )
+
+    def _expired(self, work: Work[object], waited: float) -> MessageTimeoutError:
+        # MPI may still write to its memory, which the work keeps.
+        self._channel.executor.unusable = f"{work.operation.text} did not come within its deadline"
+        return MessageTimeoutError(work.operation.text, str(work.operation.call_site), waited, self._channel.rank)
+
+
+@lru_cache(maxsize=1024)
+def _described(what: str, tag: int, shape: tuple[int, ...], dtype: DType) -> tuple[str, Description]:
+    """Return the array as text, and the description of the message."""
+    text = signature_text(((shape, dtype),))
+    nbytes = math.prod(shape) * dtype.itemsize
+    return text, describe(f"{what} with tag {tag}", text, operation=what.partition(" ")[0], nbytes=nbytes)
+
+
+def _not_yet(work: Work[object], waited: float) -> TimeoutError:
+    return TimeoutError(
+        f"{work.operation.text} is not done after {waited:.3g} s; it goes on, and may be waited for again"
+    )
+
+
+def _until_told(request: MPI.Request, status: MPI.Status) -> Steps[None]:
+    while not request.Test(status):
+        yield
