@@ -17,6 +17,8 @@ _default: list[ref[Communicator]] = []
 def communicator_for(ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions) -> Communicator:
     """Return the communicator of a new group (collective over its ranks alone).
 
+    That of some ranks has the options of the default group.
+
     Args:
         ranks: Its ranks among all; none for all of them.
         rank: Of this process in the group, as torch has it.

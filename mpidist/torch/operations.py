@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpidist")
 # What torch writes where a call has no timeout of its own.
 _UNSET = timedelta(0)
+_MESSAGES = ("send_async", "recv_async")
 Finish = Callable[[Any], int | None]
 
 
@@ -44,10 +45,11 @@ class Operations:
     Args:
         comm: The ranks of the group.
         name: Of the backend, for profilers.
+        options: Laid over those of the communicator.
     """
 
-    def __init__(self, comm: Communicator, name: str) -> None:
-        self.comm, self.backend_name = comm, name
+    def __init__(self, comm: Communicator, name: str, options: CommunicationOptions | None = None) -> None:
+        self.comm, self.backend_name, self._options = comm, name, options
         self._program = threading.RLock()
         self._works = OpenWorks()
 
@@ -340,7 +342,11 @@ class Operations:
             kwargs: Of the method.
         """
         if opts is not None and opts.timeout > _UNSET:
-            kwargs["options"] = CommunicationOptions(timeout_seconds=opts.timeout.total_seconds())
+            seconds = opts.timeout.total_seconds()
+            options = CommunicationOptions() if self._options is None else self._options
+            kwargs["options"] = options.merge(CommunicationOptions(timeout_seconds=seconds))
+        elif self._options is not None:
+            kwargs["options"] = self._options
         ended = begin_event(f"{self.backend_name}:{event}", tensors)
         if opts is None or opts.asyncOp:
             return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
@@ -364,8 +370,10 @@ class Operations:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> StartedWork:
-        with self._program:
-            work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, self._program, ended)
+        # Collectives are carried out by one thread of the program at a time, messages by any.
+        program = threading.RLock() if name in _MESSAGES else self._program
+        with program:
+            work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, program, ended)
         if not work.advance():
             self._works.add(work)
         return work

@@ -26,11 +26,12 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         comm: Its ranks.
         name: Of the backend, as it was asked for.
         store: Of the group, from torch.
+        options: Laid over those of the communicator.
     """
 
-    def __init__(self, comm: Communicator, name: str, store: Any) -> None:
+    def __init__(self, comm: Communicator, name: str, store: Any, options: CommunicationOptions | None = None) -> None:
         _ProcessGroup.__init__(self, comm.rank, comm.size)
-        Operations.__init__(self, comm, name)
+        Operations.__init__(self, comm, name, options)
         self._store = store
 
     def __repr__(self) -> str:
@@ -58,8 +59,11 @@ def create(given: Any, options: Any) -> Any:
         given: torch's _DistributedBackendOptions.
         options: The ``pg_options`` of the program: CommunicationOptions, or None.
     """
-    comm = communicator_for(given.global_ranks_in_group, given.group_rank, given.group_size, _options(given, options))
-    return MpidistProcessGroup(comm, "mpidist", given.store)
+    ranks, chosen = given.global_ranks_in_group, _options(given, options)
+    comm = communicator_for(ranks, given.group_rank, given.group_size, chosen)
+    # Calls without options are the fastest, and those of the default group are in its communicator.
+    own = chosen if ranks and chosen != CommunicationOptions() else None
+    return MpidistProcessGroup(comm, "mpidist", given.store, own)
 
 
 def _options(given: Any, options: Any) -> CommunicationOptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -78,7 +77,7 @@ class StartedWork(_TorchWork):
         work: Of the Communicator.
         finish: Brings its result into the tensors; it returns the rank that a message came from, if it was one.
         tensors: For the result.
-        program: Held by the one thread of the program that uses the Communicator.
+        program: Held by the one thread of the program that waits.
         ended: Called when it has ended, in the thread that finds out.
     """
 
@@ -212,31 +211,35 @@ def _checked_source(source: int | None) -> int:
 
 
 class OpenWorks:
-    """The started works of one group, which the progress thread completes in the order of their begin."""
+    """The started works of one group, which the progress thread completes."""
 
     def __init__(self) -> None:
-        self._works: deque[StartedWork] = deque()
+        self._works: list[StartedWork] = []
+        self._lock = threading.Lock()
 
     def add(self, work: StartedWork) -> None:
         """Have a work completed."""
-        self._works.append(work)
+        with self._lock:
+            self._works.append(work)
         progress.watch(self.move)
         if self.move not in progress.watched:
             # There is no progress thread: whoever waits for the future in C++ would wait for ever.
-            work.wait()
+            work.settle()
 
     def move(self) -> StartedWork | None:
         """Complete the works that have ended, and return the oldest that has not."""
-        while self._works:
-            if not self._works[0].advance():
-                return self._works[0]
-            self._works.popleft()
-        return None
+        # Messages end in any order.
+        over = [work for work in list(self._works) if work.advance()]
+        with self._lock:
+            for work in over:
+                if work in self._works:
+                    self._works.remove(work)
+            return self._works[0] if self._works else None
 
     def close(self) -> None:
         """Complete what is left, and have no more completed."""
         while self._works:
-            work = self._works.popleft()
+            work = self._works.pop()
             if not work.is_completed():
                 work.settle()
         progress.forget(self.move)

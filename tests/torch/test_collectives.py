@@ -1,0 +1,316 @@
+"""The collectives of torch.distributed over mpidist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mpidist
+from mpidist.errors import MismatchError
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.counts,
+    pytest.mark.powers,
+    pytest.mark.nodes,
+    # torch warns of its own deprecated parts.
+    pytest.mark.filterwarnings("default"),
+]
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+]
+
+
+def of_rank(rank: int, shape: tuple[int, ...] = (3, 2), dtype: Any = torch.float32) -> Any:
+    return torch.full(shape, rank + 1).to(dtype)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_in_place(dist: Any, dtype: Any, is_async: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = of_rank(rank, dtype=dtype)
+    work = dist.all_reduce(tensor, async_op=is_async)
+    if is_async:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+    assert torch.equal(tensor, of_rank(sum(range(1, size + 1)) - 1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("SUM", True), ("MAX", True), ("BOR", True), ("PRODUCT", False), ("MIN", False), ("BAND", False)],
+)
+def test_bools(dist: Any, op: str, expected: bool) -> None:
+    tensor = torch.tensor([dist.get_rank() == 0, True, False])
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+    first = expected if dist.get_world_size() > 1 else True
+    assert tensor.tolist() == [first, True, False]
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_bits(dist: Any, op: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.tensor([1 << rank, 6])
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+    of_all = [1 << each for each in range(size)]
+    expected = {"BAND": of_all[0] if size == 1 else 0, "BOR": sum(of_all), "BXOR": sum(of_all)}[op]
+    assert tensor.tolist() == [expected, 6 if op != "BXOR" or size % 2 else 0]
+
+
+def test_a_mean_of_integers_is_rounded_down(dist: Any) -> None:
+    size = dist.get_world_size()
+    tensor = torch.tensor([dist.get_rank(), 7])
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert tensor.tolist() == [sum(range(size)) // size, 7]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "async"])
+def test_tensors_with_gaps(dist: Any, is_async: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(4, 6)
+    part = whole.t()[::2]
+    part.fill_(rank + 1)
+    work = dist.all_reduce(part, async_op=is_async)
+    if is_async:
+        work.wait()
+    assert torch.equal(part, torch.full((3, 4), sum(range(1, size + 1))))
+    assert whole.sum() == part.sum()
+
+
+def test_empty_tensors(dist: Any) -> None:
+    tensor = torch.empty(0, 3)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0)
+    parts = [torch.empty(0, 3) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    assert all(part.shape == (0, 3) for part in parts)
+
+
+def test_broadcast_and_reduce(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = of_rank(rank)
+    dist.broadcast(tensor, size - 1)
+    assert torch.equal(tensor, of_rank(size - 1))
+    tensor = of_rank(rank)
+    dist.reduce(tensor, size - 1)
+    if rank == size - 1:
+        assert torch.equal(tensor, of_rank(sum(range(1, size + 1)) - 1))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "async"])
+def test_all_gather(dist: Any, is_async: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.empty(3, 2) for _ in range(size)]
+    work = dist.all_gather(parts, of_rank(rank), async_op=is_async)
+    whole = torch.empty(3 * size, 2)
+    single = dist.all_gather_into_tensor(whole, of_rank(rank), async_op=is_async)
+    if is_async:
+        work.wait()
+        single.wait()
+    for other in range(size):
+        assert torch.equal(parts[other], of_rank(other))
+        assert torch.equal(whole[3 * other : 3 * other + 3], of_rank(other))
+
+
+def test_all_gather_of_other_shapes(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.empty(other + 1, 2) for other in range(size)]
+    dist.all_gather(parts, of_rank(rank, (rank + 1, 2)))
+    assert all(torch.equal(part, of_rank(other, (other + 1, 2))) for other, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_reduce_scatter(dist: Any, is_even: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [of_rank(rank, (2 if is_even else other + 1, 3)) for other in range(size)]
+    output = torch.empty_like(parts[rank])
+    dist.reduce_scatter(output, parts)
+    assert torch.equal(output, of_rank(sum(range(1, size + 1)) - 1, tuple(output.shape)))
+
+
+def test_reduce_scatter_of_one_tensor(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    output = torch.empty(2, 3)
+    dist.reduce_scatter_tensor(output, torch.arange(6.0 * size).reshape(2 * size, 3), dist.ReduceOp.AVG)
+    assert torch.equal(output, torch.arange(6.0).reshape(2, 3) + 6 * rank)
+
+
+def test_gather_and_scatter(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    root = size - 1
+    parts = [torch.empty(3, 2) for _ in range(size)] if rank == root else None
+    dist.gather(of_rank(rank), parts, dst=root)
+    if parts is not None:
+        assert all(torch.equal(part, of_rank(other)) for other, part in enumerate(parts))
+    output = torch.empty(3, 2)
+    dist.scatter(output, parts, src=root)
+    assert torch.equal(output, of_rank(rank))
+
+
+def test_all_to_all(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given = [torch.full((rank + 1, other + 1), 10 * rank + other) for other in range(size)]
+    taken = [torch.empty(other + 1, rank + 1, dtype=torch.int64) for other in range(size)]
+    dist.all_to_all(taken, given)
+    assert all((tensor == 10 * other + rank).all() for other, tensor in enumerate(taken))
+    whole = torch.arange(size) + size * rank
+    out = torch.empty_like(whole)
+    dist.all_to_all_single(out, whole)
+    assert out.tolist() == [size * other + rank for other in range(size)]
+    counts = [other + 1 for other in range(size)]
+    uneven = torch.cat([torch.full((other + 1, 2), 10 * rank + other) for other in range(size)])
+    rows = torch.empty(size * (rank + 1), 2, dtype=torch.int64)
+    dist.all_to_all_single(rows, uneven, [rank + 1] * size, counts)
+    assert rows[:, 0].tolist() == [10 * other + rank for other in range(size) for _ in range(rank + 1)]
+
+
+def test_objects(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, {"rank": rank, "more": "x" * rank})
+    assert [each["rank"] for each in found] == list(range(size))
+    told: list[Any] = ["hello", rank] if rank == 0 else [None, None]
+    dist.broadcast_object_list(told, 0)
+    assert told == ["hello", 0]
+    one: list[Any] = [None]
+    dist.scatter_object_list(one, list(range(size)) if rank == 0 else None, 0)
+    assert one == [rank]
+
+
+def test_messages(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        pytest.skip("a message needs two ranks")
+    before, behind = (rank - 1) % size, (rank + 1) % size
+    got = torch.empty(3, 2)
+    ops = [dist.P2POp(dist.irecv, got, before), dist.P2POp(dist.isend, of_rank(rank), behind)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert torch.equal(got, of_rank(before))
+    if rank == 0:
+        sources = set()
+        for _ in range(size - 1):
+            source = dist.recv(got)
+            assert torch.equal(got, of_rank(source))
+            sources.add(source)
+        assert sources == set(range(1, size))
+    else:
+        dist.send(of_rank(rank), 0)
+
+
+def test_sparse_sum(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (size + 2,))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [size, *[2.0] * size, 0.0]
+
+
+def test_groups(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for local in (False, True):
+        halves = [[r for r in range(size) if r % 2 == odd] for odd in (0, 1)]
+        mine = halves[rank % 2]
+        asked = [mine] if local else [half for half in halves if half]
+        groups = [dist.new_group(ranks, use_local_synchronization=local) for ranks in asked]
+        group = groups[0] if local else groups[rank % 2]
+        tensor = torch.tensor([rank])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == sum(mine)
+        dist.broadcast(tensor, mine[-1], group=group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+def test_the_future_completes_by_itself(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = of_rank(rank)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    doubled = future.then(lambda done: 2 * done.value()[0]).wait()
+    assert torch.equal(doubled, 2 * of_rank(sum(range(1, size + 1)) - 1))
+
+
+def test_works_in_any_order(dist: Any) -> None:
+    size = dist.get_world_size()
+    tensors = [torch.full((1000,), float(number)) for number in range(20)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    assert all((tensor == number * size).all() for number, tensor in enumerate(tensors))
+
+
+def test_coalesced(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [of_rank(rank), of_rank(rank, (5,), torch.float64)]
+    dist.all_reduce_coalesced(tensors)
+    assert all((tensor == sum(range(1, size + 1))).all() for tensor in tensors)
+
+
+def test_functional_collectives(dist: Any) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = functional.all_reduce(of_rank(rank), "sum", dist.group.WORLD)
+    assert torch.equal(total + 0, of_rank(sum(range(1, size + 1)) - 1))
+    rows = functional.all_gather_tensor(of_rank(rank), 0, dist.group.WORLD)
+    assert rows.shape == (3 * size, 2)
+    part = functional.reduce_scatter_tensor(torch.ones(size, 2), "sum", 0, dist.group.WORLD)
+    assert torch.equal(part + 0, torch.full((1, 2), float(size)))
+
+
+def test_events_of_the_profiler(dist: Any) -> None:
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.broadcast(torch.ones(3), 0)
+    names = [event.name for event in profile.function_events]
+    assert names.count("mpidist:all_reduce") == 2
+    assert names.count("mpidist:broadcast") == 1
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("kind", ["shape", "dtype", "operation", "root", "collective", "rows"])
+def test_mismatches_show_the_lines_of_all(dist: Any, kind: str) -> None:
+    first = dist.get_rank() == 0
+    tensor = torch.ones(3)
+    with pytest.raises(MismatchError) as raised:
+        if kind == "shape":
+            dist.all_reduce(tensor if first else torch.ones(4))
+        elif kind == "dtype":
+            dist.all_reduce(tensor if first else tensor.double())
+        elif kind == "operation":
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if first else dist.ReduceOp.MAX)
+        elif kind == "root":
+            dist.broadcast(tensor, 0 if first else 1)
+        elif kind == "rows":
+            whole = torch.ones(3 if first else 4)
+            dist.all_gather([torch.empty_like(whole) for _ in range(dist.get_world_size())], whole)
+        elif first:
+            dist.all_reduce(tensor)
+        else:
+            dist.broadcast(tensor, 0)
+    assert str(raised.value).count(__file__) == dist.get_world_size()
+    dist.all_reduce(tensor)
+
+
+def test_options_of_the_group(dist: Any) -> None:
+    options = mpidist.experimental.CommunicationOptions(deterministic=True)
+    group = dist.new_group(pg_options=options)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == dist.get_world_size()
+    dist.destroy_process_group(group)
