@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
@@ -59,11 +59,11 @@ class Operations:
         self, tensors: Tensor | Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Any:
         """Reduce tensors in place, on all ranks."""
-        return self._reduce_in_place(listed(tensors), options_of(dist.AllreduceOptions, opts, timeout, reduceOp=op))
+        return self._reduce_in_place(listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduce tensors in place, on all ranks, in one go."""
-        return self._reduce_in_place(tensors, options_of(dist.AllreduceCoalescedOptions, opts))
+        return self._reduce_in_place(tensors, options_of(c10d.AllreduceCoalescedOptions, opts))
 
     def _reduce_in_place(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         reduction = Reduction(opts.reduceOp, self.comm.size)
@@ -85,7 +85,7 @@ class Operations:
         root: int | None = None,
     ) -> Any:
         """Give all ranks the tensors of one."""
-        tensors, opts = listed(tensors), options_of(dist.BroadcastOptions, opts, timeout, rootRank=root)
+        tensors, opts = listed(tensors), options_of(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         arrays, bring = targets_of(tensors)
         one = arrays[0] if len(arrays) == 1 else arrays
         return self._do("broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one)
@@ -100,7 +100,7 @@ class Operations:
         root: int | None = None,
     ) -> Any:
         """Reduce a tensor in place, on one rank."""
-        tensors, opts = listed(tensors), options_of(dist.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
+        tensors, opts = listed(tensors), options_of(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         (tensor,) = tensors
         array, bring = target_of(tensor)
@@ -116,12 +116,12 @@ class Operations:
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Return once all ranks have come."""
-        return self._do("barrier", "barrier", [], options_of(dist.BarrierOptions, opts, timeout), _nothing)
+        return self._do("barrier", "barrier", [], options_of(c10d.BarrierOptions, opts, timeout), _nothing)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; after the timeout the error names those that have not."""
         del wait_all_ranks  # the report is of all ranks anyway
-        opts = options_of(dist.BarrierOptions, None, timeout)
+        opts = options_of(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
         self.barrier(opts)
 
@@ -129,7 +129,7 @@ class Operations:
 
     def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Give all ranks the tensors of all."""
-        (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(dist.AllgatherOptions, opts, timeout)
+        (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(c10d.AllgatherOptions, opts, timeout)
         row, finish = _gathered(tensor, parts)
         return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
 
@@ -137,7 +137,7 @@ class Operations:
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Give all ranks the tensors of all, several from each in one go."""
-        opts = options_of(dist.AllgatherOptions, opts)
+        opts = options_of(c10d.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
 
         def finish(gathered: list[Array]) -> None:
@@ -160,7 +160,7 @@ class Operations:
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, event: str) -> Any:
-        opts = options_of(dist.AllgatherOptions, opts)
+        opts = options_of(c10d.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
         arrays, bring = targets_of(outputs)
         outs = [self._dealt(array, row.shape[1:]) for array, row in zip(arrays, rows, strict=True)]
@@ -177,7 +177,7 @@ class Operations:
         root: int | None = None,
     ) -> Any:
         """Give one rank the tensors of all."""
-        (tensor,), opts = listed(inputs), options_of(dist.GatherOptions, opts, timeout, rootRank=root)
+        (tensor,), opts = listed(inputs), options_of(c10d.GatherOptions, opts, timeout, rootRank=root)
         if self.comm.rank != opts.rootRank:
             return self._do("gather", "gather", [], opts, _nothing, array_of(tensor)[None], opts.rootRank)
         (parts,) = nested(outputs)
@@ -196,7 +196,7 @@ class Operations:
         root: int | None = None,
     ) -> Any:
         """Give each rank one of the tensors of one rank."""
-        (output,), opts = listed(outputs), options_of(dist.ScatterOptions, opts, timeout, rootRank=root)
+        (output,), opts = listed(outputs), options_of(c10d.ScatterOptions, opts, timeout, rootRank=root)
         array, bring = target_of(output)
         if self.comm.rank == opts.rootRank:
             (parts,) = nested(inputs)
@@ -210,7 +210,7 @@ class Operations:
     ) -> Any:
         """Reduce tensors over all ranks; each rank keeps one of them."""
         (output,), (parts,) = listed(outputs), nested(inputs)
-        opts = options_of(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
+        opts = options_of(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         array, bring = target_of(output)
         finish = reduction.finisher([array], bring)
@@ -225,7 +225,7 @@ class Operations:
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor over all ranks; each rank keeps a part of it."""
-        opts = options_of(dist.ReduceScatterOptions, opts)
+        opts = options_of(c10d.ReduceScatterOptions, opts)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         array, bring = target_of(output)
         value, out = reduction.opened(self._dealt(array_of(tensor), array.shape)), reduction.opened(array[None])
@@ -247,7 +247,7 @@ class Operations:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> Any:
         """Give each rank one tensor, and take one from each."""
-        opts = options_of(dist.AllToAllOptions, opts, timeout)
+        opts = options_of(c10d.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
         if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
             return self._do("all_to_all", "all_to_all", list(outputs), opts, _filling(outputs), np.stack(given))
@@ -267,7 +267,7 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> Any:
         """Deal the rows of a tensor, and take the rows that are dealt to this rank."""
-        opts = options_of(dist.AllToAllOptions, opts, timeout)
+        opts = options_of(c10d.AllToAllOptions, opts, timeout)
         del output_counts  # the other ranks' input_counts, which out is compared with
         array, bring = target_of(output)
         given, size = array_of(tensor), self.comm.size

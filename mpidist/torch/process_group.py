@@ -33,6 +33,7 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         _ProcessGroup.__init__(self, comm.rank, comm.size)
         Operations.__init__(self, comm, name, options)
         self._store = store
+        self._group_name = self._group_desc = ""
 
     def __repr__(self) -> str:
         return f"<MpidistProcessGroup rank {self.comm.rank} of {self.comm.size}>"
@@ -42,6 +43,22 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         return self.backend_name
 
     _get_backend_name = name = getBackendName
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name that torch finds the group by."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        """Take the name that torch finds the group by."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """Return what the program says of the group."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
+        """Take what the program says of the group."""
+        self._group_desc = desc
 
     def get_group_store(self) -> Any:
         """Return the store of the group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mpidist.topology.launcher import read_launcher
+from mpidist.topology.environments import read_launcher
 
 
 def set_variables() -> None:

@@ -255,7 +255,7 @@ def test_works_in_any_order(dist: Any) -> None:
 
 def test_coalesced(dist: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = [of_rank(rank), of_rank(rank, (5,), torch.float64)]
+    tensors = [of_rank(rank), of_rank(rank, (5,))]
     dist.all_reduce_coalesced(tensors)
     assert all((tensor == sum(range(1, size + 1))).all() for tensor in tensors)
 
@@ -303,7 +303,7 @@ def test_mismatches_show_the_lines_of_all(dist: Any, kind: str) -> None:
             dist.all_reduce(tensor)
         else:
             dist.broadcast(tensor, 0)
-    assert str(raised.value).count(__file__) == dist.get_world_size()
+    assert str(raised.value).count(f"at {__file__}:") == 2
     dist.all_reduce(tensor)
 
 
