@@ -14,7 +14,7 @@
 #   make test-binding    tests on CuPy's own NCCL binding, over a stand-in library, and on its compiler, for CUDA 12 and 13;
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
-#   make test-torch      tests with PyTorch and JAX, in .venv-torch
+#   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
@@ -48,7 +48,7 @@ MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
 TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
-TORCH ?= torch jax
+TORCH ?= torch jax expecttest
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -150,10 +150,16 @@ TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/strategies/test
   tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py \
   tests/checkpoint/test_arrays_of_others.py tests/values/test_models_as_variables.py
 
+TORCH_PYTEST = sh -c 'ranks=$$0 && exec $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $$ranks $(TORCH_VENV)/bin/python \
+  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $$ranks "$$@"'
+
+test-torch: export MPIRUN = $(TORCH_VENV)/bin/mpirun
 test-torch: $(TORCH_VENV)/.done $(NATIVE)
-	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) < /dev/null
-	MPIRUN=$(TORCH_VENV)/bin/mpirun $(LIMIT) $(TORCH_VENV)/bin/mpirun -n 2 $(TORCH_VENV)/bin/python \
-	  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2 $(TORCH_TESTS) < /dev/null
+	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) tests/torch < /dev/null
+	$(TORCH_PYTEST) 2 $(TORCH_TESTS) tests/torch < /dev/null
+	MPIDIST_RANKS_PER_NODE=2 $(TORCH_PYTEST) 4 tests/torch < /dev/null
+	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam < /dev/null
+	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --backend mpi < /dev/null
 
 $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))

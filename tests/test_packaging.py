@@ -33,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if int(version("setuptools").split(".")[0]) < SETUPTOOLS_WITH_LICENSE_EXPRESSIONS:
         pytest.skip(f"setuptools {version('setuptools')} cannot build it; type: pip install 'mpidist[test]'")
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "mpidist_torch_entry.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "mpidist", source / "mpidist", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     # Other folders of a checkout, what `make train` writes too, must stay out of the wheel.
@@ -71,7 +71,8 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
-    assert {name.split("/")[0] for name in names} == {"mpidist", f"mpidist-{__version__}.dist-info"}
+    entry = "mpidist_torch_entry.py"
+    assert {name.split("/")[0] for name in names} == {"mpidist", entry, f"mpidist-{__version__}.dist-info"}
     assert {name for name in names if name.startswith("mpidist/")} == in_tree()
 
 

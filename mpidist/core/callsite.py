@@ -42,10 +42,11 @@ def path_in_package(file: str) -> str:
 
 
 def user_call_site(frame: FrameType | None = None) -> str:
-    """Return ``file:line (function)`` of the innermost frame outside the package and the libraries that call it.
+    """Return ``file:line (function)`` of the innermost frame outside the package.
 
-    A function of the package that works for code of another thread says whose with a local variable
-    ``works_for_call_site``, which is returned when the search comes through it.
+    Libraries that call it for their users count as part of it. A function of the package that works for code of
+    another thread says whose with a local variable ``works_for_call_site``, which is returned when the search comes
+    through it.
 
     Args:
         frame: Where to start; the caller by default.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +23,17 @@ def listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def nested(lists: Sequence[Any]) -> Sequence[Sequence[Tensor]]:
-    """Return the list of tensors in a list, as for several devices of a rank, also if it is given by itself."""
+def nested(lists: Sequence[Foreign]) -> Sequence[Sequence[Tensor]]:
+    """Return the list of tensors in a list, also if it is given by itself."""
     return [lists] if lists and isinstance(lists[0], torch.Tensor) else lists
 
 
-def options_of(kind: Any, given: Any, timeout: timedelta | None = None, **fields: Any) -> Any:
+def options_of(kind: Foreign, given: Foreign, timeout: timedelta | None = None, **fields: Foreign) -> Foreign:
     """Return the options of a call.
 
     Args:
         kind: torch's class for them.
-        given: What stands in their place: them, None, or the value of the first of ``fields`` that is not None.
+        given: In their place: them, None, or the value of the first of ``fields`` that is not None.
         timeout: Of the call.
         fields: Names and values of single options.
     """

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, on a Communicator: what ProcessGroup and Backend have in common."""
+"""The collectives of torch.distributed on a Communicator, for ProcessGroup and Backend alike."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mpidist.collectives import Communicator
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.arguments import listed, nested, options_of
+from mpidist.torch.foreign import Foreign
 from mpidist.torch.profiling import begin_event
 from mpidist.torch.reductions import Reduction
 from mpidist.torch.sparse import gathered_elements
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger("mpidist")
-# What torch writes where a call has no timeout of its own.
+# Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
 Finish = Callable[[Any], int | None]
@@ -56,16 +57,21 @@ class Operations:
     # One array in, one out --------------------------------------------------------------------------------------
 
     def allreduce(
-        self, tensors: Tensor | Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Any:
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        opts: Foreign = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Foreign = None,
+    ) -> Foreign:
         """Reduce tensors in place, on all ranks."""
         return self._reduce_in_place(listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op))
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Foreign = None) -> Foreign:
         """Reduce tensors in place, on all ranks, in one go."""
         return self._reduce_in_place(tensors, options_of(c10d.AllreduceCoalescedOptions, opts))
 
-    def _reduce_in_place(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def _reduce_in_place(self, tensors: Sequence[Tensor], opts: Foreign) -> Foreign:
         reduction = Reduction(opts.reduceOp, self.comm.size)
         if len(tensors) == 1 and tensors[0].is_sparse:
             elements, add_up = gathered_elements(tensors[0], reduction.op)
@@ -79,11 +85,11 @@ class Operations:
     def broadcast(
         self,
         tensors: Tensor | Sequence[Tensor],
-        opts: Any = None,
+        opts: Foreign = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Any:
+    ) -> Foreign:
         """Give all ranks the tensors of one."""
         tensors, opts = listed(tensors), options_of(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         arrays, bring = targets_of(tensors)
@@ -93,12 +99,12 @@ class Operations:
     def reduce(
         self,
         tensors: Tensor | Sequence[Tensor],
-        opts: Any = None,
-        op: Any = None,
+        opts: Foreign = None,
+        op: Foreign = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Any:
+    ) -> Foreign:
         """Reduce a tensor in place, on one rank."""
         tensors, opts = listed(tensors), options_of(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
@@ -114,12 +120,12 @@ class Operations:
 
         return self._do("reduce", "reduce", tensors, opts, finish, reduction.op, opened, opts.rootRank)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def barrier(self, opts: Foreign = None, timeout: timedelta | None = None) -> Foreign:
         """Return once all ranks have come."""
         return self._do("barrier", "barrier", [], options_of(c10d.BarrierOptions, opts, timeout), _nothing)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return once all ranks have come; after the timeout the error names those that have not."""
+        """Return once all ranks have come; the error after the timeout names the others."""
         del wait_all_ranks  # the report is of all ranks anyway
         opts = options_of(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
@@ -127,15 +133,21 @@ class Operations:
 
     # Gathering --------------------------------------------------------------------------------------------------
 
-    def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def allgather(
+        self,
+        outputs: Sequence[Foreign],
+        inputs: Tensor | Sequence[Tensor],
+        opts: Foreign = None,
+        timeout: timedelta | None = None,
+    ) -> Foreign:
         """Give all ranks the tensors of all."""
         (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(c10d.AllgatherOptions, opts, timeout)
         row, finish = _gathered(tensor, parts)
         return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Foreign = None
+    ) -> Foreign:
         """Give all ranks the tensors of all, several from each in one go."""
         opts = options_of(c10d.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
@@ -147,19 +159,21 @@ class Operations:
 
         return self._do("all_gather", "all_gather", list(chain(*outputs)), opts, finish, rows)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Foreign = None) -> Foreign:
         """Give all ranks the tensors of all, as one."""
         return self._gather_into([output], [tensor], opts, "_all_gather_base")
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Give all ranks the tensors of all, several from each in one go, each as one."""
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Foreign = None
+    ) -> Foreign:
+        """Give all ranks several tensors of all in one go, each as one."""
         return self._gather_into(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, event: str) -> Any:
+    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Foreign, event: str) -> Foreign:
         opts = options_of(c10d.AllgatherOptions, opts)
         rows = [array_of(tensor)[None] for tensor in inputs]
         arrays, bring = targets_of(outputs)
@@ -169,13 +183,13 @@ class Operations:
 
     def gather(
         self,
-        outputs: Sequence[Any],
-        inputs: Any,
-        opts: Any = None,
+        outputs: Sequence[Foreign],
+        inputs: Tensor | Sequence[Tensor],
+        opts: Foreign = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Any:
+    ) -> Foreign:
         """Give one rank the tensors of all."""
         (tensor,), opts = listed(inputs), options_of(c10d.GatherOptions, opts, timeout, rootRank=root)
         if self.comm.rank != opts.rootRank:
@@ -188,13 +202,13 @@ class Operations:
 
     def scatter(
         self,
-        outputs: Any,
-        inputs: Sequence[Any],
-        opts: Any = None,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Sequence[Foreign],
+        opts: Foreign = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Any:
+    ) -> Foreign:
         """Give each rank one of the tensors of one rank."""
         (output,), opts = listed(outputs), options_of(c10d.ScatterOptions, opts, timeout, rootRank=root)
         array, bring = target_of(output)
@@ -206,8 +220,14 @@ class Operations:
         return self._do("scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None])
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Sequence[Any], opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Any:
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Sequence[Foreign],
+        opts: Foreign = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Foreign = None,
+    ) -> Foreign:
         """Reduce tensors over all ranks; each rank keeps one of them."""
         (output,), (parts,) = listed(outputs), nested(inputs)
         opts = options_of(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
@@ -223,7 +243,7 @@ class Operations:
         value, op = reduction.opened(given), reduction.op
         return self._do("reduce_scatter", "reduce_scatter", [output], opts, finish, op, value, counts=counts, out=out)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Foreign = None) -> Foreign:
         """Reduce a tensor over all ranks; each rank keeps a part of it."""
         opts = options_of(c10d.ReduceScatterOptions, opts)
         reduction = Reduction(opts.reduceOp, self.comm.size)
@@ -235,8 +255,8 @@ class Operations:
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Foreign = None
+    ) -> Foreign:
         """Reduce several tensors over all ranks; each rank keeps a part of each."""
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         return works[0] if len(works) == 1 else ManyWorks(works, list(outputs))
@@ -244,8 +264,12 @@ class Operations:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Foreign = None,
+        timeout: timedelta | None = None,
+    ) -> Foreign:
         """Give each rank one tensor, and take one from each."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
@@ -263,10 +287,10 @@ class Operations:
         tensor: Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        opts: Any = None,
+        opts: Foreign = None,
         timeout: timedelta | None = None,
-    ) -> Any:
-        """Deal the rows of a tensor, and take the rows that are dealt to this rank."""
+    ) -> Foreign:
+        """Deal the rows of a tensor, and take those for this rank."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
         del output_counts  # the other ranks' input_counts, which out is compared with
         array, bring = target_of(output)
@@ -287,20 +311,20 @@ class Operations:
 
     # Point to point ---------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], dest: int, tag: int) -> Any:
+    def send(self, tensors: Sequence[Tensor], dest: int, tag: int) -> Foreign:
         """Send a tensor to a rank."""
         (tensor,) = tensors
         return self._do("send", "send", tensors, None, _nothing, array_of(tensor), dest, tag)
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Foreign:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, source, tag)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Foreign:
         """Receive a tensor from whichever rank sends one."""
         return self._receive("recvAnySource", tensors, None, tag)
 
-    def _receive(self, event: str, tensors: Sequence[Tensor], source: int | None, tag: int) -> Any:
+    def _receive(self, event: str, tensors: Sequence[Tensor], source: int | None, tag: int) -> Foreign:
         (tensor,) = tensors
         array, bring = target_of(tensor)
 
@@ -314,7 +338,7 @@ class Operations:
     # The end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is on its way, and free the communicator (collective).
+        """Finish the works on their way, and free the communicator (collective).
 
         After an error, ranks of torch.distributed leave one by one: one that the others do not join says so.
         """
@@ -328,8 +352,8 @@ class Operations:
     # Inside -----------------------------------------------------------------------------------------------------
 
     def _do(
-        self, name: str, event: str, tensors: Sequence[Tensor], opts: Any, finish: Finish, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, name: str, event: str, tensors: Sequence[Tensor], opts: Foreign, finish: Finish, *args: Any, **kwargs: Any
+    ) -> Foreign:
         """Carry out or start the method ``name`` of the Communicator.
 
         Args:
@@ -405,7 +429,7 @@ def _filling_flat(tensors: Sequence[Tensor]) -> Finish:
 
 
 def _gathered(tensor: Tensor, parts: Sequence[Tensor]) -> tuple[Array, Finish]:
-    """Return the array of a tensor to gather, and the function that fills the tensors for those of all ranks.
+    """Return the array of a tensor to gather, and the function that fills the results.
 
     Where they have the shape of the tensor, ranks compare their shapes.
     """

@@ -1,9 +1,8 @@
-"""The process group of torch 2.5 to 2.13: a subclass of ProcessGroup, which takes the place of the whole group."""
+"""The process group of torch up to 2.13: a subclass of ProcessGroup."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +10,12 @@ import torch.distributed as dist
 from mpidist.collectives import Communicator
 from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
+from mpidist.torch.backend import MpidistBackend, can_be_used
+from mpidist.torch.foreign import Foreign
 from mpidist.torch.groups import communicator_for
 from mpidist.torch.operations import Operations
 
-# A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
-_ProcessGroup: Any = dist.ProcessGroup
+_ProcessGroup: Foreign = dist.ProcessGroup
 skip_frames_of(torch.__file__)
 
 
@@ -29,7 +29,9 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         options: Laid over those of the communicator.
     """
 
-    def __init__(self, comm: Communicator, name: str, store: Any, options: CommunicationOptions | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, name: str, store: Foreign, options: CommunicationOptions | None = None
+    ) -> None:
         _ProcessGroup.__init__(self, comm.rank, comm.size)
         Operations.__init__(self, comm, name, options)
         self._store = store
@@ -53,24 +55,24 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """Return what the program says of the group."""
+        """Return the program's description of the group."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
-        """Take what the program says of the group."""
+        """Take the program's description of the group."""
         self._group_desc = desc
 
-    def get_group_store(self) -> Any:
+    def get_group_store(self) -> Foreign:
         """Return the store of the group."""
         return self._store
 
     def shutdown(self) -> None:
-        """Finish what is on its way, and free the communicator (collective)."""
+        """Finish the works on their way, and free the communicator (collective)."""
         self.close()
 
 
-def create(given: Any, options: Any) -> Any:
-    """Return the process group that torch asks for (collective over its ranks).
+def create(given: Foreign, options: Foreign) -> Foreign:
+    """Return the process group, or the backend, that torch asks for (collective over its ranks).
 
     Args:
         given: torch's _DistributedBackendOptions.
@@ -80,10 +82,12 @@ def create(given: Any, options: Any) -> Any:
     comm = communicator_for(ranks, given.group_rank, given.group_size, chosen)
     # Calls without options are the fastest, and those of the default group are in its communicator.
     own = chosen if ranks and chosen != CommunicationOptions() else None
+    if can_be_used:
+        return MpidistBackend(comm, "mpidist", own)
     return MpidistProcessGroup(comm, "mpidist", given.store, own)
 
 
-def _options(given: Any, options: Any) -> CommunicationOptions:
+def _options(given: Foreign, options: Foreign) -> CommunicationOptions:
     if not (options is None or isinstance(options, CommunicationOptions)):
         raise TypeError(f"pg_options is {options!r}; expected None or mpidist.experimental.CommunicationOptions(...)")
     chosen: CommunicationOptions = CommunicationOptions() if options is None else options

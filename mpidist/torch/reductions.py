@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from mpidist.arrays.dtypes import Array
+from mpidist.torch.foreign import Foreign
 
-_Kind: Any = dist.ReduceOp.RedOpType
+_Kind: Foreign = dist.ReduceOp.RedOpType
 _NAMES = {
     _Kind.SUM: "SUM",
     _Kind.AVG: "MEAN",
@@ -36,7 +36,7 @@ class Reduction:
         op: The Communicator's name for it.
     """
 
-    def __init__(self, op: Any, size: int) -> None:
+    def __init__(self, op: Foreign, size: int) -> None:
         kind = op.op if hasattr(op, "op") else op
         name = _NAMES.get(kind)
         if name is None:
@@ -59,8 +59,8 @@ class Reduction:
         self.op = op
         return array
 
-    def finisher(self, arrays: Sequence[Array], bring: Callable[[], None] | None) -> Callable[[Any], None]:
-        """Return what is left to do with results that lie in ``arrays``, and brings them into the tensors."""
+    def finisher(self, arrays: Sequence[Array], bring: Callable[[], None] | None) -> Callable[[object], None]:
+        """Return the function that brings the results in ``arrays`` into the tensors."""
 
         def finish(_: object) -> None:
             if self._divides:

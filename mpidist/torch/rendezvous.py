@@ -1,19 +1,19 @@
-"""The way to meet by MPI, in place of MASTER_ADDR, where mpirun, srun or ``python -m mpidist launch`` started ranks."""
+"""The way in which ranks that a launcher has started meet by MPI, without MASTER_ADDR."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from mpidist.core.errors import LaunchError
 from mpidist.topology import world_topology
-from mpidist.torch.store import open_store
+from mpidist.torch.foreign import Foreign
+from mpidist.torch.mpi_store import open_store
 
 
-def meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Foreign, int, int]]:
     """Yield a store, rank and number of ranks (collective); the handler of ``env://`` for torch.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gathered_elements(tensor: Tensor, op: str) -> tuple[list[Array], Callable[[Any], None]]:
-    """Return the arrays of a sparse tensor to gather, and the function that sums up the gathered ones into it.
+def gathered_elements(tensor: Tensor, op: str) -> tuple[list[Array], Callable[[list[Array]], None]]:
+    """Return the arrays of a sparse tensor, and the function that sums up gathered ones.
 
     Raises:
         TypeError: Another operation than SUM, or a tensor of another layout than COO.

@@ -19,7 +19,10 @@ _OPAQUE = tuple(dtype for name, dtype in vars(torch).items() if name.startswith(
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Return the elements of a tensor as a contiguous array, over the same memory where it is contiguous."""
+    """Return the elements of a tensor as a contiguous array.
+
+    It lies over the memory of a tensor that is contiguous.
+    """
     if tensor.layout is not torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
     tensor = tensor.detach()
@@ -33,9 +36,9 @@ def array_of(tensor: Tensor) -> Array:
 
 
 def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
-    """Return an array with the elements of a tensor for a result, and what brings the result into the tensor.
+    """Return an array for a result, and the function that brings it there.
 
-    It is None where the array lies over the tensor's own memory.
+    The function is None where the array lies over the tensor's own memory.
     """
     if tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return array_of(tensor), None
@@ -44,7 +47,7 @@ def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
 
 
 def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], None] | None]:
-    """Return the arrays of several tensors for results, and what brings the results into them."""
+    """Return arrays of several tensors for results, and the function that brings these there."""
     opened = [target_of(tensor) for tensor in tensors]
     bringing = [bring for _, bring in opened if bring is not None]
 

@@ -8,9 +8,9 @@ from mpidist.topology.environments import read_launcher
 
 
 def set_variables() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher has them, where they are not set.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher has them.
 
-    A launcher that does not tell all of them gets none set that it does not tell.
+    Those that are set stay. A launcher that does not tell all of them gets none set that it does not tell.
     """
     info = read_launcher()
     if info is None or info.size is None or "RANK" in os.environ or "WORLD_SIZE" in os.environ:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.core.errors import CollectiveTimeoutError
+from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
-_TorchWork: Any = dist.Work
+_TorchWork: Foreign = dist.Work
 _NO_LIMIT = timedelta(0)
 
 
@@ -63,9 +63,9 @@ class DoneWork(_TorchWork):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:
+    def get_future(self) -> Foreign:
         """Return a future with the tensors."""
-        future: Any = torch.futures.Future()
+        future: Foreign = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
@@ -91,7 +91,7 @@ class StartedWork(_TorchWork):
     ) -> None:
         super().__init__()
         self._work, self._finish, self._tensors, self._program, self._ended = work, finish, tensors, program, ended
-        self._future: Any = torch.futures.Future()
+        self._future: Foreign = torch.futures.Future()
         self._completing = threading.Lock()
         self._error: BaseException | None = None
         self._source: int | None = None
@@ -138,7 +138,7 @@ class StartedWork(_TorchWork):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:
+    def get_future(self) -> Foreign:
         """Return a future with the tensors, which completes on the progress thread."""
         return self._future
 
@@ -157,7 +157,10 @@ class StartedWork(_TorchWork):
             self._end()
 
     def _expire(self) -> None:
-        """Give the collective up at its deadline, which nobody watches who waits for the future in C++."""
+        """Give the collective up at its deadline.
+
+        Nobody watches that who waits for the future in C++.
+        """
         if self._program.acquire(blocking=False):
             try:
                 self._work.waited = self._work.timeout
@@ -166,7 +169,7 @@ class StartedWork(_TorchWork):
                 self._program.release()
 
     def _end(self, seconds: float = 0.0, blocking: bool = True) -> None:
-        """Wait for the result, for ever or for some seconds, bring it into the tensors, and complete the future.
+        """Wait for the result, bring it into the tensors, and complete the future.
 
         Args:
             seconds: If more than 0, the longest time to wait, after which TimeoutError is raised.
@@ -237,7 +240,7 @@ class OpenWorks:
             return self._works[0] if self._works else None
 
     def close(self) -> None:
-        """Complete what is left, and have no more completed."""
+        """Complete the works that are left, and have no more completed."""
         while self._works:
             work = self._works.pop()
             if not work.is_completed():
@@ -253,7 +256,7 @@ class ManyWorks(_TorchWork):
         tensors: For all results.
     """
 
-    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
+    def __init__(self, works: list[Foreign], tensors: list[Tensor]) -> None:
         super().__init__()
         self._works, self._tensors = works, tensors
 
@@ -273,7 +276,7 @@ class ManyWorks(_TorchWork):
         """Return the tensors for all results."""
         return self._tensors
 
-    def get_future(self) -> Any:
+    def get_future(self) -> Foreign:
         """Return a future with the tensors, which completes with the last of the works."""
-        all_futures: Any = torch.futures.collect_all([work.get_future() for work in self._works])
+        all_futures: Foreign = torch.futures.collect_all([work.get_future() for work in self._works])
         return all_futures.then(lambda done: [part for future in done.value() for part in future.value()])

@@ -21,12 +21,12 @@ from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import duplicate
+from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# A variable, as torch's classes cannot be seen by type checkers where torch is not installed.
-_Store: Any = dist.Store
+_Store: Foreign = dist.Store
 # Requests come in rows; between them the thread leaves the core to the program.
 _BUSY_SECONDS, _IDLE_SECONDS, _BUSY_FOR_SECONDS = 2e-4, 1e-2, 0.2
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 5e-5, 2e-3
@@ -34,7 +34,10 @@ _LEFT = "left"
 
 
 class Shelf:
-    """The dictionaries of all stores of a job, on the first rank; a store is told apart by its number."""
+    """The dictionaries of all stores of a job, on the first rank.
+
+    A store is told apart by its number.
+    """
 
     def __init__(self) -> None:
         self._items: dict[tuple[int, str], bytes] = {}
@@ -76,7 +79,7 @@ class Shelf:
         return [key for store, key in self._items if store == number]
 
 
-class Line:
+class StoreLine:
     """The way to the shelf from one rank."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -106,7 +109,7 @@ class Line:
                 nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
 
     def answer(self) -> bool:
-        """Answer what other ranks have asked; return whether there was anything to do."""
+        """Answer other ranks; return whether there was anything to do."""
         assert self.shelf is not None, "only the first rank is asked"
         was_asked = False
         for source, request in self.mailbox.received():
@@ -120,7 +123,7 @@ class Line:
             self.mailbox.send(rank, (_LEFT, None))
 
 
-class StoreThread(DaemonThread[Line]):
+class StoreThread(DaemonThread[StoreLine]):
     """The thread that answers the ranks that ask."""
 
     def __init__(self) -> None:
@@ -144,11 +147,11 @@ class StoreThread(DaemonThread[Line]):
 
 store_thread = StoreThread()
 # The one of this process, once there is one.
-_lines: list[Line] = []
+_lines: list[StoreLine] = []
 
 
 class MpiStore(_Store):
-    """torch's Store over the messages of a Line.
+    """torch's Store over the messages of a StoreLine.
 
     Args:
         line: To the first rank.
@@ -156,7 +159,7 @@ class MpiStore(_Store):
         timeout: Of a wait for a key.
     """
 
-    def __init__(self, line: Line, number: int, timeout: timedelta) -> None:
+    def __init__(self, line: StoreLine, number: int, timeout: timedelta) -> None:
         super().__init__()
         self._line, self._number = line, number
         self.set_timeout(timeout)
@@ -181,7 +184,7 @@ class MpiStore(_Store):
         self._ask("append", key, _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if it is as expected, and return what it is then."""
+        """Set a value if it is as expected, and return the present one."""
         value: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
         return value
 
@@ -238,7 +241,7 @@ class MpiStore(_Store):
         return self._line.ask(self._number, name, *args)
 
 
-def open_store(timeout: timedelta | None) -> Any:
+def open_store(timeout: timedelta | None) -> Foreign:
     """Return a new store that all ranks share (collective).
 
     It is torch's TCPStore where MPI was started without MPI_THREAD_MULTIPLE.
@@ -248,13 +251,13 @@ def open_store(timeout: timedelta | None) -> Any:
     if not mpi_takes_threads("the ranks of torch.distributed share a TCPStore"):
         return _tcp_store(world.world, timeout)
     if not _lines:
-        _lines.append(Line(duplicate(world.world, "making a store for torch.distributed")))
+        _lines.append(StoreLine(duplicate(world.world, "making a store for torch.distributed")))
     line = _lines[0]
     line.stores.append(MpiStore(line, len(line.stores), timeout))
     return line.stores[-1]
 
 
-def _tcp_store(world: MPI.Intracomm, timeout: timedelta) -> Any:
+def _tcp_store(world: MPI.Intracomm, timeout: timedelta) -> Foreign:
     if world.Get_rank() == 0:
         store = dist.TCPStore(socket.gethostname(), 0, world.Get_size(), True, timeout, wait_for_workers=False)
         world.bcast((store.host, store.port))

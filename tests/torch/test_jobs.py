@@ -1,0 +1,134 @@
+"""Programs of torch.distributed as jobs of their own: their start, their end, and ranks that die."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from mpidist.topology.environments import LAUNCHERS
+from tests.support.ranks import jobs
+
+pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+
+pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
+
+START = """
+import os, torch, torch.distributed as dist
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+dist.init_process_group("mpidist")
+rank, size = dist.get_rank(), dist.get_world_size()
+assert place == [str(rank), str(size)] * 2, place
+"""
+
+
+def test_a_program_without_a_word_of_mpi() -> None:
+    done = jobs.run_script(START + "print(dist.get_backend(), rank, size)", 2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["mpidist 0 2", "mpidist 1 2"]
+
+
+def test_the_store_is_over_mpi() -> None:
+    program = """
+    from datetime import timedelta
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.check(["key"]) and not store.check(["other"])
+    store.add("number", rank + 1)
+    while store.add("number", 0) != 3:
+        pass
+    try:
+        store.wait(["never"], timedelta(seconds=0.2))
+    except dist.DistStoreError as error:
+        assert "never" in str(error)
+    else:
+        raise AssertionError
+    dist.barrier()
+    print(type(store.underlying_store.underlying_store).__name__)
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.stdout.split() == ["MpiStore", "MpiStore"], done.stderr
+
+
+def test_a_rank_that_is_killed_in_backward_ends_all() -> None:
+    program = """
+    import signal
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100), bucket_cap_mb=0.001)
+    for step in range(100):
+        loss = model(torch.ones(4, 100)).sum()
+        if rank == 1 and step == 5:
+            model.module.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+    print("not reached")
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.returncode != 0
+    assert "not reached" not in done.stdout
+    assert "signal" in (done.stdout + done.stderr).lower()
+
+
+def test_a_rank_that_leaves_ends_the_others() -> None:
+    program = """
+    if rank == 1:
+        raise SystemExit(0)
+    dist.all_reduce(torch.ones(3))
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.returncode != 0
+    assert "PeerError" in done.stderr
+
+
+def test_a_mismatch_names_both_lines_of_the_program() -> None:
+    program = """
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.broadcast(torch.ones(3), 0)
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.returncode != 0
+    assert "all_reduce SUM of float32(3,)" in done.stderr
+    assert "broadcast from rank 0 of float32(3,)" in done.stderr
+    assert "torch/distributed" not in done.stderr.split("different calls")[-1]
+
+
+@pytest.mark.parametrize("backend", ["mpidist", "gloo"])
+def test_the_backend_is_chosen_by_name_alone(backend: str) -> None:
+    program = START.replace('"mpidist"', f'"{backend}"') + "t = torch.ones(3); dist.all_reduce(t); assert t[0] == size"
+    done = jobs.run_script(program, 2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_torch_leaves_mpidist_alone() -> None:
+    program = "import sys, torch; print([name for name in sys.modules if name.split('.')[0] in ('mpidist', 'mpi4py')])"
+    done = _without_a_launcher(program)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_an_error_in_the_entry_point_is_a_warning() -> None:
+    program = (
+        "import warnings, torch, mpidist_torch_entry as entry\n"
+        "torch.distributed.Backend.register_backend = None\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always')\n"
+        "    entry.register()\n"
+        "print('mpidist is no backend' in str(told[0].message))"
+    )
+    assert _without_a_launcher(program).stdout.strip() == "True"
+
+
+def test_the_entry_point_knows_the_launchers() -> None:
+    import mpidist_torch_entry
+
+    for row in LAUNCHERS.values():
+        assert {row.rank, row.size} & set(mpidist_torch_entry.RANK_VARIABLES), row.name
+
+
+def _without_a_launcher(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=jobs.child_environment(), capture_output=True, text=True, check=True)
