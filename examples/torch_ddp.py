@@ -54,7 +54,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).sum()
     dist.all_reduce(right)
-    return right.item() / len(data)
+    return float(right) / len(data)
 
 
 def main() -> None:
