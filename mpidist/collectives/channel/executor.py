@@ -478,11 +478,20 @@ class Executor:
             raise PeerError(f"this {self._owner} can no longer be used: ranks {self._handshake.left} left the program")
 
 
+also_moved: list[Callable[[], object]] = []
+"""Functions that move other works of this process on."""
+
+
 def move_works(but: Executor | None = None) -> None:
-    """Move the works of all channels on, which ranks may wait for in different orders."""
+    """Move the works of all channels on, and messages.
+
+    Ranks may wait for them in different orders.
+    """
     for executor in list(_executors):
         if executor is not but:
             executor.move()
+    for move in list(also_moved):
+        move()
 
 
 def _no_steps() -> Steps[None]:
