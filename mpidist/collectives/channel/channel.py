@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidist.collectives.channel import shutdown
-from mpidist.collectives.channel.connections import open_connections
+from mpidist.collectives.channel.connections import check_descriptors, open_connections
 from mpidist.collectives.channel.description import Description, describe
 from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
@@ -23,7 +23,6 @@ from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
-from mpidist.collectives.mpi.descriptors import check_descriptors
 from mpidist.collectives.mpi.waiting import Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings

@@ -6,14 +6,15 @@ which registers its algorithms. All files there are imported with the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mpidist.arrays.dtypes import Array
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.mpi_types import message, tag_of
+from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.core.enums import ReduceOp
 
@@ -38,6 +39,33 @@ class Wire(Protocol):
             residual: Of the size of ``flat``: the loss of rounding last time, added to the input, and replaced by the
                 loss now; None to let it go. For a way that rounds.
         """
+
+
+class Rail:
+    """The ranks of one rail, among which a way between nodes goes.
+
+    Args:
+        comm: The communicator.
+        ranks: The ranks of the rail, in it.
+        position: Of this rank among them.
+        wire_dtype: In which sums travel, for a way that rounds.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
+        self._comm, self._ranks, self._position, self._wire_dtype = comm, ranks, position, wire_dtype
+
+    def _exchange(self, received: Mapping[int, Array], sent: Mapping[int, Array], chunk: int) -> Steps[None]:
+        """Receive and send arrays, by position on the rail, but for those of this rank itself.
+
+        ``chunk`` tells several exchanges apart that are on their way.
+        """
+        comm, ranks, me, tag = self._comm, self._ranks, self._position, tag_of(chunk)
+        requests = [comm.Irecv(self._message(array), ranks[at], tag) for at, array in received.items() if at != me]
+        requests += [comm.Isend(self._message(array), ranks[at], tag) for at, array in sent.items() if at != me]
+        yield from until_all_done(requests)
+
+    def _message(self, array: Array) -> Any:
+        return message(array)
 
 
 Row = tuple[tuple[int | None, str], ...]
