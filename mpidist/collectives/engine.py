@@ -13,7 +13,7 @@ from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
-from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
+from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
@@ -123,8 +123,8 @@ class Engine:
             RuntimeError: The current stream there records a CUDA graph.
         """
         choice = self._choice_for("all_reduce", arrays if out is None else [*arrays, *out])
-        streams, seconds = choice.streams, timeout or self.channel.timeout
-        return ReductionCall(plan, arrays, out, streams, choice.multiple, seconds, streams.has_given_up)
+        seconds = timeout or self.channel.timeout
+        return ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
 
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
         """Whether all arrays lie on this communicator's GPU, and large reductions there take NCCL."""
@@ -146,7 +146,7 @@ class Engine:
     ) -> MovementCall:
         """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
         streams = self._choice_for(name, arrays).streams
-        return MovementCall(travelling, results, streams, timeout or self.channel.timeout, streams.has_given_up)
+        return MovementCall(travelling, results, streams, timeout or self.channel.timeout)
 
     @property
     def on_device(self) -> DeviceMovement | None:
@@ -188,7 +188,7 @@ class Engine:
         try:
             yield from choice.prepare()
         finally:
-            self._end_turn(choice.streams)
+            self._end_turn()
 
     def before_close(self) -> Steps[None]:
         """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
@@ -198,13 +198,12 @@ class Engine:
 
     def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
         place = self._queue_place = QueuePlace(streams)
-        queue = queue_of(streams.device)
-        queue.enter(place)
-        yield from queue.wait_until_first(place)
+        place.enter()
+        yield from place.wait_until_first()
 
-    def _end_turn(self, streams: DeviceStreams) -> None:
+    def _end_turn(self) -> None:
         if self._queue_place is not None:
-            queue_of(streams.device).leave(self._queue_place)
+            self._queue_place.leave()
             self._queue_place = None
 
     def all_reduce(
@@ -317,14 +316,13 @@ class Engine:
     def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
-        yield from queue_of(call.streams.device).wait_until_first(call)
+        yield from call.wait_until_first()
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             self.channel.phase(REDUCE)
             names = choice.names_for_pack(pack, plan.options)
             algorithm = choice.made(names) or (yield from choice.make(names))
-            job = DeviceReduction(pack, number, call, plan.op, plan.divisor, plan.options)
-            pieces = yield from algorithm.all_reduce(job)
+            pieces = yield from algorithm.all_reduce(DeviceReduction(call, number))
             self._took(choice.first_working(names))
             pack.deliver(pieces, results)
         call.leave()
@@ -339,7 +337,7 @@ class Engine:
             try:
                 self._on_device.close()
             finally:
-                self._end_turn(self._on_device.streams)
+                self._end_turn()
         self.choice.close()
 
     def reduce_to(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:

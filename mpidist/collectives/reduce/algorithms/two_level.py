@@ -303,14 +303,14 @@ class _InFlight:
 
     def move(self) -> list[int]:
         """Move all on; return the chunks that have come since, in order."""
-        self._parts = deque((chunk, steps and _moved(steps)) for chunk, steps in self._parts)
+        self._parts = deque((chunk, steps and moved(steps)) for chunk, steps in self._parts)
         arrived = []
         while self._parts and self._parts[0][1] is None:
             arrived.append(self._parts.popleft()[0])
         return arrived
 
 
-def _moved(steps: Steps[None]) -> Steps[None] | None:
+def moved(steps: Steps[None]) -> Steps[None] | None:
     """Take one more step; return the steps, or None when there are no more."""
     return None if next(steps, steps) is steps else steps
 
