@@ -92,13 +92,13 @@ class _Shared:
     """One NCCL communicator.
 
     Args:
+        key: Its ranks and GPU.
         raw: CuPy's NcclCommunicator.
         identity: By which all its ranks know it, and no other.
     """
 
-    def __init__(self, raw: NcclCommunicator, identity: Hashable) -> None:
-        self.raw = raw
-        self.identity = identity
+    def __init__(self, key: Key, raw: NcclCommunicator, identity: Hashable) -> None:
+        self.key, self.raw, self.identity = key, raw, identity
         self.users: list[NcclShare] = []
 
     @property
@@ -107,20 +107,18 @@ class _Shared:
         return not any([user.has_given_up() for user in self.users])
 
 
-_open: dict[Key, list[_Shared]] = {}
+_open: list[_Shared] = []
 
 
 class NcclShare:
     """One user's share of an NCCL communicator, in place of CuPy's NcclCommunicator.
 
     Args:
-        key: Its ranks and GPU.
         shared: The communicator.
         has_given_up: Whether the user makes no more calls, also of those that other ranks make.
     """
 
-    def __init__(self, key: Key, shared: _Shared, has_given_up: Callable[[], bool]) -> None:
-        self._key = key
+    def __init__(self, shared: _Shared, has_given_up: Callable[[], bool]) -> None:
         self._shared = shared
         self.has_given_up = has_given_up
         shared.users.append(self)
@@ -157,25 +155,21 @@ class NcclShare:
 
     def _forget(self) -> bool:
         """Remove the communicator from the open ones; return whether it was there."""
-        sharing = _open.get(self._key, [])
-        if self._shared not in sharing:
-            return False
-        sharing.remove(self._shared)
-        if not sharing:
-            del _open[self._key]
-        return True
+        is_open = self._shared in _open
+        if is_open:
+            _open.remove(self._shared)
+        return is_open
 
 
 def first_share(key: Key, raw: NcclCommunicator, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
     """Return the first share of a new communicator."""
-    shared = _Shared(raw, identity)
-    _open.setdefault(key, []).append(shared)
-    return NcclShare(key, shared, has_given_up)
+    _open.append(_Shared(key, raw, identity))
+    return NcclShare(_open[-1], has_given_up)
 
 
 def open_identities(key: Key) -> tuple[Hashable, ...]:
     """Return the identities of communicators to share; other ranks may have others."""
-    return tuple(shared.identity for shared in _open.get(key, []) if shared.in_step)
+    return tuple(shared.identity for shared in _open if shared.key == key and shared.in_step)
 
 
 def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
@@ -183,8 +177,8 @@ def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]
 
     Both calls belong to one place in the queue of the device.
     """
-    (shared,) = [shared for shared in _open[key] if shared.identity == identity]
-    return NcclShare(key, shared, has_given_up)
+    (shared,) = [shared for shared in _open if (shared.key, shared.identity) == (key, identity)]
+    return NcclShare(shared, has_given_up)
 
 
 def forget_shares() -> None:
