@@ -8,11 +8,11 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description, Signature
+from mpidist.collectives.channel.description import Description
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
-from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_movement import DeviceMovement
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
 from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
@@ -65,11 +65,11 @@ class Engine:
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
         """
-        core = self._core
+        core = self.core
         return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
 
     @property
-    def _core(self) -> Core | None:
+    def core(self) -> Core | None:
         """The core that moves the data of all ranks, if they are on one node."""
         node = self.channel.node
         return node.core if node.is_alone else None
@@ -79,31 +79,9 @@ class Engine:
         """The algorithm of all-reduces that take the short way."""
         return BY_CORE if self.channel.size > 1 else ALONE
 
-    @property
-    def has_core(self) -> bool:
-        """Whether the core of a node takes all arrays in host memory."""
-        return self._core is not None
-
-    def learn(
-        self,
-        name: str,
-        array: Array,
-        description: Description,
-        op: ReduceOp | None = None,
-        divisor: int | None = None,
-        root: int = 0,
-    ) -> None:
-        """Open the short way to calls like one that was carried out; see ``Core.learn``."""
-        core = self._core
-        if core is None or self.channel.node.slots is None:
-            return
-        number = core.learn(name, array, description.id, op, divisor, root, description.text)
-        if number is not None:
-            self.channel.executor.short.learn(number, description)
-
     def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
         """Return the result of a short call, which began and got as far as ``state``."""
-        core = self._core
+        core = self.core
         assert core is not None
         self.channel.executor.short.carried_on()
         core.resume(state)
@@ -113,19 +91,6 @@ class Engine:
             self._took(self.short_name)
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
-    def device_call(
-        self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
-    ) -> ReductionCall:
-        """Return the call of an all-reduce on a GPU, in the thread of the program.
-
-        Raises:
-            ValueError: They lie on another device than those before.
-            RuntimeError: The current stream there records a CUDA graph.
-        """
-        choice = self._choice_for("all_reduce", arrays if out is None else [*arrays, *out])
-        seconds = timeout or self.channel.timeout
-        return ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
-
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
         """Whether all arrays lie on this communicator's GPU, and large reductions there take NCCL."""
         if not arrays or not all(map(is_device_array, arrays)):
@@ -133,20 +98,8 @@ class Engine:
         kind = ops_of(arrays[0]).kind
         if self.channel.size == 1 or not may_move_by_nccl(self.table, place_of(self.channel.node, kind)):
             return False
-        streams = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
+        streams = self.choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
         return {streams.device} == {ops_of(array).device_of(array) for array in arrays}
-
-    def movement_call(
-        self,
-        name: str,
-        arrays: Sequence[Array],
-        travelling: Sequence[Array],
-        results: Signature,
-        timeout: float | None,
-    ) -> MovementCall:
-        """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
-        streams = self._choice_for(name, arrays).streams
-        return MovementCall(travelling, results, streams, timeout or self.channel.timeout)
 
     @property
     def on_device(self) -> DeviceMovement | None:
@@ -154,22 +107,26 @@ class Engine:
         assert self._on_device is not None
         return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
 
-    def _choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
-        """Return the choice for arrays of a call, in the thread of the program."""
+    def choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
+        """Return the choice for arrays of a call, in the thread of the program.
+
+        Raises:
+            ValueError: They lie on another device than those before.
+            RuntimeError: The current stream there records a CUDA graph.
+        """
         kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
             raise graph_error(name)
-        choice = self._choice_on(kind, device)
-        streams = choice.streams
-        if streams.device != device:
+        choice = self.choice_on(kind, device)
+        if choice.streams.device != device:
             raise ValueError(
-                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{streams.device}, "
+                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{choice.streams.device}, "
                 "where its first arrays lay: a rank keeps to one device"
             )
-        streams.check_in_step()
+        choice.streams.check_in_step()
         return choice
 
-    def _choice_on(self, kind: str, device: int) -> DeviceChoice:
+    def choice_on(self, kind: str, device: int) -> DeviceChoice:
         """Return the choice for arrays on devices; the first device that is asked for counts."""
         channel = self.channel
         if self._on_device is None:
@@ -178,17 +135,15 @@ class Engine:
             self._on_device = DeviceChoice(channel.comm, channel.node, self.table, streams, self.choice, self._pool)
         return self._on_device
 
-    def prepare_device(self, kind: str, device: int, description: Description) -> Steps[None]:
-        """Return the steps that make what all-reduces on a device will take (collective)."""
-        return self._prepare(self._choice_on(kind, device), description)
-
-    def _prepare(self, choice: DeviceChoice, description: Description) -> Steps[None]:
+    def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:
+        """Make what all-reduces on a device will take (collective)."""
         yield from self.channel.open(description)
         yield from self._take_turn(choice.streams)
         try:
             yield from choice.prepare()
         finally:
             self._end_turn()
+        self.is_device_prepared = True
 
     def before_close(self) -> Steps[None]:
         """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
@@ -246,7 +201,7 @@ class Engine:
 
         The core sees whether results overlap inputs.
         """
-        if self._core is None or len(plan.packs) > 1 or plan.device_packs:
+        if self.core is None or len(plan.packs) > 1 or plan.device_packs:
             return False
         return self.choice.first_working(self._names_for(plan, plan.packs[0])) == BY_CORE
 
