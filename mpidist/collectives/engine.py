@@ -15,16 +15,16 @@ from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
 from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, copies_of_overlapping
-from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
-from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
+from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Site, host_algorithms
+from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
@@ -310,7 +310,7 @@ class Engine:
         for pack in plan.packs:
             job = plan.reduction(pack, arrays, None, self._pool)
             flat = job.flat_result() if is_root else None
-            yield from reduce_to_rank(channel.comm, job.flat_input(), flat, plan.op, root)
+            yield from gathering.reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
             if flat is not None:
                 pack.deliver(job.finish(flat), results, are_given=False)
         return results

@@ -22,10 +22,10 @@ from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import overlaps
-from mpidist.collectives.reduce.choice import Algorithm, Choice
+from mpidist.collectives.reduce.choice import Choice
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Site
+from mpidist.collectives.reduce.registry import Algorithm, Site
 from mpidist.core.enums import ReduceOp
 
 
@@ -257,4 +257,4 @@ class DeviceAlgorithm(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory and communicators of the algorithm (collective)."""
+        """Free the memory and communicators of the algorithm (collective), if it has any."""

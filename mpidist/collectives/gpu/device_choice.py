@@ -14,9 +14,9 @@ from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, rdma_fabric
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
+from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
-from mpidist.collectives.reduce.registry import Row, gpu_algorithms
+from mpidist.collectives.reduce.registry import Algorithm, Row, gpu_algorithms
 from mpidist.collectives.reduce.table import BY_NETWORK, Table, look_up, resolved, row_text
 from mpidist.core.options import CommunicationOptions
 

@@ -10,15 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_library import (
-    IN_PROGRESS,
-    NcclCommunicator,
-    NcclShare,
-    failure,
-    nccl_binding,
-    nccl_problem,
-)
-from mpidist.collectives.gpu.nccl_start import START_SECONDS, started
+from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, failure, nccl_binding, nccl_problem
+from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.enums import ReduceOp

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
+"""All-gather, reduce, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
 
 from __future__ import annotations
 
@@ -76,6 +76,14 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
         yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
 
 
+def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
+    """Reduce flat ``send`` of all ranks into flat ``receive`` of ``root``; others may pass None (MPI_Ireduce)."""
+    datatype = mpi_datatype(send.dtype)
+    for a, b in chunks(send.size):
+        target = None if receive is None else [receive[a:b], b - a, datatype]
+        yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
+
+
 def reduce_scatter_rows(
     comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
 ) -> Steps[None]:
@@ -90,14 +98,11 @@ def reduce_scatter_rows(
         borders: Of every rank, where its elements begin and end.
         op: The operation.
     """
-    datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
     if send.size <= mpi_types.MAX_COUNT:
+        datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
         counts = tuple([stop - start for start, stop in borders])
         request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
         yield from until_done(request)
         return
     for root, (start, stop) in enumerate(borders):
-        for a, b in chunks(stop - start):
-            target = [result[a:b], b - a, datatype] if root == comm.Get_rank() else None
-            source = [send[start + a : start + b], b - a, datatype]
-            yield from until_done(comm.Ireduce(source, target, operation, root))
+        yield from reduce_to(comm, send[start:stop], result if root == comm.Get_rank() else None, op, root)

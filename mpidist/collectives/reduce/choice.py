@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.reduce.registry import (
     AlgorithmEntry,
@@ -27,32 +25,6 @@ from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
 _log = logging.getLogger("mpidist")
-
-
-class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory.
-
-    Attributes:
-        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
-    """
-
-    takes_replicas: bool
-
-    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
-        """Return the function that begins a reduction while all ranks meet.
-
-        Given the id of the meeting; None if nothing does.
-        """
-
-    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Reduce a job over all ranks, which have met.
-
-        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
-        name the part of it that was chosen.
-        """
-
-    def close(self) -> None:
-        """Free the memory and communicators of the algorithm (collective)."""
 
 
 class _Closable(Protocol):

@@ -16,6 +16,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.mpi_types import message, tag_of
 from mpidist.collectives.mpi.waiting import Steps, until_all_done
 from mpidist.collectives.node.node import Node
+from mpidist.collectives.node.packing import PackedReduction
 from mpidist.core.enums import ReduceOp
 
 if TYPE_CHECKING:
@@ -23,6 +24,33 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Algorithm(Protocol):
+    """The interface of an algorithm for arrays in host memory, with what most have in common.
+
+    Attributes:
+        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
+    """
+
+    takes_replicas: bool = False
+
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """Return the function that begins a reduction while all ranks meet.
+
+        Given the id of the meeting; None if nothing does.
+        """
+        return None
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """Reduce a job over all ranks, which have met.
+
+        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
+        name the part of it that was chosen.
+        """
+
+    def close(self) -> None:
+        """Free the memory and communicators of the algorithm (collective), if it has any."""
 
 
 class Wire(Protocol):
@@ -120,7 +148,7 @@ class AlgorithmEntry:
     stands_for: Callable[[Node], str] | None = None
 
 
-class Registry:
+class Registry(dict[str, AlgorithmEntry]):
     """Algorithms by name.
 
     Args:
@@ -129,32 +157,26 @@ class Registry:
     """
 
     def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
-        self.where = where
-        self.say_instead = say_instead
-        self._entries: dict[str, AlgorithmEntry] = {}
+        self.where, self.say_instead = where, say_instead
 
     def register(self, entry: AlgorithmEntry) -> None:
         """Add an algorithm; its name must be new."""
-        if entry.name in self._entries:
+        if entry.name in self:
             raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
-        self._entries[entry.name] = entry
-
-    def get(self, name: str) -> AlgorithmEntry | None:
-        """Return the algorithm of a name, or None."""
-        return self._entries.get(name)
+        self[entry.name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names that users may give, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if entry.places))
+        return tuple(sorted(name for name, entry in self.items() if entry.places))
 
     def at(self, place: str) -> tuple[str, ...]:
         """Return the names that a row of the table may have, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.places))
+        return tuple(sorted(name for name, entry in self.items() if place in entry.places))
 
     def tuned_at(self, place: str) -> tuple[str, ...]:
         """Return the names that are measured for a row of the table, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.tuned_at))
+        return tuple(sorted(name for name, entry in self.items() if place in entry.tuned_at))
 
 
 def _say_instead(name: str) -> str:

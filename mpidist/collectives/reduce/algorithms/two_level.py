@@ -26,6 +26,7 @@ from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
 from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
+    Algorithm,
     AlgorithmEntry,
     Row,
     Site,
@@ -81,7 +82,7 @@ class Wires:
         return name, self._made[key]
 
 
-class TwoLevel:
+class TwoLevel(Algorithm):
     """All-reduces in two levels, one after the other.
 
     Args:
@@ -256,9 +257,6 @@ class TwoLevel:
         divided(flat, job.divisor)
         for target, (_, _, count, offset) in zip(targets, parts, strict=True):
             target[:] = flat[offset - start : offset - start + count]
-
-    def close(self) -> None:
-        """Free nothing: the memory is the node's."""
 
 
 class _InFlight:
