@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import numpy as np
@@ -31,7 +31,7 @@ from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import GoOn
 from mpidist.collectives.reduce.choice import check_options
 from mpidist.collectives.reduce.plan import ReductionPlan
@@ -45,9 +45,6 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 P = TypeVar("P", ReductionPlan, GatherPlan, BroadcastPlan)
@@ -74,7 +71,7 @@ class ArrayCollectives:
 
     def __init__(
         self,
-        comm: MPI.Intracomm | None = None,
+        comm: Comm | None = None,
         *,
         options: CommunicationOptions | None = None,
         table: Table | None = None,

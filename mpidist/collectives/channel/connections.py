@@ -1,6 +1,6 @@
-"""Connections between ranks beside their collectives, opened while all hosts answer, and the descriptors they take.
+"""Connections between ranks beside their collectives, and the file descriptors they take.
 
-Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
+They are opened while all hosts answer. Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
 is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
 talk as they like, those of different nodes by way of two ranks that have a connection to every other from the start.
 """
@@ -10,15 +10,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError
 from mpidist.topology import import_mpi
 from mpidist.topology.limited_calls import limited
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # A connection takes a file descriptor at either end. In larger jobs they are opened by the first question.
 _MOST_RANKS = 256
@@ -54,7 +51,7 @@ class Connections:
         self.known = set(everyone if rank in self.hubs else self.order)
 
 
-def open_connections(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
+def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
     """Open the connections between hubs and all ranks of other nodes (collective)."""
     rank = comm.Get_rank()
     if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
@@ -71,7 +68,7 @@ def open_connections(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> Non
             request.Wait()
 
 
-def check_descriptors(comm: MPI.Intracomm) -> None:
+def check_descriptors(comm: Comm) -> None:
     """Check that every rank of ``comm`` can open some more files (collective).
 
     Raises:

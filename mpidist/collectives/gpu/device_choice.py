@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
 
 from mpidist.collectives.gpu import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.gpu.algorithms.nccl_all_reduce import Nccl
@@ -12,18 +11,14 @@ from mpidist.collectives.gpu.device_call import DeviceAlgorithm, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, rdma_fabric
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
 from mpidist.collectives.reduce.registry import Algorithm, Row, gpu_algorithms
 from mpidist.collectives.reduce.table import BY_NETWORK, Table, look_up, resolved, row_text
 from mpidist.core.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpidist.collectives.node.node import Node
 
 _log = logging.getLogger("mpidist")
 
@@ -51,7 +46,7 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: Comm,
         node: Node,
         table: Table,
         streams: DeviceStreams,

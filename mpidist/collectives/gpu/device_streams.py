@@ -124,7 +124,7 @@ class DeviceStreams:
 
 
 class QueuePlace:
-    """A place in the queue of a device: of a collective there, or to start or to close NCCL.
+    """A place in the queue of a device, to use it, or to start or close NCCL.
 
     Args:
         streams: Where it happens.

@@ -7,24 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
-from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Stream
 from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, failure, nccl_binding, nccl_problem
 from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from mpi4py import MPI
-
-    from mpidist.arrays.device_ops import DeviceOps
-    from mpidist.arrays.dtypes import Array
-    from mpidist.arrays.streams import Stream
 
 
 class NcclComm:
@@ -73,7 +67,7 @@ class NcclComm:
     @classmethod
     def made(
         cls,
-        comm: MPI.Intracomm,
+        comm: Comm,
         device: int | None,
         start_seconds: float = START_SECONDS,
         has_given_up: Callable[[], bool] = lambda: False,

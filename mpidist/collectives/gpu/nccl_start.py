@@ -14,27 +14,22 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.collectives.gpu.nccl_library import NcclCommunicator, failure, nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
-from mpidist.collectives.mpi.waiting import Steps, relax, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import NCCL_START
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpidist.arrays.device_ops import DeviceOps
 
 # NCCL needs seconds for thousands of GPUs.
 START_SECONDS = 120.0
@@ -63,7 +58,7 @@ class _Problem(NamedTuple):
 
 
 def started(
-    comm: MPI.Intracomm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
+    comm: Comm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
 ) -> Steps[NcclShare | str]:
     """Return a share of a communicator, or the reason why there is none (collective).
 
@@ -105,9 +100,7 @@ def started(
     return first_share(key, raw, identity, has_given_up)
 
 
-def _attempt(
-    comm: MPI.Intracomm, device: int, start_seconds: float
-) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
+def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
     """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
@@ -181,7 +174,7 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 # Starting -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
+def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
     """Return why NCCL did not start, the same on every rank, or None."""
     give_up = time.monotonic() + start_seconds
     is_called_off, is_late, looks = False, False, 0
@@ -199,7 +192,7 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) ->
     return (yield from _first_failure(comm, problem))
 
 
-def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Problem | None]:
+def _first_failure(comm: Comm, problem: _Problem | None) -> Steps[_Problem | None]:
     """Tell the others of this rank's problem, and return the first rank's problem."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]

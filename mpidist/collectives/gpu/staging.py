@@ -8,7 +8,7 @@ MPI before the device begins. Waiting for the device keeps MPI going and the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +20,12 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.network_probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
-from mpidist.collectives.mpi.waiting import Steps, until_event
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.registry import Rail
 from mpidist.core import settings
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # Page-locked memory ---------------------------------------------------------------------------------------------------
 
@@ -48,7 +45,7 @@ def staging_bytes() -> int:
     return next(nbytes for least, nbytes in _BYTES_BY_GIGABITS if gigabits >= least)
 
 
-def agreed_staging_bytes(comm: MPI.Intracomm) -> Steps[int]:
+def agreed_staging_bytes(comm: Comm) -> Steps[int]:
     """Return the bytes of a chunk, at most, the least of all ranks (collective)."""
     return (yield from agreed_minimum(comm, staging_bytes()))
 
@@ -131,7 +128,7 @@ class DeviceRing(Rail):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
+        self, comm: Comm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
     ) -> None:
         super().__init__(comm, ranks, position)
         self._streams = streams

@@ -1,24 +1,20 @@
-"""All-gather, reduce, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
+"""Collectives on flat memory, in rounds that fit into an MPI count."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
-from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
-
-def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
+def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
     """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
     mpi = import_mpi()
     mine, least = np.array([value], np.int64), np.empty(1, np.int64)
@@ -26,7 +22,7 @@ def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
     return int(least[0])
 
 
-def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[list[list[int]]]:
+def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     """Return the ``lengths`` of every rank (MPI_Iallgather)."""
     mpi = import_mpi()
     mine = np.array(lengths, np.int64)
@@ -36,7 +32,7 @@ def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[list[list[i
     return rows
 
 
-def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
+def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
     """Put the flat arrays of all ranks, one after the other, into ``result`` (MPI_Iallgatherv).
 
     Args:
@@ -63,12 +59,12 @@ def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: lis
             offset += count
 
 
-def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
+def _gather_round(comm: Comm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
     byte = import_mpi().BYTE
     yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))
 
 
-def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
+def broadcast_flat(comm: Comm, data: Array, root: int) -> Steps[None]:
     """Copy the flat array ``data`` of ``root`` into that of every rank (MPI_Ibcast)."""
     byte = import_mpi().BYTE
     raw = as_bytes(data)
@@ -76,8 +72,8 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
         yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
 
 
-def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
-    """Reduce flat ``send`` of all ranks into flat ``receive`` of ``root``; others may pass None (MPI_Ireduce)."""
+def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
+    """Reduce flat ``send`` of all ranks into ``receive`` of ``root``; others may pass None."""
     datatype = mpi_datatype(send.dtype)
     for a, b in chunks(send.size):
         target = None if receive is None else [receive[a:b], b - a, datatype]
@@ -85,7 +81,7 @@ def reduce_to(comm: MPI.Intracomm, send: Array, receive: Array | None, op: Reduc
 
 
 def reduce_scatter_rows(
-    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
+    comm: Comm, send: Array, result: Array, borders: Sequence[tuple[int, int]], op: ReduceOp
 ) -> Steps[None]:
     """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import pickle
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpidist.collectives.mpi.gathering import all_gather_flat, broadcast_flat, gather_lengths
-from mpidist.collectives.mpi.waiting import Steps
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpidist.collectives.mpi.waiting import Comm, Steps
 
 T = TypeVar("T")
 
 
-def gather_objects(comm: MPI.Intracomm, value: T) -> Steps[list[T]]:
+def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
     return (yield from gather_pickles(comm, pickle.dumps(value)))
 
 
-def gather_pickles(comm: MPI.Intracomm, pickled: bytes) -> Steps[list[Any]]:
+def gather_pickles(comm: Comm, pickled: bytes) -> Steps[list[Any]]:
     """Return the objects of all ranks as :func:`gather_objects`, given one that is pickled already."""
     rows = yield from gather_lengths(comm, [len(pickled)])
     lengths = [length for (length,) in rows]
@@ -31,7 +28,7 @@ def gather_pickles(comm: MPI.Intracomm, pickled: bytes) -> Steps[list[Any]]:
     return [pickle.loads(everything[a:b].data) for a, b in pairwise(accumulate(lengths, initial=0))]
 
 
-def broadcast_pickle(comm: MPI.Intracomm, pickled: bytes, root: int) -> Steps[Any]:
+def broadcast_pickle(comm: Comm, pickled: bytes, root: int) -> Steps[Any]:
     """Return the object that rank ``root`` has pickled on every rank (collective; MPI_Ibcast)."""
     length = np.array([len(pickled)])
     yield from broadcast_flat(comm, length, root)

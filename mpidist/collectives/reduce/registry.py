@@ -10,24 +10,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.mpi_types import message, tag_of
-from mpidist.collectives.mpi.waiting import Steps, until_all_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.core.enums import ReduceOp
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory, with what most have in common.
+    """The interface of an algorithm for arrays in host memory, with defaults.
 
     Attributes:
         takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
@@ -79,11 +76,11 @@ class Rail:
         wire_dtype: In which sums travel, for a way that rounds.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
+    def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
         self._comm, self._ranks, self._position, self._wire_dtype = comm, ranks, position, wire_dtype
 
     def _exchange(self, received: Mapping[int, Array], sent: Mapping[int, Array], chunk: int) -> Steps[None]:
-        """Receive and send arrays, by position on the rail, but for those of this rank itself.
+        """Receive and send arrays by position on the rail, but for this rank's own.
 
         ``chunk`` tells several exchanges apart that are on their way.
         """
@@ -114,7 +111,7 @@ class Site:
         between_nodes: The row of the table for the ways between nodes.
     """
 
-    comm: MPI.Intracomm
+    comm: Comm
     node: Node
     between_nodes: Row
 

@@ -237,7 +237,7 @@ class _Run:
         return True
 
     def _crossing(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[None]:
-        """Take a slice over the ring, whose sums are formed on the device, or through the host."""
+        """Take a slice over the ring on the device, or through the host."""
         if self._wire is None:
             arrived = yield from self._ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
         else:

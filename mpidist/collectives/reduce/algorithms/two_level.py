@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
-from mpidist.collectives.mpi.waiting import Steps, pause
+from mpidist.collectives.mpi.waiting import Comm, Steps, pause
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
@@ -38,9 +37,6 @@ from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 # The way that sums in a fixed order, and rounds every contribution once.
 _IN_ORDER = "pairwise"
 # Between nodes less than this is not worth a message to each of them.
@@ -58,7 +54,7 @@ class Wires:
         row: Which way is taken at which size of a slice.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: Node, row: Row) -> None:
+    def __init__(self, comm: Comm, node: Node, row: Row) -> None:
         self._comm = comm
         self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
         self._position = node.topology.node_index
