@@ -204,8 +204,7 @@ class ArrayCollectives:
         description = self._channel.executor.short.description(number)
         rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
         rest.is_rest = True
-        reduced: Array = self._channel.run(rest)
-        return reduced
+        return self._channel.run(rest)
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         given, on_device = signature_of(out), which_on_device(out)

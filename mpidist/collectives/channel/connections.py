@@ -1,8 +1,9 @@
 """Connections between ranks beside their collectives, and the file descriptors they take.
 
-They are opened while all hosts answer. Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
-is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
-talk as they like, those of different nodes by way of two ranks that have a connection to every other from the start.
+They are opened while all hosts answer. Open MPI ends a rank whose connection to another host cannot be made ("No route
+to host", after about 3 s). A cable that is out for a moment only delays messages on connections that are there, so
+nothing asks on a new one: ranks of one node talk as they like, those of different nodes by way of two ranks that have a
+connection to every other from the start.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def _open_mpi(mpi: ModuleType) -> tuple[bool, str]:
 
 def _function(mpi: ModuleType, name: str) -> Callable[..., int] | None:
     """Return a function of the library that mpi4py is linked to, or None."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(mpi.__file__), name, None)
-    return found
+    return getattr(ctypes.CDLL(mpi.__file__), name, None)
 
 
 def _is_set(variable: str) -> bool:

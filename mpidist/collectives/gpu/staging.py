@@ -66,13 +66,11 @@ class PinnedBuffer:
 
     def array(self, count: int, dtype: DType) -> Array:
         """Return ``count`` elements of it."""
-        flat: Array = self._memory[: count * dtype.itemsize].view(dtype)
-        return flat
+        return self._memory[: count * dtype.itemsize].view(dtype)
 
     def received(self, count: int, dtype: DType) -> Array:
         """Return ``count`` elements on the device."""
-        flat: Array = self._received[: count * dtype.itemsize].view(dtype)
-        return flat
+        return self._received[: count * dtype.itemsize].view(dtype)
 
 
 class StagingRing:

@@ -28,8 +28,7 @@ def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     mine = np.array(lengths, np.int64)
     everyone = np.empty((comm.Get_size(), mine.size), np.int64)
     yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
-    rows: list[list[int]] = everyone.tolist()
-    return rows
+    return everyone.tolist()
 
 
 def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
