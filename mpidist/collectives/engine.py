@@ -132,7 +132,7 @@ class Engine:
         if self._on_device is None:
             streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
-            self._on_device = DeviceChoice(channel.comm, channel.node, self.table, streams, self.choice, self._pool)
+            self._on_device = DeviceChoice(self.table, streams, self.choice, self._pool)
         return self._on_device
 
     def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:

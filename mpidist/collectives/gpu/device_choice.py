@@ -11,9 +11,8 @@ from mpidist.collectives.gpu.device_call import DeviceAlgorithm, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, rdma_fabric
-from mpidist.collectives.mpi.waiting import Comm, Steps
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
 from mpidist.collectives.reduce.registry import Algorithm, Row, gpu_algorithms
@@ -36,23 +35,14 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
     """The algorithms of one communicator for arrays on one device.
 
     Args:
-        comm: The communicator.
-        node: Its node of this rank.
         table: Which algorithm is taken where.
         streams: Where they work.
         on_host: The choice for arrays in host memory.
         pool: Host memory.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        node: Node,
-        table: Table,
-        streams: DeviceStreams,
-        on_host: Choice[Algorithm],
-        pool: Pool,
-    ) -> None:
+    def __init__(self, table: Table, streams: DeviceStreams, on_host: Choice[Algorithm], pool: Pool) -> None:
+        comm, node = on_host.site.comm, on_host.site.node
         site, place = DeviceSite(comm, node, table.between_nodes, streams, on_host, pool), place_of(node, "gpu")
         super().__init__(gpu_algorithms, site, place, getattr(table, place))
         self.streams = streams

@@ -61,7 +61,7 @@ class DeviceHierarchical:
             AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
         """
         comm, node, streams = site.comm, site.node, site.streams
-        wires = Wires(comm, node, site.between_nodes)
+        wires = Wires(site)
         aware = yield from takes_device_memory(comm)
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None

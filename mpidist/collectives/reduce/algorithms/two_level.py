@@ -18,16 +18,15 @@ from functools import partial
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
-from mpidist.collectives.mpi.waiting import Comm, Steps, pause
+from mpidist.collectives.mpi.waiting import Steps, pause
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
-from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
+from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
     Algorithm,
     AlgorithmEntry,
-    Row,
     Site,
     Wire,
     host_algorithms,
@@ -49,16 +48,13 @@ class Wires:
     """The ways between the nodes for one rank.
 
     Args:
-        comm: The communicator.
-        node: The node of this rank.
-        row: Which way is taken at which size of a slice.
+        site: Where they are taken, which says which one at which size of a slice.
     """
 
-    def __init__(self, comm: Comm, node: Node, row: Row) -> None:
-        self._comm = comm
+    def __init__(self, site: Site) -> None:
+        node, self._comm, self._row = site.node, site.comm, site.between_nodes
         self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
         self._position = node.topology.node_index
-        self._row = row
         self._made: dict[tuple[str, str | None], Wire] = {}
 
     def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
@@ -87,7 +83,7 @@ class TwoLevel(Algorithm):
 
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
-        self._wires = Wires(site.comm, site.node, site.between_nodes)
+        self._wires = Wires(site)
         self.takes_replicas = site.node.is_alone and site.node.core is not None
 
     @classmethod
