@@ -33,9 +33,8 @@ from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import GoOn
-from mpidist.collectives.reduce.choice import check_options
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import gpu_names
+from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.watch.attach import watch_channel

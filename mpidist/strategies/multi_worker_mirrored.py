@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.job_resolver import TRAINING_JOBS, resolver_of_job
 from mpidist.collectives import Communicator
-from mpidist.collectives.reduce.choice import check_options
+from mpidist.collectives.reduce.registry import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions

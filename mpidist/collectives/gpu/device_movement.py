@@ -140,7 +140,7 @@ class DeviceMovement:
 
 @contextmanager
 def _finishing(call: MovementCall) -> Iterator[None]:
-    """Note the end of a call; the next one has the device however its steps end."""
+    """Note the end of a call, and hand the device on however its steps end."""
     try:
         yield
         with call.streams.on():

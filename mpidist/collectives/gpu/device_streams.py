@@ -124,7 +124,7 @@ class DeviceStreams:
 
 
 class QueuePlace:
-    """A place in the queue of a device, to use it, or to start or close NCCL.
+    """A place in the queue of a device, for a call or to start NCCL.
 
     Args:
         streams: Where it happens.

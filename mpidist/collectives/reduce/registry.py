@@ -18,6 +18,8 @@ from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.core.enums import ReduceOp
+from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -244,3 +246,29 @@ def check_name(name: str | None) -> None:
             f"algorithm is {name!r}; expected one of {', '.join(host_names())}, for arrays on GPUs "
             f"{', '.join(gpu_names())}, or None"
         )
+
+
+def not_for(registry: Registry, name: str, place: str) -> AlgorithmError:
+    """Return the error of an algorithm for arrays that lie elsewhere."""
+    is_host = registry is host_algorithms
+    other, offered = (gpu_algorithms, host_names()) if is_host else (host_algorithms, registry.at(place))
+    return AlgorithmError(
+        f"algorithm {name!r} is for arrays {other.where}, and was asked for arrays {registry.where}; leave algorithm "
+        f"out, or take one of {', '.join(offered)}"
+    )
+
+
+def check_options(options: CommunicationOptions) -> None:
+    """Raise for options that name something unknown, or two things that do not go together."""
+    check_name(options.algorithm)
+    for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
+        if getattr(options, option) and options.algorithm is not None:
+            entries = [host_algorithms.get(name) or wire_algorithms.get(name) for name in host_names()]
+            able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
+            if options.algorithm not in able:
+                raise ValueError(
+                    f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
+                    f"leave algorithm out, or take one of {', '.join(able)}"
+                )
+    if options.error_feedback and options.wire_dtype is None:
+        raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
