@@ -43,11 +43,11 @@ def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -
     size = mine.dtype.itemsize
     source, target = as_bytes(mine), as_bytes(result)
     byte_counts = [count * size for count in counts]
-    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
     per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
     if max(byte_counts, default=0) <= per_rank:
         yield from _gather_round(comm, source, target, byte_counts)
         return
+    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
     for start in range(0, max(byte_counts), per_rank):
         round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
         piece = np.empty(sum(round_counts), np.uint8)
