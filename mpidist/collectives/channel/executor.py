@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.channel_lock import ChannelLock
@@ -19,16 +19,13 @@ from mpidist.collectives.channel.short_calls import ShortCalls
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common
-from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
 from mpidist.topology.faults import says_rank_is_lost
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -80,7 +77,7 @@ class Executor:
     def __init__(
         self,
         owner: str,
-        comm: MPI.Intracomm,
+        comm: Comm,
         core: Core | None,
         handshake: Handshake,
         observers: Observers,

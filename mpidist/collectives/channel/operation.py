@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mpidist.collectives.channel.description import Description
+from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.waiting import Steps
-
-if TYPE_CHECKING:
-    from mpidist.collectives.channel.tally import Tally
 
 T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
