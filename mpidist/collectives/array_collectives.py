@@ -14,15 +14,15 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import (
+from mpidist.collectives.channel.operation import (
     Description,
+    Operation,
     Signature,
     describe,
     signature_of,
     signature_text,
     which_on_device,
 )
-from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.engine import Engine

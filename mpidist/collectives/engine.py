@@ -8,8 +8,8 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
+from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement

@@ -6,8 +6,7 @@ It is there while any communicator of all ranks is: a program that has closed th
 from __future__ import annotations
 
 from mpidist.collectives.channel.channel import Channel, open_channels
-from mpidist.collectives.channel.description import describe
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.shutdown import check_not_forked
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.attach import guard_channel

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import check_descriptors, open_connections
-from mpidist.collectives.channel.description import Description, describe
 from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import COMMON_ERRORS

@@ -9,13 +9,11 @@ from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
 from mpidist.collectives.channel import shutdown
-from mpidist.collectives.channel.channel_lock import ChannelLock
-from mpidist.collectives.channel.description import describe
 from mpidist.collectives.channel.handshake import Handshake
 from mpidist.collectives.channel.observers import Observers
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.short_calls import ShortCalls
+from mpidist.collectives.channel.short_calls import ChannelLock, ShortCalls
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common

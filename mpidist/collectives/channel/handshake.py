@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.channel.description import plan_id
+from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Signature
 from mpidist.collectives.channel.observers import MOVE
+from mpidist.collectives.channel.operation import Signature
 from mpidist.collectives.gpu.device_choice import DeviceChoice
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm

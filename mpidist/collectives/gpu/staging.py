@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event
-from mpidist.collectives.channel.description import which_on_device
+from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.network_probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum

@@ -18,9 +18,8 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description, describe, signature_text
 from mpidist.collectives.channel.executor import also_moved, move_works
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Description, Operation, describe, signature_text
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
