@@ -276,7 +276,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             steps = engine.on_host.all_gather(plan, copies, _in_host_memory(outs))
             operation = self._operation(steps, plan.description, options)
-            if options is None and axis == 0 and len(arrays) == 1:
+            if options is None and axis == 0 and len(arrays) == 1 and not note:
                 operation.then(self._learns("all_gather", arrays[0], operation))
             return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
@@ -303,7 +303,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             steps = engine.on_host.broadcast(plan, copies, _in_host_memory(outs))
             operation = self._operation(steps, plan.description, options)
-            if options is None and len(arrays) == 1:
+            if options is None and len(arrays) == 1 and not note:
                 operation.then(self._learns("broadcast", arrays[0], operation, root=root))
             return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
