@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import numpy as np
@@ -14,15 +14,15 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import (
+from mpidist.collectives.channel.operation import (
     Description,
+    Operation,
     Signature,
     describe,
     signature_of,
     signature_text,
     which_on_device,
 )
-from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.engine import Engine
@@ -31,11 +31,10 @@ from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import GoOn
-from mpidist.collectives.reduce.choice import check_options
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import gpu_names
+from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.watch.attach import watch_channel
@@ -46,11 +45,8 @@ from mpidist.core.nest import LEAF
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 T = TypeVar("T")
-P = TypeVar("P", GatherPlan, BroadcastPlan)
+P = TypeVar("P", ReductionPlan, GatherPlan, BroadcastPlan)
 
 _DEFAULT_OPTIONS = CommunicationOptions()
 # A program whose shapes change all the time must not grow; plans are cheap to make again.
@@ -74,7 +70,7 @@ class ArrayCollectives:
 
     def __init__(
         self,
-        comm: MPI.Intracomm | None = None,
+        comm: Comm | None = None,
         *,
         options: CommunicationOptions | None = None,
         table: Table | None = None,
@@ -162,10 +158,21 @@ class ArrayCollectives:
         plan = self._plan("all_reduce", op, arrays, divisor, options, note)
         if out is not None:
             self._check_out(plan, out)
-        call = self._device_call(plan, arrays, out, options) if plan.on_device else None
+        call = None
+        if plan.on_device:
+            with self.shared_errors("all_reduce"):
+                choice = self._engine.choice_for("all_reduce", arrays if out is None else [*arrays, *out])
+                seconds = self._timeout_of(options) or self._channel.timeout
+                call = ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if self._engine.has_core and options is None and plan.may_be_short and divisor == self.size and not more:
+        if (
+            self._engine.core is not None
+            and options is None
+            and plan.may_be_short
+            and divisor == self.size
+            and not more
+        ):
             operation.then(self._learns("all_reduce", arrays[0], operation, op, plan.divisor))
         return operation
 
@@ -181,8 +188,12 @@ class ArrayCollectives:
         """Return a function of a result that opens the short way to calls like it."""
 
         def learn(result: T) -> T:
-            if operation.algorithms == ([self._engine.short_name] if name == "all_reduce" else []):
-                self._engine.learn(name, array, operation.description, op, divisor, root)
+            core, description = self._engine.core, operation.description
+            expected = [self._engine.short_name] if name == "all_reduce" else []
+            if core is not None and self._channel.node.slots is not None and operation.algorithms == expected:
+                number = core.learn(name, array, description.id, op, divisor, root, description.text)
+                if number is not None:
+                    self._channel.executor.short.learn(number, description)
             return result
 
         return learn
@@ -192,25 +203,26 @@ class ArrayCollectives:
         description = self._channel.executor.short.description(number)
         rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
         rest.is_rest = True
-        reduced: Array = self._channel.run(rest)
-        return reduced
+        return self._channel.run(rest)
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
+        given, on_device = signature_of(out), which_on_device(out)
         try:
-            _check_out(plan, out)
+            if given != plan.result_signature:
+                raise ValueError(
+                    f"out has {signature_text(given)}; expected {signature_text(plan.result_signature)}, as the result "
+                    "has"
+                )
+            if on_device != plan.on_device:
+                raise ValueError(
+                    f"out has {signature_text(given, on_device)}; expected "
+                    f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
+                )
+            if not on_device and not all([array.flags.writeable for array in out]):
+                raise ValueError("out is read-only; expected arrays that can be written")
         except ValueError as error:
             self.announce(error, "checking out")
             raise
-
-    def _device_call(
-        self,
-        plan: ReductionPlan,
-        arrays: Sequence[Array],
-        out: Sequence[Array] | None,
-        options: CommunicationOptions | None,
-    ) -> ReductionCall:
-        with self.shared_errors("all_reduce"):
-            return self._engine.device_call(plan, arrays, out, self._timeout_of(options))
 
     def prepare_device(self, kind: str, device: int) -> None:
         """Make the algorithms for arrays on a device, while there is memory (collective)."""
@@ -219,9 +231,8 @@ class ArrayCollectives:
 
     def _prepare_device(self, kind: str, device: int, description: Description) -> None:
         with self.shared_errors(description.text):
-            steps = self._engine.prepare_device(kind, device, description)
-        self._channel.run(Operation(steps, description))
-        self._engine.is_device_prepared = True
+            choice = self._engine.choice_on(kind, device)
+        self._channel.run(Operation(self._engine.prepare_device(choice, description), description))
 
     def _moved_on_device(
         self, name: str, arrays: Sequence[Array], options: CommunicationOptions | None
@@ -265,7 +276,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             steps = engine.on_host.all_gather(plan, copies, _in_host_memory(outs))
             operation = self._operation(steps, plan.description, options)
-            if options is None and axis == 0 and len(arrays) == 1:
+            if options is None and axis == 0 and len(arrays) == 1 and not note:
                 operation.then(self._learns("all_gather", arrays[0], operation))
             return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
@@ -292,7 +303,7 @@ class ArrayCollectives:
             copies, bring_back = on_host(arrays)
             steps = engine.on_host.broadcast(plan, copies, _in_host_memory(outs))
             operation = self._operation(steps, plan.description, options)
-            if options is None and len(arrays) == 1:
+            if options is None and len(arrays) == 1 and not note:
                 operation.then(self._learns("broadcast", arrays[0], operation, root=root))
             return operation.then(bring_back)
         call = self._movement_call("broadcast", arrays, arrays, signature, options)
@@ -341,7 +352,8 @@ class ArrayCollectives:
     ) -> MovementCall:
         """Return a call with memory for the results that are known before the ranks meet."""
         with self.shared_errors(kind):
-            return self._engine.movement_call(kind, arrays, travelling, results, self._timeout_of(options))
+            streams = self._engine.choice_for(kind, arrays).streams
+            return MovementCall(travelling, results, streams, self._timeout_of(options) or self._channel.timeout)
 
     def _operation(
         self,
@@ -425,13 +437,13 @@ class ArrayCollectives:
             text: What it is for, which says its size, too.
         """
         description = describe(text)
-        making: Operation[Array | None] = Operation(self._common_memory(nbytes, description), description)
-        return self._now(making)
 
-    def _common_memory(self, nbytes: int, description: Description) -> Steps[Array | None]:
-        yield from self._channel.open(description)
-        whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
-        return None if whole is None else whole[:nbytes]
+        def steps() -> Steps[Array | None]:
+            yield from self._channel.open(description)
+            whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
+            return None if whole is None else whole[:nbytes]
+
+        return self._now(Operation(steps(), description))
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block for work of this rank alone, whose errors reach every rank.
@@ -471,44 +483,31 @@ class ArrayCollectives:
         if options is not None:
             self._check_options(options)
         signature, on_device = signature_of(arrays), which_on_device(arrays)
-        key = (operation, op, divisor, signature, on_device, options, note, root, are_copies)
-        plan: ReductionPlan | None = self._plans.get(key)
-        if plan is None:
-            with self.shared_errors(operation):
-                merged = self._options.merge(options)
-                check_options(merged)
-                if are_copies and merged.algorithm in gpu_names():
-                    merged = replace(merged, algorithm=None)
-                most_inline = self._channel.handshake.most_numbers
-                by_core = self._engine.has_core
-                plan = ReductionPlan(
-                    operation, op, signature, merged, divisor, most_inline, on_device, note, root, by_core
-                )
-                self._keep(key, plan)
-        return plan
 
-    def _kept(
-        self,
-        make: Callable[[int, Signature, str, bool], P],
-        kind: str,
-        number: int,
-        signature: Signature,
-        note: str,
-        on_device: bool,
-    ) -> P:
-        """Return the plan that ``make`` makes of the other arguments; ``kind`` is for reports."""
-        key = (kind, number, signature, note, on_device)
-        with self.shared_errors(kind):
+        def make(*_: object) -> ReductionPlan:
+            merged = self._options.merge(options)
+            check_options(merged)
+            if are_copies and merged.algorithm in gpu_names():
+                merged = replace(merged, algorithm=None)
+            inline, by_core = self._channel.handshake.most_numbers, self._engine.core is not None
+            return ReductionPlan(operation, op, signature, merged, divisor, inline, on_device, note, root, by_core)
+
+        return self._kept(make, operation, op, divisor, signature, on_device, options, note, root, are_copies)
+
+    def _kept(self, make: Callable[..., P], kind: str, *arguments: Any) -> P:
+        """Return the plan that ``make`` makes of the arguments after ``kind``, the operation."""
+        key = kind, *arguments
+        try:
             plan: P | None = self._plans.get(key)
             if plan is None:
-                plan = make(number, signature, note, on_device)
-                self._keep(key, plan)
+                plan = make(*arguments)
+                if len(self._plans) == _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+        except Exception as error:
+            self.announce(error, kind)
+            raise
         return plan
-
-    def _keep(self, key: Any, plan: Any) -> None:
-        if len(self._plans) == _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
 
     def _check_root(self, root: int) -> int:
         if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:
@@ -547,21 +546,6 @@ def _weakly(method: GoOn) -> GoOn:
 def _keeps_nccl_out(options: CommunicationOptions) -> bool:
     """Whether options keep NCCL out, by name or for the order of sums."""
     return options.algorithm not in (None, "nccl", "hierarchical") or options.deterministic
-
-
-def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
-    given = signature_of(out)
-    if given != plan.result_signature:
-        raise ValueError(
-            f"out has {signature_text(given)}; expected {signature_text(plan.result_signature)}, as the result has"
-        )
-    if which_on_device(out) != plan.on_device:
-        raise ValueError(
-            f"out has {signature_text(given, which_on_device(out))}; expected "
-            f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
-        )
-    if not plan.on_device and not all([array.flags.writeable for array in out]):
-        raise ValueError("out is read-only; expected arrays that can be written")
 
 
 def _in_host_memory(outs: Sequence[Array] | None) -> Sequence[Array] | None:

@@ -17,9 +17,15 @@ from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
 from mpidist.collectives.array_collectives import ArrayCollectives
-from mpidist.collectives.channel.description import Description, describe, signature_of, signature_text, which_on_device
 from mpidist.collectives.channel.observers import Observer
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import (
+    Description,
+    Operation,
+    describe,
+    signature_of,
+    signature_text,
+    which_on_device,
+)
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import check_has_axis
@@ -41,7 +47,7 @@ _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
 _BARRIER = describe("barrier", operation="barrier")
 # Of the names of its base.
-_OF_PROGRAMS = {"last_algorithm", "shares_memory"}
+_OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
 
 
 class Communicator(ArrayCollectives):

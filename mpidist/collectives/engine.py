@@ -8,22 +8,22 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description, Signature
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
+from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
-from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
-from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace, queue_of
+from mpidist.collectives.gpu.device_movement import DeviceMovement
+from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
 from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, copies_of_overlapping
-from mpidist.collectives.reduce.algorithms.reduce_broadcast import reduce_to as reduce_to_rank
-from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
+from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Site, host_algorithms
+from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
@@ -64,11 +64,11 @@ class Engine:
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
         """
-        core = self._core
+        core = self.core
         return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
 
     @property
-    def _core(self) -> Core | None:
+    def core(self) -> Core | None:
         """The core that moves the data of all ranks, if they are on one node."""
         node = self.channel.node
         return node.core if node.is_alone else None
@@ -78,31 +78,9 @@ class Engine:
         """The algorithm of all-reduces that take the short way."""
         return BY_CORE if self.channel.size > 1 else ALONE
 
-    @property
-    def has_core(self) -> bool:
-        """Whether the core of a node takes all arrays in host memory."""
-        return self._core is not None
-
-    def learn(
-        self,
-        name: str,
-        array: Array,
-        description: Description,
-        op: ReduceOp | None = None,
-        divisor: int | None = None,
-        root: int = 0,
-    ) -> None:
-        """Open the short way to calls like one that was carried out; see ``Core.learn``."""
-        core = self._core
-        if core is None or self.channel.node.slots is None:
-            return
-        number = core.learn(name, array, description.id, op, divisor, root, description.text)
-        if number is not None:
-            self.channel.executor.short.learn(number, description)
-
     def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
         """Return the result of a short call, which began and got as far as ``state``."""
-        core = self._core
+        core = self.core
         assert core is not None
         self.channel.executor.short.carried_on()
         core.resume(state)
@@ -112,19 +90,6 @@ class Engine:
             self._took(self.short_name)
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
-    def device_call(
-        self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array] | None, timeout: float | None
-    ) -> ReductionCall:
-        """Return the call of an all-reduce on a GPU, in the thread of the program.
-
-        Raises:
-            ValueError: They lie on another device than those before.
-            RuntimeError: The current stream there records a CUDA graph.
-        """
-        choice = self._choice_for("all_reduce", arrays if out is None else [*arrays, *out])
-        streams, seconds = choice.streams, timeout or self.channel.timeout
-        return ReductionCall(plan, arrays, out, streams, choice.multiple, seconds, streams.has_given_up)
-
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
         """Whether all arrays lie on this communicator's GPU, and large reductions there take NCCL."""
         if not arrays or not all(map(is_device_array, arrays)):
@@ -132,20 +97,8 @@ class Engine:
         kind = ops_of(arrays[0]).kind
         if self.channel.size == 1 or not may_move_by_nccl(self.table, place_of(self.channel.node, kind)):
             return False
-        streams = self._choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
+        streams = self.choice_on(kind, ops_of(arrays[0]).device_of(arrays[0])).streams
         return {streams.device} == {ops_of(array).device_of(array) for array in arrays}
-
-    def movement_call(
-        self,
-        name: str,
-        arrays: Sequence[Array],
-        travelling: Sequence[Array],
-        results: Signature,
-        timeout: float | None,
-    ) -> MovementCall:
-        """Return what ``on_device`` needs to know of arrays; from the thread that calls."""
-        streams = self._choice_for(name, arrays).streams
-        return MovementCall(travelling, results, streams, timeout or self.channel.timeout, streams.has_given_up)
 
     @property
     def on_device(self) -> DeviceMovement | None:
@@ -153,41 +106,43 @@ class Engine:
         assert self._on_device is not None
         return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
 
-    def _choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
-        """Return the choice for arrays of a call, in the thread of the program."""
+    def choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
+        """Return the choice for arrays of a call, in the thread of the program.
+
+        Raises:
+            ValueError: They lie on another device than those before.
+            RuntimeError: The current stream there records a CUDA graph.
+        """
         kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
             raise graph_error(name)
-        choice = self._choice_on(kind, device)
-        streams = choice.streams
-        if streams.device != device:
+        choice = self.choice_on(kind, device)
+        if choice.streams.device != device:
             raise ValueError(
-                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{streams.device}, "
+                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{choice.streams.device}, "
                 "where its first arrays lay: a rank keeps to one device"
             )
-        streams.check_in_step()
+        choice.streams.check_in_step()
         return choice
 
-    def _choice_on(self, kind: str, device: int) -> DeviceChoice:
+    def choice_on(self, kind: str, device: int) -> DeviceChoice:
         """Return the choice for arrays on devices; the first device that is asked for counts."""
         channel = self.channel
         if self._on_device is None:
             streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
-            self._on_device = DeviceChoice(channel.comm, channel.node, self.table, streams, self.choice, self._pool)
+            self._on_device = DeviceChoice(self.table, streams, self.choice, self._pool)
         return self._on_device
 
-    def prepare_device(self, kind: str, device: int, description: Description) -> Steps[None]:
-        """Return the steps that make what all-reduces on a device will take (collective)."""
-        return self._prepare(self._choice_on(kind, device), description)
-
-    def _prepare(self, choice: DeviceChoice, description: Description) -> Steps[None]:
+    def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:
+        """Make what all-reduces on a device will take (collective)."""
         yield from self.channel.open(description)
         yield from self._take_turn(choice.streams)
         try:
             yield from choice.prepare()
         finally:
-            self._end_turn(choice.streams)
+            self._end_turn()
+        self.is_device_prepared = True
 
     def before_close(self) -> Steps[None]:
         """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
@@ -197,13 +152,12 @@ class Engine:
 
     def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
         place = self._queue_place = QueuePlace(streams)
-        queue = queue_of(streams.device)
-        queue.enter(place)
-        yield from queue.wait_until_first(place)
+        place.enter()
+        yield from place.wait_until_first()
 
-    def _end_turn(self, streams: DeviceStreams) -> None:
+    def _end_turn(self) -> None:
         if self._queue_place is not None:
-            queue_of(streams.device).leave(self._queue_place)
+            self._queue_place.leave()
             self._queue_place = None
 
     def all_reduce(
@@ -246,7 +200,7 @@ class Engine:
 
         The core sees whether results overlap inputs.
         """
-        if self._core is None or len(plan.packs) > 1 or plan.device_packs:
+        if self.core is None or len(plan.packs) > 1 or plan.device_packs:
             return False
         return self.choice.first_working(self._names_for(plan, plan.packs[0])) == BY_CORE
 
@@ -316,14 +270,13 @@ class Engine:
     def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
-        yield from queue_of(call.streams.device).wait_until_first(call)
+        yield from call.wait_until_first()
         yield from choice.settle()
         for number, pack in enumerate(plan.device_packs):
             self.channel.phase(REDUCE)
             names = choice.names_for_pack(pack, plan.options)
             algorithm = choice.made(names) or (yield from choice.make(names))
-            job = DeviceReduction(pack, number, call, plan.op, plan.divisor, plan.options)
-            pieces = yield from algorithm.all_reduce(job)
+            pieces = yield from algorithm.all_reduce(DeviceReduction(call, number))
             self._took(choice.first_working(names))
             pack.deliver(pieces, results)
         call.leave()
@@ -338,7 +291,7 @@ class Engine:
             try:
                 self._on_device.close()
             finally:
-                self._end_turn(self._on_device.streams)
+                self._end_turn()
         self.choice.close()
 
     def reduce_to(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:
@@ -356,7 +309,7 @@ class Engine:
         for pack in plan.packs:
             job = plan.reduction(pack, arrays, None, self._pool)
             flat = job.flat_result() if is_root else None
-            yield from reduce_to_rank(channel.comm, job.flat_input(), flat, plan.op, root)
+            yield from gathering.reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
             if flat is not None:
                 pack.deliver(job.finish(flat), results, are_given=False)
         return results

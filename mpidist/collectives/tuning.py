@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.arrays.dtypes import Array
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.node.node import SLICE_BYTES_BETWEEN_NODES
 from mpidist.collectives.reduce import tuning_file
@@ -116,7 +115,7 @@ def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _i
         raise ValueError(f"seconds is {seconds!r}; expected more than 0")
     kind, number, _, _ = parse_device(device)
     with Communicator(table=SHIPPED) as comm:
-        outcome = _unusable(comm, kind) or _run(comm, path, seconds, _Memory(ops_for(kind), number), report)
+        outcome = _unusable(comm, kind) or _run(comm, path, seconds, ops_for(kind), number, report)
     # Every rank has the same error, and the communicator is closed.
     if isinstance(outcome, Exception):
         raise outcome
@@ -135,19 +134,19 @@ def _unusable(comm: Communicator, kind: str) -> DeviceError | None:
 
 
 def _run(
-    comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, memory: _Memory, report: Report
+    comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, ops: DeviceOps, device: int, report: Report
 ) -> Tuned | ValueError:
     goal = comm.broadcast_object(_goal(comm, path, seconds) if comm.rank == 0 else None)
     if isinstance(goal, ValueError):
         return goal
     timings: list[Timing] = []
     if comm.size > 1:
+        place = place_of(comm._channel.node, ops.kind)
         told = report if comm.rank == 0 else _ignore
-        place = place_of(comm._channel.node, memory.ops.kind)
-        timings = _Measuring(comm, candidates_at(place), goal.seconds, memory, told).timings()
+        timings = _Measuring(comm, candidates_at(place), goal.seconds, ops, device, told).timings()
     outcome: Tuned | ValueError
     # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
-    outcome = comm.broadcast_object(_kept(comm, goal, memory.ops.kind, timings) if comm.rank == 0 else None)
+    outcome = comm.broadcast_object(_kept(comm, goal, ops.kind, timings) if comm.rank == 0 else None)
     return outcome
 
 
@@ -170,8 +169,7 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
     target = TUNING_FILE.read() if path is None else os.fspath(path)
     if comm.size == 1:
         _log.warning("mpidist: tune() compares ways between ranks, and this is one rank: nothing was measured")
-        return _Goal(SHIPPED, None, seconds)
-    if target is None:
+    if comm.size == 1 or target is None:
         return _Goal(SHIPPED, None, seconds)
     try:
         tables = tuning_file.read_if_there(target)
@@ -193,27 +191,6 @@ def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing])
         except ValueError as error:
             return error
     return Tuned(setup, place, table, list(timings), goal.path)
-
-
-class _Memory:
-    """The memory of the arrays that are reduced.
-
-    Args:
-        ops: Of arrays there.
-        device: Its number.
-    """
-
-    def __init__(self, ops: DeviceOps, device: int) -> None:
-        self.ops = ops
-        self._device = device
-
-    def ones(self, count: int) -> Array:
-        """Return a new array of ones."""
-        return self.ops.from_host(np.ones(count, np.float32), self._device)
-
-    def wait(self) -> None:
-        """Wait for the end of all calls so far."""
-        self.ops.current_stream(self._device).synchronize()
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -252,20 +229,26 @@ class _Measuring:
         comm: The ranks.
         candidates: Names of algorithms.
         seconds: About how long it may take.
-        memory: Where the arrays lie.
+        ops, device: Where the arrays lie.
         report: Is told how far it is.
     """
 
     def __init__(
-        self, comm: Communicator, candidates: Sequence[str], seconds: float, memory: _Memory, report: Report
+        self,
+        comm: Communicator,
+        candidates: Sequence[str],
+        seconds: float,
+        ops: DeviceOps,
+        device: int,
+        report: Report,
     ) -> None:
         self._comm = comm
         self._candidates = list(candidates)
         self._seconds = seconds
         self._report = report
         self._draw = random.Random(0)
-        self._memory = memory
-        self._value, self._result = memory.ones(SIZES[-1] // 4), memory.ones(SIZES[-1] // 4)
+        self._stream = ops.current_stream(device)
+        self._value, self._result = [ops.from_host(np.ones(SIZES[-1] // 4, np.float32), device) for _ in range(2)]
         self._start = time.perf_counter()
 
     def timings(self) -> list[Timing]:
@@ -278,6 +261,10 @@ class _Measuring:
             self._report(f"first look at {size_text(nbytes)}")
         self._repeat(points)
         return [self._timing(point) for point in points]
+
+    def _timing(self, point: _Point) -> Timing:
+        slowest = {name: statistics.median(self._agree(times)) for name, times in point.times.items()}
+        return Timing(point.nbytes, {**point.looks, **slowest})
 
     def _needed(self, points: Sequence[_Point]) -> float:
         """Return the seconds in all with one more size, which takes twice as long."""
@@ -295,10 +282,6 @@ class _Measuring:
             self._report(f"round {number}, {elapsed:.1f} of {self._seconds:g} s")
             if number >= _LEAST_ROUNDS and elapsed * (number + 1) > self._seconds * number:
                 return
-
-    def _timing(self, point: _Point) -> Timing:
-        slowest = {name: statistics.median(self._agree(times)) for name, times in point.times.items()}
-        return Timing(point.nbytes, {**point.looks, **slowest})
 
     def _look(self, nbytes: int) -> dict[str, float]:
         """Return a first measure of the candidates, and leave out those that do not work."""
@@ -322,7 +305,7 @@ class _Measuring:
         start = time.perf_counter()
         for _ in range(calls):
             self._comm.reduce_arrays(ReduceOp.SUM, value, 1, options=options, out=result)
-        self._memory.wait()
+        self._stream.synchronize()
         return (time.perf_counter() - start) / calls
 
     def _elapsed(self) -> float:

@@ -5,17 +5,12 @@ It is there while any communicator of all ranks is: a program that has closed th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpidist.collectives.channel.channel import Channel, open_channels
-from mpidist.collectives.channel.description import describe
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.shutdown import check_not_forked
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.attach import guard_channel
 from mpidist.topology import import_mpi, world_topology
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _NAME = "all ranks"
 
@@ -27,7 +22,7 @@ class WorldChannel:
         self._channel: Channel | None = None
         self._users = 0
 
-    def agree_to_make(self, product: str, comm: MPI.Intracomm | None) -> bool:
+    def agree_to_make(self, product: str, comm: Comm | None) -> bool:
         """Wait until all ranks of the job are about to make the same (collective).
 
         Ranks of a part of the job cannot be asked in this way.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
 from mpidist.collectives import Communicator
-from mpidist.collectives.reduce.choice import check_options
+from mpidist.collectives.reduce.registry import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
 from mpidist.core.options import CommunicationOptions

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.channel.description import describe
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.mpi.agreed import first_does
 
 

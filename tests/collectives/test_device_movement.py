@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError
-from mpidist.collectives.channel.description import which_on_device
+from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu import staging
 from mpidist.collectives.gpu.device_movement import MovementCall
 from mpidist.core.errors import PeerError

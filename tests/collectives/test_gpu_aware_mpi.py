@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.channel.description import describe
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.gpu import network_probes
 from mpidist.collectives.gpu.network_probes import answer_here, takes_device_memory
 from mpidist.topology import import_mpi

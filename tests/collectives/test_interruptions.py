@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
-from mpidist.collectives.channel.channel_lock import ChannelLock
-from mpidist.collectives.channel.short_calls import ShortCalls
+from mpidist.collectives.channel.short_calls import ChannelLock, ShortCalls
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.nodes]

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives.gpu import nccl_library, nccl_start
+from mpidist.collectives.gpu import nccl_start
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.enums import ReduceOp
@@ -130,7 +130,7 @@ def test_a_rank_that_is_out_of_step_tells_the_others_before_they_reduce(
         check(cupy, comm)
         with monkeypatch.context() as changed:
             if comm.rank == 0:
-                changed.setattr(nccl_library._Shared, "in_step", False)
+                changed.setattr(nccl_start._Shared, "in_step", False)
             with pytest.raises(RuntimeError if comm.rank == 0 else PeerError, match="make a new Communicator"):
                 check(cupy, comm)
         check(cupy, comm)

@@ -10,7 +10,7 @@ import pytest
 import mpidist
 from mpidist import Communicator
 from mpidist.collectives import Chunk, Observer, Operation
-from mpidist.collectives.channel.description import describe
+from mpidist.collectives.channel.operation import describe
 from mpidist.collectives.mpi.agreed import first_does
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.collectives.channel.description import signature_text
+from mpidist.collectives.channel.operation import signature_text
 from mpidist.collectives.mpi.mpi_types import chunks
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.memory import Pool

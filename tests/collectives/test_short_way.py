@@ -79,6 +79,17 @@ def test_what_was_learnt_is_what_the_call_took() -> None:
             assert by_mpi.last_algorithm == "mpi"
 
 
+@pytest.mark.min_ranks(2)
+def test_arrays_in_nests_are_other_calls() -> None:
+    """Whose ids the calls of one array must not have: ranks with other numbers of rows have not learnt them."""
+    with Communicator() as comm:
+        rows = np.ones(3 + comm.rank)
+        for _ in range(2):
+            comm.all_gather({"rows": rows})
+        assert comm.all_gather(rows[: 3 + comm.rank // 2]).size == sum(3 + rank // 2 for rank in range(comm.size))
+        assert comm.all_gather(np.ones(3)).size == 3 * comm.size
+
+
 class _Looks(Observer):
     def ended(self, operation: Any) -> None:
         """Look on."""

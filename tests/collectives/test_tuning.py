@@ -208,7 +208,7 @@ def test_a_candidate_that_does_not_work_is_left_out(comm: Communicator, monkeypa
 
     entry = host_algorithms.get("hierarchical")
     assert entry is not None
-    monkeypatch.setitem(host_algorithms._entries, "hierarchical", replace(entry, make=make))
+    monkeypatch.setitem(host_algorithms, "hierarchical", replace(entry, make=make))
     tuned = tuning.run(None, 0.05)
     assert all("hierarchical" not in timing.seconds for timing in tuned.timings)
     assert "hierarchical" not in dict(getattr(tuned.table, tuned.place)).values()

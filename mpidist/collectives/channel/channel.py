@@ -10,21 +10,19 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
-from mpidist.collectives.channel.connections import open_connections
-from mpidist.collectives.channel.description import Description, describe
+from mpidist.collectives.channel.connections import check_descriptors, open_connections
 from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
-from mpidist.collectives.mpi.descriptors import check_descriptors
-from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
@@ -32,9 +30,6 @@ from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError
 from mpidist.topology.faults import revoke, revoking
 from mpidist.topology.limited_calls import duplicate
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -68,12 +63,10 @@ class Channel:
         at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, timeout: float | None, owner: str = "Communicator", name: str | None = None
-    ) -> None:
+    def __init__(self, comm: Comm, timeout: float | None, owner: str = "Communicator", name: str | None = None) -> None:
         shutdown.check_not_forked()
         self.owner = owner
-        self.comm: MPI.Intracomm = duplicate(comm, f"making a {owner}")
+        self.comm: Comm = duplicate(comm, f"making a {owner}")
         self.node = self._make_node()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()

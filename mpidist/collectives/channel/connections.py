@@ -1,23 +1,28 @@
-"""Connections between ranks beside their collectives, opened while all hosts answer.
+"""Connections between ranks beside their collectives, and the file descriptors they take.
 
-Open MPI ends a rank whose connection to another host cannot be made ("No route to host", after about 3 s). A cable that
-is out for a moment only delays messages on connections that are there, so nothing asks on a new one: ranks of one node
-talk as they like, those of different nodes by way of two ranks that have a connection to every other from the start.
+They are opened while all hosts answer. Open MPI ends a rank whose connection to another host cannot be made ("No route
+to host", after about 3 s). A cable that is out for a moment only delays messages on connections that are there, so
+nothing asks on a new one: ranks of one node talk as they like, those of different nodes by way of two ranks that have a
+connection to every other from the start.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
+from mpidist.core.errors import PeerError
+from mpidist.topology import import_mpi
 from mpidist.topology.limited_calls import limited
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # A connection takes a file descriptor at either end. In larger jobs they are opened by the first question.
 _MOST_RANKS = 256
+# MPI's shared window and mpidist's shared memory take a few for a moment; without them Open MPI ends with a
+# segmentation fault, or leaves the other ranks waiting in a call that has no deadline.
+_NEEDED = 8
 
 
 class Connections:
@@ -47,7 +52,7 @@ class Connections:
         self.known = set(everyone if rank in self.hubs else self.order)
 
 
-def open_connections(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> None:
+def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
     """Open the connections between hubs and all ranks of other nodes (collective)."""
     rank = comm.Get_rank()
     if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
@@ -62,3 +67,32 @@ def open_connections(comm: MPI.Intracomm, nodes: Sequence[Sequence[int]]) -> Non
         # One by one, as the error of several together does not say that a rank is lost.
         for request in requests:
             request.Wait()
+
+
+def check_descriptors(comm: Comm) -> None:
+    """Check that every rank of ``comm`` can open some more files (collective).
+
+    Raises:
+        OSError: This rank cannot.
+        PeerError: Another rank cannot.
+    """
+    rank, lacks = comm.Get_rank(), not _can_open(_NEEDED)
+    lacking = int(comm.allreduce(rank if lacks else -1, op=import_mpi().MAX))
+    lack = f"has fewer than {_NEEDED} file descriptors left, which making a communicator takes; type: ulimit -n 4096"
+    if lacks:
+        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: rank {rank} {lack}")
+    if lacking >= 0:
+        raise PeerError(f"rank {lacking} {lack}")
+
+
+def _can_open(count: int) -> bool:
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return False
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return True

@@ -6,29 +6,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from mpidist.collectives.channel import shutdown
-from mpidist.collectives.channel.channel_lock import ChannelLock
-from mpidist.collectives.channel.description import describe
 from mpidist.collectives.channel.handshake import Handshake
 from mpidist.collectives.channel.observers import Observers
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.short_calls import ShortCalls
+from mpidist.collectives.channel.short_calls import ChannelLock, ShortCalls
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common
-from mpidist.collectives.mpi.waiting import Steps, drive
+from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
 from mpidist.topology.faults import says_rank_is_lost
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -80,7 +75,7 @@ class Executor:
     def __init__(
         self,
         owner: str,
-        comm: MPI.Intracomm,
+        comm: Comm,
         core: Core | None,
         handshake: Handshake,
         observers: Observers,
@@ -478,11 +473,20 @@ class Executor:
             raise PeerError(f"this {self._owner} can no longer be used: ranks {self._handshake.left} left the program")
 
 
+also_moved: list[Callable[[], object]] = []
+"""Functions that move other works of this process on."""
+
+
 def move_works(but: Executor | None = None) -> None:
-    """Move the works of all channels on, which ranks may wait for in different orders."""
+    """Move the works of all channels on, and messages.
+
+    Ranks may wait for them in different orders.
+    """
     for executor in list(_executors):
         if executor is not but:
             executor.move()
+    for move in list(also_moved):
+        move()
 
 
 def _no_steps() -> Steps[None]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.channel.description import plan_id
+from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
@@ -55,14 +56,19 @@ _EVERY_RANK_CALLS = (
 Start = Callable[[int], None]
 
 
-class _Exchange(Protocol):
-    """The exchange of ids and numbers between the ranks."""
+class _OnNode:
+    """The exchange between ranks of one node; numbers go with the data."""
 
-    most_numbers: int
+    most_numbers = 0
     """How many numbers may travel with an id."""
+
+    def __init__(self, core: Core | None) -> None:
+        self._core = core
 
     def numbers(self, count: int) -> Array:
         """Return the array for ``count`` numbers of this rank, to be filled before it begins."""
+        assert count == 0, "numbers of a node go with its data"
+        return np.empty(count)
 
     def begin(self, identity: int, start: Start | None) -> bool:
         """Send this rank's id and numbers; return whether those of all others are there (collective).
@@ -71,33 +77,6 @@ class _Exchange(Protocol):
             identity: The id.
             start: Begins a call of the node's core, in place of a mere meeting.
         """
-
-    def rest(self) -> Steps[None]:
-        """Yield until those of all others are there."""
-
-    def all_agree(self, identity: int) -> bool:
-        """Return whether all ranks sent this identity."""
-
-    def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums of the first ``count`` numbers over all ranks, as ``dtype``."""
-
-    def free(self) -> None:
-        """Free its MPI request, before the communicator is freed."""
-
-
-class _OnNode:
-    """The exchange between ranks of one node; numbers go with the data."""
-
-    most_numbers = 0
-
-    def __init__(self, core: Core | None) -> None:
-        self._core = core
-
-    def numbers(self, count: int) -> Array:
-        assert count == 0, "numbers of a node go with its data"
-        return np.empty(count)
-
-    def begin(self, identity: int, start: Start | None) -> bool:
         core = self._core
         if core is None:
             return True
@@ -105,13 +84,16 @@ class _OnNode:
         return not core.waits
 
     def rest(self) -> Steps[None]:
+        """Yield until those of all others are there."""
         assert self._core is not None
         yield from self._core.go_on()
 
     def all_agree(self, identity: int) -> bool:
+        """Return whether all ranks sent this identity."""
         return self._core is None or self._core.state != MISMATCH
 
     def totals(self, count: int, dtype: DType) -> Array:
+        """Return the sums of the first ``count`` numbers over all ranks, as ``dtype``."""
         assert count == 0, "numbers of a node go with its data"
         return np.empty(count, dtype)
 
@@ -120,7 +102,10 @@ class _OnNode:
 
 
 class _ByReduction:
-    """The exchange between nodes (MPI_Allreduce_init, MPI_Iallreduce where the library lacks it)."""
+    """The exchange between nodes, with the methods of ``_OnNode``.
+
+    MPI_Allreduce_init, or MPI_Iallreduce where the library lacks it.
+    """
 
     most_numbers = _FLOATS_IN_MESSAGE
 
@@ -132,19 +117,12 @@ class _ByReduction:
         self._mine = np.zeros(1 + _FLOATS_IN_MESSAGE)
         self._sums = np.zeros(1 + _FLOATS_IN_MESSAGE)
         spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
+        self._start: Callable[[], MPI.Request] = partial(comm.Iallreduce, *spec)
         self._persistent: MPI.Prequest | None = None
-        self._request: MPI.Request | None = None
-        try:
+        self._request: MPI.Request
+        with suppress(NotImplementedError):
             # One request for ever costs half of a new one per call.
-            self._persistent = comm.Allreduce_init(*spec)
-            self._start: Callable[[], MPI.Request] = self._restart
-        except NotImplementedError:
-            self._start = partial(comm.Iallreduce, *spec)
-
-    def _restart(self) -> MPI.Request:
-        assert self._persistent is not None
-        self._persistent.Start()
-        return self._persistent
+            self._persistent = self._request = comm.Allreduce_init(*spec)
 
     def numbers(self, count: int) -> Array:
         return self._mine[1 : 1 + count]
@@ -152,11 +130,13 @@ class _ByReduction:
     def begin(self, identity: int, start: Start | None) -> bool:
         assert start is None, "what moves between nodes begins after the meeting"
         self._mine[0] = identity & self._mask
-        self._request = self._start()
+        if self._persistent is None:
+            self._request = self._start()
+        else:
+            self._persistent.Start()
         return False
 
     def rest(self) -> Steps[None]:
-        assert self._request is not None
         yield from until_done(self._request)
 
     def all_agree(self, identity: int) -> bool:
@@ -181,7 +161,7 @@ class Handshake:
 
     def __init__(self, comm: MPI.Intracomm, node: Node) -> None:
         self._comm = comm
-        self._exchange: _Exchange = _OnNode(node.core) if node.is_alone else _ByReduction(comm)
+        self._exchange = _OnNode(node.core) if node.is_alone else _ByReduction(comm)
         self.most_numbers = self._exchange.most_numbers
         """How many numbers may travel in an opening."""
         self.payload = self._exchange.numbers

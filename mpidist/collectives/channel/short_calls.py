@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from threading import get_ident
+from threading import Lock, get_ident
 
-from mpidist.collectives.channel.description import Description
+from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.node.core import Core
 
+_TWO_THREADS = (
+    "two threads used one Communicator at the same time; collectives of one communicator are issued by one thread, in "
+    "the same order on every rank"
+)
 # Cells of the core: whether the way is closed, short calls so far, signature of the last, thread of one under way.
 _CLOSED, _CALLS, _LAST, _THREAD = range(4)
 # By a call under way, by Python, by a call that has begun and that Python has to carry on.
@@ -98,3 +102,56 @@ class ShortCalls:
     def description(self, number: int) -> Description:
         """Return the description of a signature."""
         return self._known[number]
+
+
+class ChannelLock:
+    """The lock of a channel, shared by the program's thread and that of progress.
+
+    Args:
+        short: The short calls of the channel, which take no lock: there are none while it is held.
+    """
+
+    def __init__(self, short: ShortCalls) -> None:
+        self._short = short
+        self._program = Lock()
+        self._anyone = Lock()
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        # Others that find a short call under way give it back at once to the thread that carries on with it.
+        if not self._program.acquire(blocking=self._short.is_handed_on_here):
+            if self._is_over:
+                raise RuntimeError(
+                    "this process has taken leave of the other ranks; expected collectives before its program ends, "
+                    "and before MPI.Finalize()"
+                )
+            raise RuntimeError(_TWO_THREADS)
+        try:
+            self._anyone.acquire()
+        except BaseException:  # a signal handler that raises while the other thread takes its step
+            self._program.release()
+            raise
+        self._short.lock()
+        if self._short.is_under_way:
+            self.__exit__()
+            raise RuntimeError(_TWO_THREADS)
+
+    def take_for_good(self, seconds: float) -> bool:
+        """Take the lock from all other threads; return whether that worked within some seconds."""
+        self._is_over = self._program.acquire(timeout=seconds) and self._anyone.acquire(timeout=seconds)
+        self._short.lock()
+        return self._is_over
+
+    def __exit__(self, *_: object) -> None:
+        self._short.unlock()
+        self._anyone.release()
+        self._program.release()
+
+    def take_if_free(self) -> bool:
+        """Take the lock for one step unless another thread has it; return whether that worked."""
+        return self._anyone.acquire(blocking=False)
+
+    def give_back(self) -> None:
+        """Give the lock back after the step."""
+        self._short.settle()
+        self._anyone.release()

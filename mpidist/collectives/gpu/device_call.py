@@ -9,7 +9,7 @@ wait for it on their devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,12 +22,11 @@ from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import overlaps
-from mpidist.collectives.reduce.choice import Algorithm, Choice
+from mpidist.collectives.reduce.choice import Choice
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Site
+from mpidist.collectives.reduce.registry import Algorithm, Site
 from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
 
 
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
@@ -68,9 +67,9 @@ class ReductionCall(DeviceCall):
         streams: See ``DeviceCall``.
         multiple: Of which the bytes of flat arrays have to be.
         timeout: See ``DeviceCall``.
-        is_void: See ``DeviceCall``.
 
     Attributes:
+        plan: See above.
         flats: For each pack.
     """
 
@@ -82,23 +81,23 @@ class ReductionCall(DeviceCall):
         streams: DeviceStreams,
         multiple: int,
         timeout: float,
-        is_void: Callable[[], bool],
     ) -> None:
-        super().__init__(streams, timeout, is_void)
+        super().__init__(streams, timeout)
+        self.plan = plan
         self._out = out
         self._delivered: Event | None = None
         indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
         ops = streams.ops
         with streams.on():
             self.inputs = {index: arrays[index] for index in indices}
-            written_early = self._written_early(plan)
+            written_early = self._written_early()
             for index in indices:
                 if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
-            self.flats = [self._flat(plan, pack, multiple) for pack in plan.device_packs]
+            self.flats = [self._flat(pack, multiple) for pack in plan.device_packs]
             for index in indices:
                 if index not in self.results:
-                    self.results[index] = self._result(plan, index)
+                    self.results[index] = self._result(index)
             self.follow_caller()
             for pack in plan.device_packs:
                 pack.compile(ops, divides=plan.divisor is not None)
@@ -106,7 +105,7 @@ class ReductionCall(DeviceCall):
                 self.load(pack, flat)
         self.enter()
 
-    def _written_early(self, plan: ReductionPlan) -> set[int]:
+    def _written_early(self) -> set[int]:
         """Return the inputs that results may overwrite before they are read.
 
         Another array's result may, or their own at another address. Those of packs that are copied into a flat array
@@ -115,7 +114,7 @@ class ReductionCall(DeviceCall):
         out = self._out
         if out is None:
             return set()
-        plain = [index for pack in plan.device_packs if pack.is_plain for index in pack.indices]
+        plain = [index for pack in self.plan.device_packs if pack.is_plain for index in pack.indices]
         moved = [index for index in plain if self.inputs[index] is not out[index]]
         if not moved:
             return set()
@@ -130,13 +129,13 @@ class ReductionCall(DeviceCall):
         pointer = self.streams.ops.pointer
         return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
-    def _result(self, plan: ReductionPlan, index: int) -> Array:
+    def _result(self, index: int) -> Array:
         if self._out is not None and self.streams.ops.is_contiguous(self._out[index]):
             return self._out[index]
-        shape, dtype = plan.result_signature[index]
+        shape, dtype = self.plan.result_signature[index]
         return self.streams.ops.empty(shape, dtype, self.streams.device)
 
-    def _flat(self, plan: ReductionPlan, pack: DevicePack, multiple: int) -> Flat:
+    def _flat(self, pack: DevicePack, multiple: int) -> Flat:
         """Return the memory that a pack takes.
 
         Memory of results belongs to the caller's stream.
@@ -145,15 +144,15 @@ class ReductionCall(DeviceCall):
         length = -(-pack.nbytes // multiple) * multiple // itemsize
         if pack.is_plain and length == pack.count:
             (index,) = pack.indices
-            self.results[index] = result = self._result(plan, index)
+            self.results[index] = result = self._result(index)
             return Flat(self.inputs[index].reshape(-1), result.reshape(-1), None, None)
         if self._out is not None:
-            spread = [self._result(plan, index) for index in pack.indices]
+            spread = [self._result(index) for index in pack.indices]
             self.results.update(zip(pack.indices, spread, strict=True))
             flat = streams.empty(length, pack.dtype)
             return Flat(flat, flat, spread, pack.starts)
         block = streams.ops.empty((length,), pack.result_dtype, streams.device)
-        self.results.update(zip(pack.indices, pack.parts(block, plan.shapes), strict=True))
+        self.results.update(zip(pack.indices, pack.parts(block, self.plan.shapes), strict=True))
         if pack.dtype == pack.result_dtype:
             return Flat(block, block, None, None)
         flat = streams.empty(length, pack.dtype)
@@ -195,33 +194,21 @@ class DeviceReduction:
     """One pack on its way through an algorithm for arrays on a GPU.
 
     Args:
-        pack: The arrays of one dtype.
-        number: Of the pack in its plan.
-        call: The arrays.
-        op: The operation; a mean is a sum that is divided afterwards.
-        divisor: By which a mean divides the sum; None for other operations.
-        options: Those of the call.
+        call: The arrays of all packs.
+        number: Of the pack in the plan of the call.
 
     Attributes:
+        op: The operation; a mean is a sum that is divided afterwards.
         source, target: The flat input and where its reduction goes, often the same, on the communicator's stream.
     """
 
-    def __init__(
-        self,
-        pack: DevicePack,
-        number: int,
-        call: ReductionCall,
-        op: ReduceOp,
-        divisor: int | None,
-        options: CommunicationOptions,
-    ) -> None:
-        self.pack = pack
-        self.call = call
-        self.op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        self.divisor = divisor
-        self.options = options
-        self.residuals = pack.residuals if options.error_feedback else None
-        self.count, self.nbytes, self.dtype = pack.count, pack.nbytes, pack.dtype
+    def __init__(self, call: ReductionCall, number: int) -> None:
+        plan, self.call = call.plan, call
+        self.pack = pack = plan.device_packs[number]
+        self.op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
+        self.options = plan.options
+        self.residuals = pack.residuals if plan.options.error_feedback else None
+        self.nbytes, self.dtype = pack.nbytes, pack.dtype
         self._flat = call.flats[number]
         self.source, self.target = self._flat.source, self._flat.target
 
@@ -233,11 +220,11 @@ class DeviceReduction:
 
     def store(self) -> list[Array]:
         """Divide the reduction, which is in ``target``, and return the results, on the communicator's stream."""
-        streams, flat = self.call.streams, self._flat
+        streams, flat, divisor = self.call.streams, self._flat, self.call.plan.divisor
         if flat.spread is not None:
-            streams.ops.unpack(flat.target, flat.spread, self.divisor, streams.stream, flat.starts)
-        elif self.divisor is not None:
-            streams.ops.unpack(flat.target, [flat.target], self.divisor, streams.stream)
+            streams.ops.unpack(flat.target, flat.spread, divisor, streams.stream, flat.starts)
+        elif divisor is not None:
+            streams.ops.unpack(flat.target, [flat.target], divisor, streams.stream)
         streams.finish(self.call)
         return [self.call.results[index] for index in self.pack.indices]
 
@@ -270,4 +257,4 @@ class DeviceAlgorithm(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory and communicators of the algorithm (collective)."""
+        """Free the memory and communicators of the algorithm (collective), if it has any."""

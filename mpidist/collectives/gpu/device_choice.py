@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
 
 from mpidist.collectives.gpu import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.gpu.algorithms.nccl_all_reduce import Nccl
@@ -14,16 +13,11 @@ from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, rdma_fabric
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.reduce.choice import Algorithm, Choice, place_of
+from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
-from mpidist.collectives.reduce.registry import Row, gpu_algorithms
+from mpidist.collectives.reduce.registry import Algorithm, Row, gpu_algorithms
 from mpidist.collectives.reduce.table import BY_NETWORK, Table, look_up, resolved, row_text
 from mpidist.core.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpidist.collectives.node.node import Node
 
 _log = logging.getLogger("mpidist")
 
@@ -41,23 +35,14 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
     """The algorithms of one communicator for arrays on one device.
 
     Args:
-        comm: The communicator.
-        node: Its node of this rank.
         table: Which algorithm is taken where.
         streams: Where they work.
         on_host: The choice for arrays in host memory.
         pool: Host memory.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        node: Node,
-        table: Table,
-        streams: DeviceStreams,
-        on_host: Choice[Algorithm],
-        pool: Pool,
-    ) -> None:
+    def __init__(self, table: Table, streams: DeviceStreams, on_host: Choice[Algorithm], pool: Pool) -> None:
+        comm, node = on_host.site.comm, on_host.site.node
         site, place = DeviceSite(comm, node, table.between_nodes, streams, on_host, pool), place_of(node, "gpu")
         super().__init__(gpu_algorithms, site, place, getattr(table, place))
         self.streams = streams

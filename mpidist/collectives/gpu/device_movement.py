@@ -5,16 +5,17 @@ They take it where large reductions do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Signature
 from mpidist.collectives.channel.observers import MOVE
+from mpidist.collectives.channel.operation import Signature
 from mpidist.collectives.gpu.device_choice import DeviceChoice
-from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, queue_of
+from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
@@ -32,20 +33,11 @@ class MovementCall(DeviceCall):
     Args:
         travelling: The arrays of the call as they travel, such as with another axis first.
         results: Shapes and dtypes of the results that are known before the ranks have met.
-        streams: See ``DeviceCall``.
-        timeout: See ``DeviceCall``.
-        is_void: See ``DeviceCall``.
+        streams, timeout: See ``DeviceCall``.
     """
 
-    def __init__(
-        self,
-        travelling: Sequence[Array],
-        results: Signature,
-        streams: DeviceStreams,
-        timeout: float,
-        is_void: Callable[[], bool],
-    ) -> None:
-        super().__init__(streams, timeout, is_void)
+    def __init__(self, travelling: Sequence[Array], results: Signature, streams: DeviceStreams, timeout: float) -> None:
+        super().__init__(streams, timeout)
         ops = streams.ops
         with streams.on():
             for index, array in enumerate(travelling):
@@ -77,72 +69,55 @@ class DeviceMovement:
 
     def all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
         """Concatenate arrays, which travel with the axis first, over the ranks."""
-        return self._carried_out(call, self._all_gather(plan, call))
-
-    def _all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call)
-        arrays, stream = list(call.inputs.values()), call.streams.stream
-        rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
-        lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
-        shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
-        yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
-        with call.streams.on():
-            with nccl.group():
-                for index, array in enumerate(arrays):
-                    counts = [row[index] * plan.row_sizes[index] for row in rows]
-                    _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
-            results = [plan.result(index, whole) for index, whole in call.results.items()]
-        return results
+        with _finishing(call):
+            nccl = yield from self._begin(plan, call)
+            arrays, stream = list(call.inputs.values()), call.streams.stream
+            rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
+            lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
+            shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
+            yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
+            with call.streams.on():
+                with nccl.group():
+                    for index, array in enumerate(arrays):
+                        counts = [row[index] * plan.row_sizes[index] for row in rows]
+                        _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
+                return [plan.result(index, whole) for index, whole in call.results.items()]
 
     def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
         """Return the arrays of the root, for which ``call`` has the memory."""
-        return self._carried_out(call, self._broadcast(plan, call))
-
-    def _broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call)
-        with call.streams.on(), nccl.group():
-            for index, array in call.inputs.items():
-                target = call.results[index].reshape(-1)
-                nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
-        return list(call.results.values())
+        with _finishing(call):
+            nccl = yield from self._begin(plan, call)
+            with call.streams.on(), nccl.group():
+                for index, array in call.inputs.items():
+                    target = call.results[index].reshape(-1)
+                    nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
+            return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
         """Return this rank's rows of the reduction, for which ``call`` has the memory."""
-        return self._carried_out(call, self._reduce_scatter(plan, call))
-
-    def _reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        nccl = yield from self._begin(plan, call)
         (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
         op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
-        with streams.on():
-            source, target = call.inputs[0].reshape(-1), result
-            if not pack.is_plain:
-                source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
-                pack.load(streams.ops, list(call.inputs.values()), source, streams.stream)
-            rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
-            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
-            _reduce_scatter(nccl, source, target, cuts, op, streams.stream)
-            if plan.divisor is not None or target is not result:
-                streams.ops.unpack(target, [result], plan.divisor, streams.stream)
-        return [result]
+        with _finishing(call):
+            nccl = yield from self._begin(plan, call)
+            with streams.on():
+                source, target = call.inputs[0].reshape(-1), result
+                if not pack.is_plain:
+                    source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
+                    pack.load(streams.ops, list(call.inputs.values()), source, streams.stream)
+                rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
+                cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
+                _reduce_scatter(nccl, source, target, cuts, op, streams.stream)
+                if plan.divisor is not None or target is not result:
+                    streams.ops.unpack(target, [result], plan.divisor, streams.stream)
+            return [result]
 
     # Inside -------------------------------------------------------------------------------------------------------
-
-    def _carried_out(self, call: MovementCall, steps: Steps[list[Array]]) -> Steps[list[Array]]:
-        """Carry out the steps, and let the next call have the device however they end."""
-        try:
-            results = yield from steps
-            with call.streams.on():
-                call.streams.finish(call)
-            return results
-        finally:
-            call.leave()
 
     def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
         """Return NCCL once the ranks have met and ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
-        yield from queue_of(call.streams.device).wait_until_first(call)
+        yield from call.wait_until_first()
         return self._choice.nccl
 
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
@@ -161,6 +136,17 @@ class DeviceMovement:
             lambda: call.allocate(signature),
             lambda rank, text: PeerError(f"rank {rank} cannot make the result of {plan.description.text}: {text}"),
         )
+
+
+@contextmanager
+def _finishing(call: MovementCall) -> Iterator[None]:
+    """Note the end of a call, and hand the device on however its steps end."""
+    try:
+        yield
+        with call.streams.on():
+            call.streams.finish(call)
+    finally:
+        call.leave()
 
 
 def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:

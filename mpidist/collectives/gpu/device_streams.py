@@ -57,9 +57,7 @@ class DeviceStreams:
         self.has_given_up = has_given_up
         self._nccl: list[NcclComm] = []
         with ops.on(device):
-            self.stream = ops.stream(device, is_urgent=True)
-            self.to_host = ops.stream(device, is_urgent=True)
-            self.to_device = ops.stream(device, is_urgent=True)
+            self.stream, self.to_host, self.to_device = [ops.stream(device, is_urgent=True) for _ in range(3)]
         self._under_way: deque[tuple[Event, DeviceCall]] = deque()
         self._lock = threading.Lock()
         device_watch.watch(self)
@@ -115,54 +113,65 @@ class DeviceStreams:
         for nccl in self._nccl:
             nccl.abort()
 
-    def synchronize(self) -> None:
-        """Wait until all work has run; blocks."""
+    def close(self) -> None:
+        """Wait until all work has run, and let go."""
         with self.on():
             for stream in (self.to_host, self.to_device, self.stream):
                 stream.synchronize()
         self._under_way.clear()
-
-    def close(self) -> None:
-        """Wait until all work has run, and let go."""
-        self.synchronize()
         device_watch.forget(self)
         self._nccl.clear()
 
 
-class DeviceCall:
+class QueuePlace:
+    """A place in the queue of a device, for a call or to start NCCL.
+
+    Args:
+        streams: Where it happens.
+
+    Attributes:
+        done: When the results are there; None until the work has been handed to the device.
+    """
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self.streams = streams
+        self.done: Event | None = None
+        self._queue = _queues.setdefault(streams.device, DeviceQueue())
+
+    def enter(self) -> None:
+        """Have later calls wait on the device until this one leaves."""
+        self._queue.enter(self)
+
+    def wait_until_first(self) -> Steps[None]:
+        """Yield until it is the first; its streams then follow the calls before."""
+        return self._queue.wait_until_first(self)
+
+    def leave(self) -> None:
+        """Let later calls use the device; any number of times."""
+        self._queue.leave(self)
+
+
+class DeviceCall(QueuePlace):
     """One collective on a device, and the arrays that it needs there.
 
     Args:
         streams: Where it happens.
         timeout: Seconds that it may take on the device.
-        is_void: Whether it will never happen, because its communicator has been given up.
 
     Attributes:
         inputs: The arrays by their index in the call, contiguous.
         results: The results by index; contiguous, written when ``done`` is.
         caller: The stream whose arrays they are.
         ready: When the inputs are there, and the results may be written.
-        done: When the results are there; None until the work has been handed to the device.
     """
 
-    def __init__(self, streams: DeviceStreams, timeout: float, is_void: Callable[[], bool]) -> None:
-        self.streams = streams
+    def __init__(self, streams: DeviceStreams, timeout: float) -> None:
+        super().__init__(streams)
         self.timeout = timeout
-        self.is_void = is_void
-        self.done: Event | None = None
         self.inputs: dict[int, Array] = {}
         self.results: dict[int, Array] = {}
         self.caller: Stream = streams.ops.current_stream(streams.device)
         self.ready: Event
-        self._queue = queue_of(streams.device)
-
-    def enter(self) -> None:
-        """Have later calls wait on the device until this one leaves."""
-        self._queue.enter(self)
-
-    def leave(self) -> None:
-        """Let later calls use the device; any number of times."""
-        self._queue.leave(self)
 
     def follow_caller(self) -> None:
         """Have the streams wait for the work on the caller's stream so far."""
@@ -191,34 +200,20 @@ class DeviceCall:
         self.inputs, self.results = {}, {}
 
 
-class QueuePlace:
-    """A place in the queue of a device, to start or to close NCCL.
-
-    Args:
-        streams: Where it happens.
-    """
-
-    done: Event | None = None
-
-    def __init__(self, streams: DeviceStreams) -> None:
-        self.streams = streams
-        self.is_void = streams.has_given_up
-
-
 class DeviceQueue:
     """The calls that have not been handed to one device yet."""
 
     def __init__(self) -> None:
-        self._calls: deque[weakref.ref[DeviceCall | QueuePlace]] = deque()
+        self._calls: deque[weakref.ref[QueuePlace]] = deque()
         self._lock = threading.Lock()
         self._last: tuple[DeviceStreams, Event] | None = None
 
-    def enter(self, call: DeviceCall | QueuePlace) -> None:
+    def enter(self, call: QueuePlace) -> None:
         """Put a new call at the end."""
         with self._lock:
             self._calls.append(weakref.ref(call))
 
-    def wait_until_first(self, call: DeviceCall | QueuePlace) -> Steps[None]:
+    def wait_until_first(self, call: QueuePlace) -> Steps[None]:
         """Yield until ``call`` is the first; its streams then follow the calls before."""
         looks = 0
         while not self._is_first(call):
@@ -230,32 +225,28 @@ class DeviceQueue:
             with call.streams.on():
                 call.streams.stream.wait(last[1])
 
-    def leave(self, call: DeviceCall | QueuePlace) -> None:
+    def leave(self, call: QueuePlace) -> None:
         """Remove a call, so that the next is the first; any number of times."""
         with self._lock:
             if call.done is not None and self._calls and self._calls[0]() is call:
                 self._last = (call.streams, call.done)
             self._calls = deque(entry for entry in self._calls if entry() is not call)
 
-    def _is_first(self, call: DeviceCall | QueuePlace) -> bool:
+    def _is_first(self, call: QueuePlace) -> bool:
         with self._lock:
             while self._calls:
                 first = self._calls[0]()
                 if first is call:
                     return True
                 # One that was dropped, or whose communicator has been given up, does not come any more.
-                if first is not None and not first.is_void():
+                if first is not None and not first.streams.has_given_up():
                     return False
                 self._calls.popleft()
         return True
 
 
+# By the number of the device.
 _queues: dict[int, DeviceQueue] = {}
-
-
-def queue_of(device: int) -> DeviceQueue:
-    """Return the queue of a device of this process."""
-    return _queues.setdefault(device, DeviceQueue())
 
 
 # The thread that watches ----------------------------------------------------------------------------------------------

@@ -7,31 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
-from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_library import (
-    IN_PROGRESS,
-    NcclCommunicator,
-    NcclShare,
-    failure,
-    nccl_binding,
-    nccl_problem,
-)
-from mpidist.collectives.gpu.nccl_start import START_SECONDS, started
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Stream
+from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, failure, nccl_binding, nccl_problem
+from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
-
-if TYPE_CHECKING:
-    from types import ModuleType, TracebackType
-
-    from mpi4py import MPI
-
-    from mpidist.arrays.device_ops import DeviceOps
-    from mpidist.arrays.dtypes import Array
-    from mpidist.arrays.streams import Stream
 
 
 class NcclComm:
@@ -80,7 +67,7 @@ class NcclComm:
     @classmethod
     def made(
         cls,
-        comm: MPI.Intracomm,
+        comm: Comm,
         device: int | None,
         start_seconds: float = START_SECONDS,
         has_given_up: Callable[[], bool] = lambda: False,
@@ -117,8 +104,7 @@ class NcclComm:
         from_, to = self._addresses("all_reduce", source, target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
         count = source.size
-        if target.size != count:
-            raise self._wrong_size("all_reduce", "target", target.size, count, "as many as the source")
+        self._check_size("all_reduce", "target", target.size, count)
         if count:
             self._call("all_reduce", self._raw.allReduce, from_, to, count * numbers, datatype, code, stream.handle)
 
@@ -131,9 +117,7 @@ class NcclComm:
         from_, to = self._addresses("reduce_scatter", source, target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
         count = target.size
-        if source.size != count * self.size:
-            expected = f"{self.size} ranks x {count} of the target"
-            raise self._wrong_size("reduce_scatter", "source", source.size, count * self.size, expected)
+        self._check_size("reduce_scatter", "source", source.size, count, "target")
         if count:
             call = self._raw.reduceScatter
             self._call("reduce_scatter", call, from_, to, count * numbers, datatype, code, stream.handle)
@@ -145,9 +129,7 @@ class NcclComm:
         """
         from_, to = self._addresses("all_gather", source, target)
         count = source.size
-        if target.size != count * self.size:
-            expected = f"{self.size} ranks x {count} of the source"
-            raise self._wrong_size("all_gather", "target", target.size, count * self.size, expected)
+        self._check_size("all_gather", "target", target.size, count, "source")
         if count:
             self._call("all_gather", self._raw.allGather, from_, to, source.nbytes, BYTES, stream.handle)
 
@@ -162,8 +144,8 @@ class NcclComm:
         from_, to = self._addresses("reduce", source, source if target is None else target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
         count = source.size
-        if target is not None and target.size != count:
-            raise self._wrong_size("reduce", "target", target.size, count, "as many as the source")
+        if target is not None:
+            self._check_size("reduce", "target", target.size, count)
         if count:
             to = 0 if target is None else to
             self._call("reduce", self._raw.reduce, from_, to, count * numbers, datatype, code, root, stream.handle)
@@ -183,8 +165,7 @@ class NcclComm:
         source = target if source is None or self.rank != root else source
         from_, to = self._addresses("broadcast", source, target)
         count = target.size
-        if source.size != count:
-            raise self._wrong_size("broadcast", "target", count, source.size, "as many as the source")
+        self._check_size("broadcast", "target", count, source.size)
         if count:
             self._call("broadcast", self._raw.broadcast, from_, to, target.nbytes, BYTES, root, stream.handle)
 
@@ -280,8 +261,13 @@ class NcclComm:
         if not 0 <= rank < self.size:
             raise ValueError(f"{name}: {role} is {rank}; expected a rank of 0 to {self.size - 1}")
 
-    def _wrong_size(self, name: str, role: str, size: int, expected: int, why: str) -> ValueError:
-        return ValueError(f"{name}: {role} has {size} elements; expected {expected}, {why}")
+    def _check_size(self, name: str, role: str, size: int, count: int, per_rank_of: str | None = None) -> None:
+        expected = count if per_rank_of is None else count * self.size
+        if size != expected:
+            why = (
+                "as many as the source" if per_rank_of is None else f"{self.size} ranks x {count} of the {per_rank_of}"
+            )
+            raise ValueError(f"{name}: {role} has {size} elements; expected {expected}, {why}")
 
 
 class NcclGroup:
@@ -297,9 +283,7 @@ class NcclGroup:
     def __enter__(self) -> None:
         self._binding.groupStart()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._binding.groupEnd()
         except (self._binding.NcclError, KeyError) as end_error:

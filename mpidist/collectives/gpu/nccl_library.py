@@ -1,22 +1,15 @@
-"""The NCCL library of this process: its state, its errors and its shared communicators.
-
-A communicator holds hundreds of megabytes of its GPU and takes seconds to start, so Communicators of the same ranks
-on the same GPU share one. Its calls come in the order of the device's queue (``DeviceQueue``), which is the program's.
-"""
+"""The NCCL library of this process: its state and its errors."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from mpidist.arrays.cupy_module import find_cupy, require_cupy
 from mpidist.core.errors import NcclFailure
-
-# The library ----------------------------------------------------------------------------------------------------------
-
 
 IN_PROGRESS = 7
 """ncclInProgress: no error, but that NCCL is at work. CuPy has no name for it."""
@@ -79,114 +72,3 @@ def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
         return NcclFailure(f"{doing}: {error}", error.status)
     status = error.args[0]
     return NcclFailure(f"{doing}: NCCL returned status {status}, which CuPy has no name for", status)
-
-
-# Shared communicators -------------------------------------------------------------------------------------------------
-
-
-# Ranks as those of the job, in NCCL's order, and the number of this rank's GPU.
-Key = tuple[tuple[int, ...], int]
-
-
-class _Shared:
-    """One NCCL communicator.
-
-    Args:
-        raw: CuPy's NcclCommunicator.
-        identity: By which all its ranks know it, and no other.
-    """
-
-    def __init__(self, raw: NcclCommunicator, identity: Hashable) -> None:
-        self.raw = raw
-        self.identity = identity
-        self.users: list[NcclShare] = []
-
-    @property
-    def in_step(self) -> bool:
-        """Return whether all its users have made their calls so far, or will."""
-        return not any([user.has_given_up() for user in self.users])
-
-
-_open: dict[Key, list[_Shared]] = {}
-
-
-class NcclShare:
-    """One user's share of an NCCL communicator, in place of CuPy's NcclCommunicator.
-
-    Args:
-        key: Its ranks and GPU.
-        shared: The communicator.
-        has_given_up: Whether the user makes no more calls, also of those that other ranks make.
-    """
-
-    def __init__(self, key: Key, shared: _Shared, has_given_up: Callable[[], bool]) -> None:
-        self._key = key
-        self._shared = shared
-        self.has_given_up = has_given_up
-        shared.users.append(self)
-
-    def __getattr__(self, name: str) -> Any:
-        self.check_in_step()
-        return getattr(self._shared.raw, name)
-
-    def check_in_step(self) -> None:
-        """Raise RuntimeError where a user has given up, whose calls other ranks may still make.
-
-        One of ours would meet one of theirs, and both would go on with wrong numbers.
-        """
-        if not self._shared.in_step:
-            raise RuntimeError(
-                "this Communicator reduces no more arrays on GPUs: another one of the same ranks was given up, after "
-                "an error or a deadline, and NCCL takes their calls for one another's; make a new Communicator"
-            )
-
-    def check_async_error(self) -> None:
-        """Ask NCCL for an error of any user."""
-        self._shared.raw.check_async_error()
-
-    def destroy(self) -> None:
-        """Give the share back; the last one destroys the communicator."""
-        self._shared.users.remove(self)
-        if not self._shared.users and self._forget():
-            self._shared.raw.destroy()
-
-    def abort(self) -> None:
-        """Abort the communicator, for all users; nobody gets a share of it any more."""
-        if self._forget():
-            self._shared.raw.abort()
-
-    def _forget(self) -> bool:
-        """Remove the communicator from the open ones; return whether it was there."""
-        sharing = _open.get(self._key, [])
-        if self._shared not in sharing:
-            return False
-        sharing.remove(self._shared)
-        if not sharing:
-            del _open[self._key]
-        return True
-
-
-def first_share(key: Key, raw: NcclCommunicator, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
-    """Return the first share of a new communicator."""
-    shared = _Shared(raw, identity)
-    _open.setdefault(key, []).append(shared)
-    return NcclShare(key, shared, has_given_up)
-
-
-def open_identities(key: Key) -> tuple[Hashable, ...]:
-    """Return the identities of communicators to share; other ranks may have others."""
-    return tuple(shared.identity for shared in _open.get(key, []) if shared.in_step)
-
-
-def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
-    """Return a share of a communicator out of ``open_identities``.
-
-    Both calls belong to one place in the queue of the device.
-    """
-    (shared,) = [shared for shared in _open[key] if shared.identity == identity]
-    return NcclShare(key, shared, has_given_up)
-
-
-def forget_shares() -> None:
-    """Forget all, where the GPUs themselves are gone (for tests)."""
-    _open.clear()

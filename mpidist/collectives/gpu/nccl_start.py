@@ -1,4 +1,8 @@
-"""The start of NCCL: all ranks get a communicator, or all learn why not."""
+"""The start of NCCL: all ranks get a communicator, or all learn why not.
+
+A communicator holds hundreds of megabytes of its GPU and takes seconds to start, so Communicators of the same ranks
+on the same GPU share one. Its calls come in the order of the device's queue (``DeviceQueue``), which is the program's.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +14,22 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_library import (
-    NcclCommunicator,
-    NcclShare,
-    failure,
-    first_share,
-    nccl_binding,
-    nccl_problem,
-    nccl_version,
-    open_identities,
-    share_of_open,
-)
+from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.collectives.gpu.nccl_library import NcclCommunicator, failure, nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
-from mpidist.collectives.mpi.waiting import Steps, relax, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import NCCL_START
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpidist.arrays.device_ops import DeviceOps
 
 # NCCL needs seconds for thousands of GPUs.
 START_SECONDS = 120.0
@@ -69,7 +58,7 @@ class _Problem(NamedTuple):
 
 
 def started(
-    comm: MPI.Intracomm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
+    comm: Comm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
 ) -> Steps[NcclShare | str]:
     """Return a share of a communicator, or the reason why there is none (collective).
 
@@ -111,9 +100,7 @@ def started(
     return first_share(key, raw, identity, has_given_up)
 
 
-def _attempt(
-    comm: MPI.Intracomm, device: int, start_seconds: float
-) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
+def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
     """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
@@ -187,7 +174,7 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 # Starting -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
+def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
     """Return why NCCL did not start, the same on every rank, or None."""
     give_up = time.monotonic() + start_seconds
     is_called_off, is_late, looks = False, False, 0
@@ -205,7 +192,7 @@ def _agreed_outcome(comm: MPI.Intracomm, start: _Start, start_seconds: float) ->
     return (yield from _first_failure(comm, problem))
 
 
-def _first_failure(comm: MPI.Intracomm, problem: _Problem | None) -> Steps[_Problem | None]:
+def _first_failure(comm: Comm, problem: _Problem | None) -> Steps[_Problem | None]:
     """Tell the others of this rank's problem, and return the first rank's problem."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
@@ -303,3 +290,108 @@ class _Start:
         if self._is_abandoned and not self._is_inside and self._raw is not None:
             with self._ops.on(self._device):
                 self._raw.abort()
+
+
+# Shared communicators -------------------------------------------------------------------------------------------------
+
+
+# Ranks as those of the job, in NCCL's order, and the number of this rank's GPU.
+Key = tuple[tuple[int, ...], int]
+
+
+class _Shared:
+    """One NCCL communicator.
+
+    Args:
+        key: Its ranks and GPU.
+        raw: CuPy's NcclCommunicator.
+        identity: By which all its ranks know it, and no other.
+    """
+
+    def __init__(self, key: Key, raw: NcclCommunicator, identity: Hashable) -> None:
+        self.key, self.raw, self.identity = key, raw, identity
+        self.users: list[NcclShare] = []
+
+    @property
+    def in_step(self) -> bool:
+        """Return whether all its users have made their calls so far, or will."""
+        return not any([user.has_given_up() for user in self.users])
+
+
+_open: list[_Shared] = []
+
+
+class NcclShare:
+    """One user's share of an NCCL communicator, in place of CuPy's NcclCommunicator.
+
+    Args:
+        shared: The communicator.
+        has_given_up: Whether the user makes no more calls, also of those that other ranks make.
+    """
+
+    def __init__(self, shared: _Shared, has_given_up: Callable[[], bool]) -> None:
+        self._shared = shared
+        self.has_given_up = has_given_up
+        shared.users.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        self.check_in_step()
+        return getattr(self._shared.raw, name)
+
+    def check_in_step(self) -> None:
+        """Raise RuntimeError where a user has given up, whose calls other ranks may still make.
+
+        One of ours would meet one of theirs, and both would go on with wrong numbers.
+        """
+        if not self._shared.in_step:
+            raise RuntimeError(
+                "this Communicator reduces no more arrays on GPUs: another one of the same ranks was given up, after "
+                "an error or a deadline, and NCCL takes their calls for one another's; make a new Communicator"
+            )
+
+    def check_async_error(self) -> None:
+        """Ask NCCL for an error of any user."""
+        self._shared.raw.check_async_error()
+
+    def destroy(self) -> None:
+        """Give the share back; the last one destroys the communicator."""
+        self._shared.users.remove(self)
+        if not self._shared.users and self._forget():
+            self._shared.raw.destroy()
+
+    def abort(self) -> None:
+        """Abort the communicator, for all users; nobody gets a share of it any more."""
+        if self._forget():
+            self._shared.raw.abort()
+
+    def _forget(self) -> bool:
+        """Remove the communicator from the open ones; return whether it was there."""
+        is_open = self._shared in _open
+        if is_open:
+            _open.remove(self._shared)
+        return is_open
+
+
+def first_share(key: Key, raw: NcclCommunicator, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
+    """Return the first share of a new communicator."""
+    _open.append(_Shared(key, raw, identity))
+    return NcclShare(_open[-1], has_given_up)
+
+
+def open_identities(key: Key) -> tuple[Hashable, ...]:
+    """Return the identities of communicators to share; other ranks may have others."""
+    return tuple(shared.identity for shared in _open if shared.key == key and shared.in_step)
+
+
+def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
+    """Return a share of a communicator out of ``open_identities``.
+
+    Both calls belong to one place in the queue of the device.
+    """
+    (shared,) = [shared for shared in _open if (shared.key, shared.identity) == (key, identity)]
+    return NcclShare(shared, has_given_up)
+
+
+def forget_shares() -> None:
+    """Forget all, where the GPUs themselves are gone (for tests)."""
+    _open.clear()

@@ -14,15 +14,12 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpidist.collectives.mpi.gathering import agreed_minimum
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core import settings
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # GPU memory in MPI ----------------------------------------------------------------------------------------------------
 
@@ -41,7 +38,7 @@ _SWITCHES = (
 )
 
 
-def takes_device_memory(comm: MPI.Intracomm) -> Steps[bool]:
+def takes_device_memory(comm: Comm) -> Steps[bool]:
     """Return whether MPI takes pointers to CUDA memory on all ranks (collective).
 
     ``MPIDIST_GPU_AWARE_MPI`` has the last word. Otherwise each library is asked in its own way (docs/gpu.md); no in
@@ -106,8 +103,7 @@ def _open_mpi(mpi: ModuleType) -> tuple[bool, str]:
 
 def _function(mpi: ModuleType, name: str) -> Callable[..., int] | None:
     """Return a function of the library that mpi4py is linked to, or None."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(mpi.__file__), name, None)
-    return found
+    return getattr(ctypes.CDLL(mpi.__file__), name, None)
 
 
 def _is_set(variable: str) -> bool:
@@ -161,7 +157,7 @@ def rdma_fabric() -> Fabric | None:
     return Fabric(fabrics[0].name, max(fabric.gigabits for fabric in fabrics))
 
 
-def rdma_everywhere(comm: MPI.Intracomm) -> Steps[bool]:
+def rdma_everywhere(comm: Comm) -> Steps[bool]:
     """Return whether all ranks have such a network (collective)."""
     return bool((yield from agreed_minimum(comm, int(rdma_fabric() is not None))))
 

@@ -8,26 +8,24 @@ MPI before the device begins. Waiting for the device keeps MPI going and the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event
-from mpidist.collectives.channel.description import which_on_device
+from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.network_probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
-from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
-from mpidist.collectives.mpi.waiting import Steps, until_all_done, until_event
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.registry import Rail
 from mpidist.core import settings
 from mpidist.core.enums import ReduceOp
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # Page-locked memory ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +45,7 @@ def staging_bytes() -> int:
     return next(nbytes for least, nbytes in _BYTES_BY_GIGABITS if gigabits >= least)
 
 
-def agreed_staging_bytes(comm: MPI.Intracomm) -> Steps[int]:
+def agreed_staging_bytes(comm: Comm) -> Steps[int]:
     """Return the bytes of a chunk, at most, the least of all ranks (collective)."""
     return (yield from agreed_minimum(comm, staging_bytes()))
 
@@ -68,13 +66,11 @@ class PinnedBuffer:
 
     def array(self, count: int, dtype: DType) -> Array:
         """Return ``count`` elements of it."""
-        flat: Array = self._memory[: count * dtype.itemsize].view(dtype)
-        return flat
+        return self._memory[: count * dtype.itemsize].view(dtype)
 
     def received(self, count: int, dtype: DType) -> Array:
         """Return ``count`` elements on the device."""
-        flat: Array = self._received[: count * dtype.itemsize].view(dtype)
-        return flat
+        return self._received[: count * dtype.itemsize].view(dtype)
 
 
 class StagingRing:
@@ -120,24 +116,19 @@ def received_bytes(slice_bytes: int, nodes: int) -> int:
     return slice_bytes // nodes + 16
 
 
-class DeviceRing:
+class DeviceRing(Rail):
     """An all-reduce over a ring of ranks, of arrays on their devices.
 
     Args:
-        comm: The communicator.
-        ranks: The ranks of the ring, in it.
-        position: Of this rank among them.
+        comm, ranks, position: See ``Rail``.
         streams: Whose device it is.
         takes_device_memory: Whether MPI takes pointers to it.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
+        self, comm: Comm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
     ) -> None:
-        self._comm = comm
-        self._size, self._position = len(ranks), position
-        self._next = ranks[(position + 1) % len(ranks)]
-        self._previous = ranks[position - 1]
+        super().__init__(comm, ranks, position)
         self._streams = streams
         self.takes_device_memory = takes_device_memory
 
@@ -153,20 +144,21 @@ class DeviceRing:
             slot: In use until then.
             filled: When ``flat`` has its content; where MPI takes device memory, that has to be now.
         """
-        n, streams = self._size, self._streams
+        n, me, streams = len(self._ranks), self._position, self._streams
+        before, after = (me - 1) % n, (me + 1) % n
         borders = slices(flat.size, n)
         memory = flat if self.takes_device_memory else slot.array(flat.size, flat.dtype)
         segments, shown = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
-        yield from self._show_first(segments[self._position], shown[self._position], filled)
+        yield from self._show_first(segments[me], shown[me], filled)
         for step in range(n - 1):
-            mine, theirs = (self._position - step) % n, (self._position - step - 1) % n
+            mine, theirs = (me - step) % n, (me - step - 1) % n
             received = slot.received(segments[theirs].size, flat.dtype)
             target = received if self.takes_device_memory else shown[theirs]
-            yield from self._exchange(shown[mine], target, chunk)
+            yield from self._exchange({before: target}, {after: shown[mine]}, chunk)
             yield from self._add(op, segments[theirs], received, shown[theirs])
         for step in range(n - 1):
-            mine, theirs = (self._position + 1 - step) % n, (self._position - step) % n
-            yield from self._exchange(shown[mine], shown[theirs], chunk)
+            mine, theirs = (me + 1 - step) % n, (me - step) % n
+            yield from self._exchange({before: shown[theirs]}, {after: shown[mine]}, chunk)
             if not self.takes_device_memory:
                 streams.ops.copy_to_device(segments[theirs], shown[theirs], streams.to_device)
         with streams.on():
@@ -199,18 +191,9 @@ class DeviceRing:
                 is_shown = streams.to_host.record()
         yield from until_event(is_shown, relaxes=False)
 
-    def _exchange(self, send: Array, receive: Array, chunk: int) -> Steps[None]:
-        tag = tag_of(chunk)
-        yield from until_all_done(
-            [
-                self._comm.Irecv(self._message(receive), self._previous, tag),
-                self._comm.Isend(self._message(send), self._next, tag),
-            ]
-        )
-
-    def _message(self, array: Array) -> tuple[object, int, MPI.Datatype]:
+    def _message(self, array: Array) -> Any:
         if not self.takes_device_memory:
-            return message(array)
+            return super()._message(array)
         mpi = import_mpi()
         memory = mpi.buffer.fromaddress(self._streams.ops.pointer(array), array.nbytes)
         return memory, array.nbytes, mpi.BYTE

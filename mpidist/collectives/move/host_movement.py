@@ -14,8 +14,8 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description
 from mpidist.collectives.channel.observers import MOVE, REDUCE
+from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import as_bytes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, check_transportable
-from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
+from mpidist.collectives.channel.operation import Signature, describe, note_text, signature_text
 
 
 class GatherPlan:

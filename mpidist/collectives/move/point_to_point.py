@@ -1,15 +1,16 @@
 """Messages from one rank to another, beside the collectives of a communicator.
 
-Each goes as two: a head with what it is and the line that sent it, and the data, straight from memory to memory. Both
-are handed to MPI at once, so that it moves them on by itself, and find their receivers in the order of their calls.
-Where a rank takes a message of whoever sends first, its data wait until the head has told who that is; later messages
-with the same tag wait behind it.
+A head tells what is sent and from which line; small data travel in it. Larger ones follow, straight from memory to
+memory, with a tag that the head names, once the receiver has seen that they are what it expects: of a message longer
+than its memory some MPI libraries write more than fits.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import threading
+from collections import Counter
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,26 +18,27 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.channel.description import Description, describe, signature_text
-from mpidist.collectives.channel.executor import move_works
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.executor import also_moved, move_works
+from mpidist.collectives.channel.operation import Description, Operation, describe, signature_text
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
-from mpidist.collectives.mpi.mpi_types import one_message
+from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
 from mpidist.collectives.mpi.waiting import Steps, drive, until_done
 from mpidist.collectives.node.packing import in_order
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import MessageTimeoutError, MismatchError
-from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
+from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS, TAGS_OF_PROGRAMS
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 T = TypeVar("T")
 
-_HEAD_BYTES = 512
+# Number of the message to its receiver, bytes of the data, of the text; the text; the data if they are small.
+_HEAD = struct.Struct("<IQH")
+_TEXT_BYTES, _SMALL_BYTES = 500, 4096
 
 
 class PointToPoint:
@@ -49,8 +51,8 @@ class PointToPoint:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._under_way: list[Work[object]] = []
-        # Of each tag the messages that wait for whoever sends first, and those behind them.
-        self._queues: dict[int, list[object]] = {}
+        # Messages so far to each rank.
+        self._numbers: Counter[int] = Counter()
         self._lock = threading.RLock()
 
     def check_none_under_way(self) -> None:
@@ -67,7 +69,8 @@ class PointToPoint:
         """Start to send an array, which must not be changed before the work is done."""
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
         here = user_call_site()
-        return self._started(self._sending(in_order(array), dest, tag, f"{text}\n{here}"), description, here, timeout)
+        data, told = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
+        return self._started(self._sending(data, dest, tag, told), description, here, timeout)
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
         """Start to receive an array into one like it.
@@ -92,55 +95,51 @@ class PointToPoint:
         return work
 
     def later(self, work: Work[T]) -> Work[T]:
-        """Have a work go on while the program computes."""
+        """Have a work go on while the program computes, or waits for something else."""
         if not work.is_done:
+            if self.move not in also_moved:
+                also_moved.append(self.move)
             progress.watch(self.move)
         return work
 
     # Of one message -----------------------------------------------------------------------------------------------
 
-    def _sending(self, array: Array, dest: int, tag: int, text: str) -> Steps[None]:
+    def _sending(self, data: Array, dest: int, tag: int, told: bytes) -> Steps[None]:
         comm, byte = self._channel.comm, import_mpi().BYTE
-        head = text.encode()[:_HEAD_BYTES]
-        told = comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)
-        sent = comm.Isend(one_message(array), dest, DATA_OF_PROGRAMS + tag)
-        yield from until_done(told)
-        yield from until_done(sent)
+        self._numbers[dest] = number = (self._numbers[dest] + 1) % TAGS_OF_PROGRAMS
+        head = _HEAD.pack(number, data.size, len(told)) + told
+        if data.size <= _SMALL_BYTES:
+            head += data.tobytes()
+        requests = [comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)]
+        if data.size > _SMALL_BYTES:
+            requests.append(comm.Isend(one_message(data), dest, DATA_OF_PROGRAMS + number))
+        for request in requests:
+            yield from until_done(request)
 
     def _receiving(self, out: Array, source: int | None, tag: int, text: str, here: str) -> Steps[int]:
-        place, queue = object(), self._queues.setdefault(tag, [])
-        if queue or source is None:
-            queue.append(place)
-            while queue[0] is not place:
-                yield
-        mpi, comm, head = import_mpi(), self._channel.comm, bytearray(_HEAD_BYTES)
-        rank = mpi.ANY_SOURCE if source is None else source
-        head_request = comm.Irecv([head, _HEAD_BYTES, mpi.BYTE], rank, HEADS_OF_PROGRAMS + tag)
-        into = in_order(out) if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        data = None if source is None else comm.Irecv(one_message(into), source, DATA_OF_PROGRAMS + tag)
-        if queue and source is not None:
-            queue.remove(place)
-        status = mpi.Status()
-        yield from _until_told(head_request, status)
-        if source is None:
-            source = status.Get_source()
-            data = comm.Irecv(one_message(into), source, DATA_OF_PROGRAMS + tag)
-            queue.remove(place)
-        theirs, _, there = bytes(head[: status.Get_count(mpi.BYTE)]).decode(errors="replace").partition("\n")
-        try:
-            assert data is not None
-            yield from until_done(data)
-        except mpi.Exception as error:
-            if theirs == text or error.Get_error_class() != mpi.ERR_TRUNCATE:
-                raise
-        if theirs != text:
+        mpi, comm, status = import_mpi(), self._channel.comm, import_mpi().Status()
+        head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
+        asked = mpi.ANY_SOURCE if source is None else source
+        coming = comm.Irecv([head, head.size, mpi.BYTE], asked, HEADS_OF_PROGRAMS + tag)
+        while not coming.Test(status):
+            yield
+        rank = int(status.Get_source())
+        number, nbytes, length = _HEAD.unpack(head[: _HEAD.size].tobytes())
+        theirs, _, there = head[_HEAD.size :][:length].tobytes().decode(errors="replace").partition("\n")
+        fits = theirs == text
+        into = out if fits and in_order(out) is out else np.empty(nbytes, np.uint8)
+        if nbytes > _SMALL_BYTES:
+            yield from until_done(comm.Irecv(one_message(into), rank, DATA_OF_PROGRAMS + number))
+        else:
+            as_bytes(into)[:] = head[_HEAD.size + length :][:nbytes]
+        if not fits:
             raise MismatchError(
-                f"rank {source} sends {theirs}, at {there}, and rank {self._channel.rank} expects {text}, at {here}, "
+                f"rank {rank} sends {theirs}, at {there}, and rank {self._channel.rank} expects {text}, at {here}, "
                 f"with tag {tag}; expected arrays of the same shape and dtype on both sides"
             )
         if into is not out:
-            out[...] = into
-        return source
+            out[...] = into.view(out.dtype).reshape(out.shape)
+        return rank
 
     # Moving on ----------------------------------------------------------------------------------------------------
 
@@ -158,6 +157,8 @@ class PointToPoint:
         try:
             if work.step():
                 self._under_way.remove(work)
+                if not self._under_way and self.move in also_moved:
+                    also_moved.remove(self.move)
         except BaseException as error:
             self._channel.executor.lose_or_interrupt(error, work.operation.text)
             raise
@@ -204,8 +205,3 @@ def _not_yet(work: Work[object], waited: float) -> TimeoutError:
     return TimeoutError(
         f"{work.operation.text} is not done after {waited:.3g} s; it goes on, and may be waited for again"
     )
-
-
-def _until_told(request: MPI.Request, status: MPI.Status) -> Steps[None]:
-    while not request.Test(status):
-        yield

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -33,7 +30,7 @@ def is_common(error: BaseException) -> bool:
     return isinstance(error, COMMON_ERRORS) or hasattr(error, _IS_COMMON)
 
 
-def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str], Exception]) -> Steps[T]:
+def all_do(comm: Comm, work: Callable[[], T], error: Callable[[int, str], Exception]) -> Steps[T]:
     """Return the result of ``work`` here once no rank has failed in it (collective).
 
     Args:
@@ -52,7 +49,7 @@ def all_do(comm: MPI.Intracomm, work: Callable[[], T], error: Callable[[int, str
     return result  # type: ignore[return-value]  # only None where work returns it
 
 
-def first_does(comm: MPI.Intracomm, work: Callable[[], T]) -> Steps[T]:
+def first_does(comm: Comm, work: Callable[[], T]) -> Steps[T]:
     """Return the first rank's result of ``work`` on all ranks, or raise its error (collective)."""
     told = b""
     if comm.Get_rank() == 0:
@@ -76,7 +73,7 @@ def _pickled(error: Exception) -> bytes:
     return pickled
 
 
-def problems_of(comm: MPI.Intracomm, problem: T | None) -> Steps[dict[int, T]]:
+def problems_of(comm: Comm, problem: T | None) -> Steps[dict[int, T]]:
     """Return, on every rank, the problems of those that have one, by rank (collective)."""
     everyone: list[T | None] = yield from gather_objects(comm, problem)
     return {rank: theirs for rank, theirs in enumerate(everyone) if theirs is not None}

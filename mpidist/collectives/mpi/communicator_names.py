@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _counts: dict[tuple[int, ...], int] = {}
 
 
-def ranks_in_job(comm: MPI.Intracomm) -> tuple[int, ...]:
+def ranks_in_job(comm: Comm) -> tuple[int, ...]:
     """Return the ranks of ``comm`` as those of the job."""
     group, world = comm.Get_group(), import_mpi().COMM_WORLD.Get_group()
     ranks = tuple(group.Translate_ranks(None, world))

@@ -1,26 +1,22 @@
-"""All-gather, reduce-scatter and broadcast of flat memory, in rounds that fit into an MPI count."""
+"""Collectives on flat memory, in rounds that fit into an MPI count."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
-from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import PARTS
 from mpidist.topology import import_mpi
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
-
-def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
+def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
     """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
     mpi = import_mpi()
     mine, least = np.array([value], np.int64), np.empty(1, np.int64)
@@ -28,17 +24,16 @@ def agreed_minimum(comm: MPI.Intracomm, value: int) -> Steps[int]:
     return int(least[0])
 
 
-def gather_lengths(comm: MPI.Intracomm, lengths: list[int]) -> Steps[list[list[int]]]:
+def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     """Return the ``lengths`` of every rank (MPI_Iallgather)."""
     mpi = import_mpi()
     mine = np.array(lengths, np.int64)
     everyone = np.empty((comm.Get_size(), mine.size), np.int64)
     yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
-    rows: list[list[int]] = everyone.tolist()
-    return rows
+    return everyone.tolist()
 
 
-def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
+def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
     """Put the flat arrays of all ranks, one after the other, into ``result`` (MPI_Iallgatherv).
 
     Args:
@@ -50,11 +45,11 @@ def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: lis
     size = mine.dtype.itemsize
     source, target = as_bytes(mine), as_bytes(result)
     byte_counts = [count * size for count in counts]
-    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
     per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
     if max(byte_counts, default=0) <= per_rank:
         yield from _gather_round(comm, source, target, byte_counts)
         return
+    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
     for start in range(0, max(byte_counts), per_rank):
         round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
         piece = np.empty(sum(round_counts), np.uint8)
@@ -65,12 +60,12 @@ def all_gather_flat(comm: MPI.Intracomm, mine: Array, result: Array, counts: lis
             offset += count
 
 
-def _gather_round(comm: MPI.Intracomm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
+def _gather_round(comm: Comm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
     byte = import_mpi().BYTE
     yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))
 
 
-def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
+def broadcast_flat(comm: Comm, data: Array, root: int) -> Steps[None]:
     """Copy the flat array ``data`` of ``root`` into that of every rank (MPI_Ibcast)."""
     byte = import_mpi().BYTE
     raw = as_bytes(data)
@@ -78,7 +73,15 @@ def broadcast_flat(comm: MPI.Intracomm, data: Array, root: int) -> Steps[None]:
         yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
 
 
-def exchange_lengths(comm: MPI.Intracomm, lengths: Sequence[int]) -> Steps[list[int]]:
+def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
+    """Reduce flat ``send`` of all ranks into ``receive`` of ``root``; others may pass None."""
+    datatype = mpi_datatype(send.dtype)
+    for a, b in chunks(send.size):
+        target = None if receive is None else [receive[a:b], b - a, datatype]
+        yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
+
+
+def exchange_lengths(comm: Comm, lengths: Sequence[int]) -> Steps[list[int]]:
     """Return what each rank tells this one, which tells each one of ``lengths`` (MPI_Ialltoall)."""
     mpi = import_mpi()
     mine, theirs = np.array(lengths, np.int64), np.empty(len(lengths), np.int64)
@@ -88,7 +91,7 @@ def exchange_lengths(comm: MPI.Intracomm, lengths: Sequence[int]) -> Steps[list[
 
 
 def exchange_parts(
-    comm: MPI.Intracomm, send: Array, borders: Sequence[int], result: Array, lengths: Sequence[int]
+    comm: Comm, send: Array, borders: Sequence[int], result: Array, lengths: Sequence[int]
 ) -> Steps[None]:
     """Give each rank its part, and get one from each.
 
@@ -115,9 +118,7 @@ def exchange_parts(
         yield from until_done(request)
 
 
-def reduce_scatter_rows(
-    comm: MPI.Intracomm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp
-) -> Steps[None]:
+def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp) -> Steps[None]:
     """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
 
     MPI_Ireduce where there are too many elements for an MPI count.
@@ -129,14 +130,11 @@ def reduce_scatter_rows(
         borders: Before, between and behind the elements of the ranks.
         op: The operation.
     """
-    datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
     if send.size <= mpi_types.MAX_COUNT:
+        datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
         counts = tuple([stop - start for start, stop in pairwise(borders)])
         request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
         yield from until_done(request)
         return
     for root, (start, stop) in enumerate(pairwise(borders)):
-        for a, b in chunks(stop - start):
-            target = [result[a:b], b - a, datatype] if root == comm.Get_rank() else None
-            source = [send[start + a : start + b], b - a, datatype]
-            yield from until_done(comm.Ireduce(source, target, operation, root))
+        yield from reduce_to(comm, send[start:stop], result if root == comm.Get_rank() else None, op, root)

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpidist.collectives.mpi.gathering import all_gather_flat, broadcast_flat, gather_lengths
+from mpidist.collectives.mpi.waiting import Comm, Steps
 
 T = TypeVar("T")
 
 
-def gather_objects(comm: MPI.Intracomm, value: T) -> Steps[list[T]]:
+def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
     return (yield from gather_pickles(comm, pickle.dumps(value)))
 
 
-def gather_pickles(comm: MPI.Intracomm, pickled: bytes) -> Steps[list[Any]]:
+def gather_pickles(comm: Comm, pickled: bytes) -> Steps[list[Any]]:
     """Return the objects of all ranks as :func:`gather_objects`, given one that is pickled already."""
-    mpi = import_mpi()
-    mine = np.frombuffer(pickled, np.uint8)
-    lengths = np.zeros(comm.Get_size(), np.int64)
-    yield from until_done(comm.Iallgather([np.array([mine.size]), 1, mpi.INT64_T], [lengths, 1, mpi.INT64_T]))
-    everything = np.empty(int(lengths.sum()), np.uint8)
-    yield from until_done(comm.Iallgatherv([mine, mpi.BYTE], [everything, lengths.tolist(), mpi.BYTE]))
-    borders = np.concatenate([[0], np.cumsum(lengths)])
-    return [pickle.loads(everything[a:b].tobytes()) for a, b in pairwise(borders)]
+    rows = yield from gather_lengths(comm, [len(pickled)])
+    lengths = [length for (length,) in rows]
+    everything = np.empty(sum(lengths), np.uint8)
+    yield from all_gather_flat(comm, np.frombuffer(pickled, np.uint8), everything, lengths)
+    return [pickle.loads(everything[a:b].data) for a, b in pairwise(accumulate(lengths, initial=0))]
 
 
-def broadcast_pickle(comm: MPI.Intracomm, pickled: bytes, root: int) -> Steps[Any]:
+def broadcast_pickle(comm: Comm, pickled: bytes, root: int) -> Steps[Any]:
     """Return the object that rank ``root`` has pickled on every rank (collective; MPI_Ibcast)."""
-    mpi = import_mpi()
-    is_root = comm.Get_rank() == root
-    data = np.frombuffer(pickled, np.uint8).copy() if is_root else np.empty(0, np.uint8)
-    length = np.array([data.size], np.int64)
-    yield from until_done(comm.Ibcast([length, 1, mpi.INT64_T], root))
-    if not is_root:
-        data = np.empty(int(length[0]), np.uint8)
-    yield from until_done(comm.Ibcast([data, mpi.BYTE], root))
-    return pickle.loads(data.tobytes())
+    length = np.array([len(pickled)])
+    yield from broadcast_flat(comm, length, root)
+    data = np.frombuffer(pickled, np.uint8).copy() if comm.Get_rank() == root else np.empty(length[0], np.uint8)
+    yield from broadcast_flat(comm, data, root)
+    return pickle.loads(data.data)

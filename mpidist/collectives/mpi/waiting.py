@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from mpidist.arrays.streams import Event
 
+    Comm = MPI.Intracomm
+else:
+    # MPI is imported where it is needed; annotations take this name.
+    Comm = object
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 

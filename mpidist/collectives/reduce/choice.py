@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
-from mpidist.collectives.reduce.registry import (
-    AlgorithmEntry,
-    Registry,
-    Row,
-    Site,
-    check_name,
-    gpu_algorithms,
-    host_algorithms,
-    host_names,
-    wire_algorithms,
-)
+from mpidist.collectives.reduce.registry import AlgorithmEntry, Registry, Row, Site, not_for, wire_algorithms
 from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
@@ -29,53 +17,11 @@ from mpidist.core.options import CommunicationOptions
 _log = logging.getLogger("mpidist")
 
 
-class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory.
-
-    Attributes:
-        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
-    """
-
-    takes_replicas: bool
-
-    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
-        """Return the function that begins a reduction while all ranks meet.
-
-        Given the id of the meeting; None if nothing does.
-        """
-
-    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Reduce a job over all ranks, which have met.
-
-        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
-        name the part of it that was chosen.
-        """
-
-    def close(self) -> None:
-        """Free the memory and communicators of the algorithm (collective)."""
-
-
 class _Closable(Protocol):
     def close(self) -> None: ...
 
 
 A = TypeVar("A", bound=_Closable)
-
-
-def check_options(options: CommunicationOptions) -> None:
-    """Raise for options that name something unknown, or two things that do not go together."""
-    check_name(options.algorithm)
-    for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
-        if getattr(options, option) and options.algorithm is not None:
-            entries = [host_algorithms.get(name) or wire_algorithms.get(name) for name in host_names()]
-            able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
-            if options.algorithm not in able:
-                raise ValueError(
-                    f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
-                    f"leave algorithm out, or take one of {', '.join(able)}"
-                )
-    if options.error_feedback and options.wire_dtype is None:
-        raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:
@@ -169,13 +115,7 @@ class Choice(Generic[A]):
         while (name := self.first_working(names)) not in self._made:
             entry = self._registry.get(name)
             if entry is None:
-                where = self._registry.where
-                other = gpu_algorithms.where if self._registry is host_algorithms else host_algorithms.where
-                offered = host_names() if self._registry is host_algorithms else self._registry.at(self._place)
-                raise AlgorithmError(
-                    f"algorithm {name!r} is for arrays {other}, and was asked for arrays {where}; leave algorithm out, "
-                    f"or take one of {', '.join(offered)}"
-                )
+                raise not_for(self._registry, name, self._place)
             try:
                 self._made[name] = yield from entry.make(self.site)
             except AlgorithmError as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpidist.arrays.dtypes import HALF, Array, DType, reduction_dtypes
-from mpidist.collectives.channel.description import Signature, describe, note_text, signature_text
+from mpidist.collectives.channel.operation import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
 from mpidist.collectives.reduce.device_packs import DevicePack

@@ -6,22 +6,50 @@ which registers its algorithms. All files there are imported with the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from mpidist.arrays.dtypes import Array
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.mpi_types import message, tag_of
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
+from mpidist.collectives.node.packing import PackedReduction
 from mpidist.core.enums import ReduceOp
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Algorithm(Protocol):
+    """The interface of an algorithm for arrays in host memory, with defaults.
+
+    Attributes:
+        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
+    """
+
+    takes_replicas: bool = False
+
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """Return the function that begins a reduction while all ranks meet.
+
+        Given the id of the meeting; None if nothing does.
+        """
+        return None
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """Reduce a job over all ranks, which have met.
+
+        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
+        name the part of it that was chosen.
+        """
+
+    def close(self) -> None:
+        """Free the memory and communicators of the algorithm (collective), if it has any."""
 
 
 class Wire(Protocol):
@@ -38,6 +66,33 @@ class Wire(Protocol):
             residual: Of the size of ``flat``: the loss of rounding last time, added to the input, and replaced by the
                 loss now; None to let it go. For a way that rounds.
         """
+
+
+class Rail:
+    """The ranks of one rail, among which a way between nodes goes.
+
+    Args:
+        comm: The communicator.
+        ranks: The ranks of the rail, in it.
+        position: Of this rank among them.
+        wire_dtype: In which sums travel, for a way that rounds.
+    """
+
+    def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
+        self._comm, self._ranks, self._position, self._wire_dtype = comm, ranks, position, wire_dtype
+
+    def _exchange(self, received: Mapping[int, Array], sent: Mapping[int, Array], chunk: int) -> Steps[None]:
+        """Receive and send arrays by position on the rail, but for this rank's own.
+
+        ``chunk`` tells several exchanges apart that are on their way.
+        """
+        comm, ranks, me, tag = self._comm, self._ranks, self._position, tag_of(chunk)
+        requests = [comm.Irecv(self._message(array), ranks[at], tag) for at, array in received.items() if at != me]
+        requests += [comm.Isend(self._message(array), ranks[at], tag) for at, array in sent.items() if at != me]
+        yield from until_all_done(requests)
+
+    def _message(self, array: Array) -> Any:
+        return message(array)
 
 
 Row = tuple[tuple[int | None, str], ...]
@@ -58,7 +113,7 @@ class Site:
         between_nodes: The row of the table for the ways between nodes.
     """
 
-    comm: MPI.Intracomm
+    comm: Comm
     node: Node
     between_nodes: Row
 
@@ -92,7 +147,7 @@ class AlgorithmEntry:
     stands_for: Callable[[Node], str] | None = None
 
 
-class Registry:
+class Registry(dict[str, AlgorithmEntry]):
     """Algorithms by name.
 
     Args:
@@ -101,32 +156,26 @@ class Registry:
     """
 
     def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
-        self.where = where
-        self.say_instead = say_instead
-        self._entries: dict[str, AlgorithmEntry] = {}
+        self.where, self.say_instead = where, say_instead
 
     def register(self, entry: AlgorithmEntry) -> None:
         """Add an algorithm; its name must be new."""
-        if entry.name in self._entries:
+        if entry.name in self:
             raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
-        self._entries[entry.name] = entry
-
-    def get(self, name: str) -> AlgorithmEntry | None:
-        """Return the algorithm of a name, or None."""
-        return self._entries.get(name)
+        self[entry.name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names that users may give, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if entry.places))
+        return tuple(sorted(name for name, entry in self.items() if entry.places))
 
     def at(self, place: str) -> tuple[str, ...]:
         """Return the names that a row of the table may have, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.places))
+        return tuple(sorted(name for name, entry in self.items() if place in entry.places))
 
     def tuned_at(self, place: str) -> tuple[str, ...]:
         """Return the names that are measured for a row of the table, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if place in entry.tuned_at))
+        return tuple(sorted(name for name, entry in self.items() if place in entry.tuned_at))
 
 
 def _say_instead(name: str) -> str:
@@ -197,3 +246,29 @@ def check_name(name: str | None) -> None:
             f"algorithm is {name!r}; expected one of {', '.join(host_names())}, for arrays on GPUs "
             f"{', '.join(gpu_names())}, or None"
         )
+
+
+def not_for(registry: Registry, name: str, place: str) -> AlgorithmError:
+    """Return the error of an algorithm for arrays that lie elsewhere."""
+    is_host = registry is host_algorithms
+    other, offered = (gpu_algorithms, host_names()) if is_host else (host_algorithms, registry.at(place))
+    return AlgorithmError(
+        f"algorithm {name!r} is for arrays {other.where}, and was asked for arrays {registry.where}; leave algorithm "
+        f"out, or take one of {', '.join(offered)}"
+    )
+
+
+def check_options(options: CommunicationOptions) -> None:
+    """Raise for options that name something unknown, or two things that do not go together."""
+    check_name(options.algorithm)
+    for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
+        if getattr(options, option) and options.algorithm is not None:
+            entries = [host_algorithms.get(name) or wire_algorithms.get(name) for name in host_names()]
+            able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
+            if options.algorithm not in able:
+                raise ValueError(
+                    f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
+                    f"leave algorithm out, or take one of {', '.join(able)}"
+                )
+    if options.error_feedback and options.wire_dtype is None:
+        raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")

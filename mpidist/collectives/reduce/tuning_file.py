@@ -10,19 +10,16 @@ import logging
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpidist.collectives.mpi.agreed import first_does
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.table import SHIPPED, Table, table_from_json, table_text, table_to_json
 from mpidist.core.files import NotAFileError, check_no_link, replacing
 from mpidist.core.settings import TUNING_FILE
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _log = logging.getLogger("mpidist")
 _logged: set[str] = set()
@@ -143,7 +140,7 @@ def _text(entries: list[dict[str, object]]) -> str:
 # In force -------------------------------------------------------------------------------------------------------------
 
 
-def agreed_table(comm: MPI.Intracomm, node: Node, given: Table | None) -> Steps[Table]:
+def agreed_table(comm: Comm, node: Node, given: Table | None) -> Steps[Table]:
     """Return the table of a communicator, as rank 0 finds it (collective; MPI_Ibcast).
 
     Only rank 0 reads ``MPIDIST_TUNING_FILE`` and the file that it names, whatever the environment of the other ranks

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from weakref import WeakKeyDictionary
 
-from mpidist.collectives.channel.description import HOUSEKEEPING
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
-from mpidist.collectives.channel.operation import Operation
+from mpidist.collectives.channel.operation import HOUSEKEEPING, Operation
 from mpidist.collectives.watch.recorder import OperationTotals, Recorder
 from mpidist.collectives.watch.trace_files import Span
 

@@ -154,7 +154,11 @@ class Guard(Observer):
         elif kind == "ask":
             self._send(source, "answer", about, self._own_status(about))
         elif kind == "answer":
-            self._take_answer(source, about, *told)
+            inquiry = self._inquiries.get(about)
+            if inquiry is not None:  # it is not kept where it found no deadlock
+                inquiry.answers[source] = told[0]
+                if len(inquiry.answers) == len(self._connections.known):
+                    self._finish(about, inquiry)
         elif kind == "report":
             self._reports[about] = told[0]
         elif kind == "deadlock":
@@ -189,13 +193,6 @@ class Guard(Observer):
         inquiry.askers.add(asker)
         if inquiry.report is not None:
             self._tell(asker, question, inquiry.report)
-
-    def _take_answer(self, source: int, question: _Question, answer: RankStatus) -> None:
-        inquiry = self._inquiries.get(question)
-        if inquiry is not None:  # it is not kept where it found no deadlock
-            inquiry.answers[source] = answer
-            if len(inquiry.answers) == len(self._connections.known):
-                self._finish(question, inquiry)
 
     def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
         if inquiry.is_over:

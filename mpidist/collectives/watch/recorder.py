@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch import trace_files
 from mpidist.collectives.watch.flight_record import FlightFile
 from mpidist.collectives.watch.trace_files import Span, TraceFile
@@ -22,9 +22,6 @@ from mpidist.core import message_tags, settings
 from mpidist.core.deadline import wait_at_most
 from mpidist.core.wording import ranks_text, tell_user
 from mpidist.topology import import_mpi, world_topology
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 Totals = dict[str, "OperationTotals"]
 # Spans kept in memory at most, and how long.
@@ -140,7 +137,7 @@ def _seconds_text(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e3:.3g} us"
 
 
-def recorder_for(comm: MPI.Intracomm) -> Recorder | None:
+def recorder_for(comm: Comm) -> Recorder | None:
     """Return the recorder of this process, or None without a setting for one (collective)."""
     folder, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
     if folder is None and not reports and flights is None:
@@ -177,12 +174,12 @@ class Recorder:
         self._tell_unfinished: list[WeakMethod[Callable[[], None]]] = []
         self.file = None if folder is None else TraceFile(folder, self.rank, self.ranks)
         self.flight = None if flights is None else FlightFile(flights, self.rank, self.ranks)
-        self._world: MPI.Intracomm | None = None
+        self._world: Comm | None = None
         self._tracks: dict[Hashable, int] = {}
         self._spans: list[Span] = []
         self._start = self._written = time.monotonic()
 
-    def see(self, comm: MPI.Intracomm) -> None:
+    def see(self, comm: Comm) -> None:
         """Take notice of a new communicator (collective)."""
         if self._world is None and comm.Get_size() == self.ranks:
             # All ranks are here. What is told at the end takes a communicator of mpidist's own.

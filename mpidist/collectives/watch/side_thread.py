@@ -9,16 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # After a message there are often more.
@@ -33,7 +31,7 @@ class SideLine:
         receive: Called in the thread with source, kind and content of each message.
     """
 
-    def __init__(self, comm: MPI.Intracomm, receive: Callable[[int, str, Any], None]) -> None:
+    def __init__(self, comm: Comm, receive: Callable[[int, str, Any], None]) -> None:
         # The program hears of a lost rank by itself.
         self.mailbox = Mailbox(comm, message_tags.SIDE_THREAD, on_loss=lambda _: side_thread.drop(self))
         self.receive = receive

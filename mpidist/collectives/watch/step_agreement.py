@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology.limited_calls import duplicate
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class _Round:
@@ -38,14 +35,14 @@ class StepAgreement:
         RuntimeError: MPI was started without threads.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None) -> None:
+    def __init__(self, comm: Comm | None) -> None:
         self.steps = 0
         """How many steps this rank has done."""
         self._rounds: dict[str, _Round] = {}
         self._changed = threading.Condition()
         self._counts: dict[str, dict[int, int]] = {}
         self._timeout: float = settings.TIMEOUT.read()
-        self._comm: MPI.Intracomm | None = None
+        self._comm: Comm | None = None
         self._rank, self._size = 0, 1
         if comm is not None and comm.Get_size() > 1:
             if not side_thread.is_allowed():

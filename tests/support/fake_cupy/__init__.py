@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 
 from mpidist.arrays import cuda_driver, cupy_module, device_ops
-from mpidist.collectives.gpu import nccl_library
+from mpidist.collectives.gpu import nccl_start
 from tests.support.fake_cupy import devices as gpus
 from tests.support.fake_cupy import driver, module
 from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations
@@ -91,4 +91,4 @@ def _nccl(there: bool) -> ModuleType:
 def _forget() -> None:
     cupy_module.find_cupy.cache_clear()
     device_ops._gpu_ops.cache_clear()
-    nccl_library.forget_shares()
+    nccl_start.forget_shares()

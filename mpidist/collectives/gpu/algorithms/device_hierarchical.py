@@ -13,11 +13,12 @@ Chunks overlap. The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.arrays.streams import Event
+from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
@@ -27,11 +28,12 @@ from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.waiting import Steps, pause, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.reduce.algorithms.two_level import Wires
+from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Wire, gpu_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
+@dataclass(frozen=True)
 class DeviceHierarchical:
     """NCCL in the node, MPI between the nodes.
 
@@ -44,15 +46,12 @@ class DeviceHierarchical:
         staging: The page-locked memory of slices under way.
     """
 
-    def __init__(
-        self, node: Node, level: _InNode, wires: Wires, ring: DeviceRing, streams: DeviceStreams, staging: StagingRing
-    ) -> None:
-        self._comm = node.comm
-        self._level = level
-        self._wires = wires
-        self._ring = ring
-        self._streams = streams
-        self._staging = staging
+    node: Node
+    level: _InNode
+    wires: Wires
+    ring: DeviceRing
+    streams: DeviceStreams
+    staging: StagingRing
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[DeviceHierarchical]:
@@ -62,7 +61,7 @@ class DeviceHierarchical:
             AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
         """
         comm, node, streams = site.comm, site.node, site.streams
-        wires = Wires(comm, node, site.between_nodes)
+        wires = Wires(site)
         aware = yield from takes_device_memory(comm)
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
@@ -80,7 +79,7 @@ class DeviceHierarchical:
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
         if nccl is not None:
             streams.watch(nccl)
-        level = _InNode(nccl, node.rank, node.rails, streams)
+        level = _InNode(nccl, node.rank, node.rails, streams.stream)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
         # MPI does not wait for what a stream has still to do with memory that it gave out before.
@@ -89,30 +88,30 @@ class DeviceHierarchical:
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
-        streams, level = self._streams, self._level
-        per_slice = self._staging.nbytes // job.dtype.itemsize
-        name, wire = self._wires.choose(min(-(-job.nbytes // level.rails), self._staging.nbytes), job.options)
-        rounds = job.options.wire_dtype is not None
-        on_device = not rounds and (self._ring.takes_device_memory or name == "ring")
-        run = _Run(job, level, wire, self._ring if on_device else None, self._staging, streams)
+        streams, nbytes = self.streams, self.staging.nbytes
+        name, wire = self.wires.choose(min(-(-job.nbytes // self.level.rails), nbytes), job.options)
+        on_device = job.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
+        run = _Run(job, self, None if on_device else wire)
         with streams.on():
-            run.start(per_slice)
+            run.start(nbytes // job.dtype.itemsize)
         looks = 0
         while not run.is_over:
             with streams.on():
                 moved = run.move()
             looks = 0 if moved else looks + 1
             if looks:
-                pause(self._comm, looks)
+                pause(self.node.comm, looks)
                 yield
         with streams.on():
             return job.store()
 
     def close(self) -> None:
         """Destroy the NCCL communicator (collective over the node) and let go of the memory."""
-        self._level.close()
+        if self.level.nccl is not None:
+            self.level.nccl.close()
 
 
+@dataclass(frozen=True)
 class _InNode:
     """NCCL in one node.
 
@@ -120,22 +119,16 @@ class _InNode:
         nccl: Its communicator; None for a rank that is alone on its node.
         rank: In the node.
         rails: Ranks of the node that have a slice.
-        streams: Where it works.
+        stream: On which it works.
     """
 
-    def __init__(self, nccl: NcclComm | None, rank: int, rails: int, streams: DeviceStreams) -> None:
-        self._nccl = nccl
-        self._rank = rank
-        self.rails = rails
-        self._stream = streams.stream
-        self.has_slice = rank < rails
-        self.is_alone = nccl is None
+    nccl: NcclComm | None
+    rank: int
+    rails: int
+    stream: Stream
 
-    def slice_of(self, chunk: Array) -> Array:
-        """Return this rank's slice of a chunk."""
-        return self._slices(chunk)[self._rank]
-
-    def _slices(self, chunk: Array) -> list[Array]:
+    def slices(self, chunk: Array) -> list[Array]:
+        """Return the slice of a chunk for each rank that has one."""
         return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
 
     def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
@@ -143,32 +136,27 @@ class _InNode:
 
         A rank that is alone on its node has copied it.
         """
-        nccl, targets = self._nccl, self._slices(target)
+        nccl, targets = self.nccl, self.slices(target)
         if nccl is None:
             return
         if nccl.size == self.rails:
-            nccl.reduce_scatter(source, targets[self._rank], job.op, self._stream)
+            nccl.reduce_scatter(source, targets[self.rank], job.op, self.stream)
         else:
             with nccl.group():
-                for root, part in enumerate(self._slices(source)):
-                    nccl.reduce(part, targets[root], job.op, root, self._stream)
+                for root, part in enumerate(self.slices(source)):
+                    nccl.reduce(part, targets[root], job.op, root, self.stream)
 
     def spread(self, chunk: Array) -> None:
         """Give every rank all slices of a chunk."""
-        nccl, parts = self._nccl, self._slices(chunk)
+        nccl, parts = self.nccl, self.slices(chunk)
         if nccl is None:
             return
         if nccl.size == self.rails:
-            nccl.all_gather(parts[self._rank], chunk, self._stream)
+            nccl.all_gather(parts[self.rank], chunk, self.stream)
         else:
             with nccl.group():
                 for root, part in enumerate(parts):
-                    nccl.broadcast(part, part, root, self._stream)
-
-    def close(self) -> None:
-        """Destroy the communicator (collective over the node)."""
-        if self._nccl is not None:
-            self._nccl.close()
+                    nccl.broadcast(part, part, root, self.stream)
 
 
 class _Run:
@@ -176,35 +164,26 @@ class _Run:
 
     Args:
         job: The reduction.
-        level: NCCL in the node.
-        wire: The way between nodes for host memory.
-        ring: The way between nodes for memory of the device, which is then taken; or None.
-        staging: The page-locked memory of slices under way.
-        streams: Where it works.
+        way: With all that it takes.
+        wire: The way between nodes for host memory; None where that for memory of the device is taken.
     """
 
-    def __init__(
-        self,
-        job: DeviceReduction,
-        level: _InNode,
-        wire: Wire,
-        ring: DeviceRing | None,
-        staging: StagingRing,
-        streams: DeviceStreams,
-    ) -> None:
-        self._job, self._level, self._wire, self._ring = job, level, wire, ring
-        self._staging, self._streams = staging, streams
-        self._is_mpi_on_device = ring is not None and ring.takes_device_memory
+    def __init__(self, job: DeviceReduction, way: DeviceHierarchical, wire: Wire | None) -> None:
+        self._job, self._wire, self._ring = job, wire, way.ring
+        self._level, self._staging, self._streams = way.level, way.staging, way.streams
+        self._is_mpi_on_device = wire is None and way.ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
-        self._in_flight: deque[_SliceInFlight] = deque()
+        # The steps left of each slice on its way between the nodes, and when it is on the device again, by its chunk.
+        self._in_flight: deque[Steps[None] | None] = deque()
+        self._arrived: dict[int, Event] = {}
         self._begun = self._spread = 0
 
     def start(self, per_slice: int) -> None:
         """Cut the flat array, and have all chunks reduced in the node."""
         level, streams, job = self._level, self._streams, self._job
         per_chunk = per_slice * level.rails
-        if level.is_alone:
+        if level.nccl is None:
             job.copy()
         for start in range(0, job.target.size, per_chunk):
             chunk = job.target[start : start + per_chunk]
@@ -219,17 +198,16 @@ class _Run:
 
     def move(self) -> bool:
         """Move chunks on; return whether any has got further."""
-        moved = self._begin()
-        for part in self._in_flight:
-            part.move()
-        while self._in_flight and self._in_flight[0].is_done and not self._waits_for_mpi():
-            arrived = self._in_flight.popleft().arrived
-            if arrived is not None:
-                self._streams.stream.wait(arrived)
+        has_moved = self._begin()
+        self._in_flight = deque(steps and moved(steps) for steps in self._in_flight)
+        while self._in_flight and self._in_flight[0] is None and not self._waits_for_mpi():
+            self._in_flight.popleft()
+            if self._spread in self._arrived:
+                self._streams.stream.wait(self._arrived.pop(self._spread))
             self._level.spread(self._chunks[self._spread])
             self._spread += 1
-            moved = True
-        return moved
+            has_moved = True
+        return has_moved
 
     def _nccl_is_done(self) -> bool:
         """Return whether all chunks have been reduced in the node."""
@@ -237,7 +215,7 @@ class _Run:
 
     def _waits_for_mpi(self) -> bool:
         """Return whether NCCL has to wait: it and MPI never use one device at once."""
-        all_arrived = self._begun == len(self._chunks) and all(part.is_done for part in self._in_flight)
+        all_arrived = self._begun == len(self._chunks) and not any(self._in_flight)
         return self._is_mpi_on_device and not all_arrived
 
     def _begin(self) -> bool:
@@ -245,39 +223,38 @@ class _Run:
         chunk = self._begun
         if chunk == len(self._chunks):
             return False
-        steps: Steps[Event] | None = None
-        if self._level.has_slice:
+        steps: Steps[None] | None = None
+        if self._level.rank < self._level.rails:
             if self._is_mpi_on_device and not self._nccl_is_done():
                 return False
             slot = self._staging.take()
             if slot is None:
                 return False
-            part = self._level.slice_of(self._chunks[chunk])
-            steps = (
-                self._through(slot, part, chunk) if self._ring is None else self._around(self._ring, slot, part, chunk)
-            )
-        self._in_flight.append(_SliceInFlight(steps))
+            part = self._level.slices(self._chunks[chunk])[self._level.rank]
+            steps = self._crossing(slot, part, chunk)
+        self._in_flight.append(steps)
         self._begun += 1
         return True
 
-    def _around(self, ring: DeviceRing, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
-        """Take a slice over the ring, whose sums are formed on the device."""
-        arrived = yield from ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
+    def _crossing(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[None]:
+        """Take a slice over the ring on the device, or through the host."""
+        if self._wire is None:
+            arrived = yield from self._ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
+        else:
+            arrived = yield from self._through(self._wire, slot, part, chunk)
         self._staging.give_back(slot, arrived)
-        return arrived
+        self._arrived[chunk] = arrived
 
-    def _through(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
+    def _through(self, wire: Wire, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
         """Take a slice to the host, over the wire and back."""
         streams, job = self._streams, self._job
         memory = slot.array(part.size, part.dtype)
         streams.to_host.wait(self._reduced[chunk])
         streams.ops.copy_to_host(memory, part, streams.to_host)
         yield from until_event(streams.to_host.record(), relaxes=False)
-        yield from self._wire.all_reduce(memory, memory, job.op, chunk, self._residual(chunk, memory))
+        yield from wire.all_reduce(memory, memory, job.op, chunk, self._residual(chunk, memory))
         streams.ops.copy_to_device(part, memory, streams.to_device)
-        arrived = streams.to_device.record()
-        self._staging.give_back(slot, arrived)
-        return arrived
+        return streams.to_device.record()
 
     def _residual(self, chunk: int, like: Array) -> Array | None:
         residuals = self._job.residuals
@@ -286,30 +263,6 @@ class _Run:
         if chunk not in residuals:
             residuals[chunk] = np.zeros_like(like)
         return residuals[chunk]
-
-
-class _SliceInFlight:
-    """A slice of a chunk on its way between the nodes.
-
-    Args:
-        steps: The steps left, which return the event of its arrival on the device; None for a rank without a slice.
-    """
-
-    def __init__(self, steps: Steps[Event] | None) -> None:
-        self._steps = steps
-        self.arrived: Event | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._steps is None
-
-    def move(self) -> None:
-        if self._steps is not None:
-            try:
-                next(self._steps)
-            except StopIteration as stop:
-                self.arrived = stop.value
-                self._steps = None
 
 
 gpu_algorithms.register(

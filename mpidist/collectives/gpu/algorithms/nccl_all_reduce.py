@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
+from mpidist.collectives.gpu.device_call import DeviceAlgorithm, DeviceReduction, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
@@ -57,7 +57,7 @@ gpu_algorithms.register(
 )
 
 
-class Alone:
+class Alone(DeviceAlgorithm):
     """An all-reduce of one rank alone, which casts, divides and copies.
 
     Args:
@@ -73,9 +73,6 @@ class Alone:
         with self._streams.on():
             job.copy()
             return job.store()
-
-    def close(self) -> None:
-        """Free nothing."""
 
 
 gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))

@@ -6,23 +6,18 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.reduce.registry import HOST_PLACES, AlgorithmEntry, Site, at_once, host_algorithms
+from mpidist.collectives.reduce.registry import HOST_PLACES, Algorithm, AlgorithmEntry, Site, at_once, host_algorithms
 
 
-class Mpi:
+class Mpi(Algorithm):
     """An all-reduce by one non-blocking call per piece that fits into an MPI count.
 
     Args:
         site: Where it works; its communicator is not freed.
     """
 
-    takes_replicas = False
-
     def __init__(self, site: Site) -> None:
         self._comm = site.comm
-
-    def start(self, job: PackedReduction) -> None:
-        """See ``Algorithm``: MPI begins when all have met."""
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
@@ -32,9 +27,6 @@ class Mpi:
             request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
             yield from until_done(request)
         return job.finish(result)
-
-    def close(self) -> None:
-        """Free nothing: the communicator is the caller's."""
 
 
 host_algorithms.register(AlgorithmEntry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))

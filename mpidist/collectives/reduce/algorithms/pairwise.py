@@ -7,37 +7,18 @@ travels; and each contribution crosses the wire once, so with a 16-bit wire it i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, message, tag_of
-from mpidist.collectives.mpi.waiting import Steps, until_all_done
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.reduce.registry import AlgorithmEntry, wire_algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
-
-class Pairwise:
-    """An all-reduce in which every rank exchanges with every other.
-
-    Args:
-        comm: The communicator.
-        ranks: The ranks, in it.
-        position: Of this rank among them.
-        wire_dtype: Dtype in which sums of float32 cross the wire; None for their own.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
-        self._comm = comm
-        self._ranks = ranks
-        self._position = position
-        self._others = [other for other in range(len(ranks)) if other != position]
-        self._wire_dtype = wire_dtype
+class Pairwise(Rail):
+    """An all-reduce in which every rank exchanges with every other."""
 
     def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
@@ -56,7 +37,7 @@ class Pairwise:
             np.subtract(source, np.concatenate([part.astype(flat.dtype, copy=False) for part in sent]), out=residual)
         received = [np.empty(mine.size, wire) for _ in parts]
         received[me] = mine
-        yield from self._exchange(sent, received, chunk)
+        yield from self._exchange(dict(enumerate(received)), dict(enumerate(sent)), chunk)
         total = parts[me]
         total[:] = received[0]
         for contribution in received[1:]:
@@ -70,21 +51,14 @@ class Pairwise:
             residual[slice(*borders[me])] += total - sums.astype(flat.dtype, copy=False)
             # What overflowed is lost for good; the next steps shall not suffer from it.
             residual[~np.isfinite(residual)] = 0
-        yield from self._exchange([sums] * len(parts), everyone, chunk)
+        yield from self._exchange(dict(enumerate(everyone)), dict.fromkeys(range(len(parts)), sums), chunk)
         if wire != flat.dtype:
             for part, values in zip(parts, everyone, strict=True):
                 part[:] = values
 
     def _dtype_on_wire(self, dtype: DType, op: ReduceOp) -> DType:
-        rounds = self._wire_dtype is not None and dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.MEAN)
+        rounds = dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.MEAN)
         return self._wire_dtype if rounds and self._wire_dtype is not None else dtype
-
-    def _exchange(self, send: list[Array], receive: list[Array], chunk: int) -> Steps[None]:
-        """Send each other rank its array of ``send``, and receive into ``receive``."""
-        tag, comm, ranks = tag_of(chunk), self._comm, self._ranks
-        requests = [comm.Irecv(message(receive[other]), ranks[other], tag) for other in self._others]
-        requests += [comm.Isend(message(send[other]), ranks[other], tag) for other in self._others]
-        yield from until_all_done(requests)
 
 
 wire_algorithms.register(

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,12 +21,12 @@ from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, pause
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
-from mpidist.collectives.node.node import LANES_BETWEEN_NODES, Node
+from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
+    Algorithm,
     AlgorithmEntry,
-    Row,
     Site,
     Wire,
     host_algorithms,
@@ -36,9 +35,6 @@ from mpidist.collectives.reduce.registry import (
 from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # The way that sums in a fixed order, and rounds every contribution once.
 _IN_ORDER = "pairwise"
@@ -52,16 +48,13 @@ class Wires:
     """The ways between the nodes for one rank.
 
     Args:
-        comm: The communicator.
-        node: The node of this rank.
-        row: Which way is taken at which size of a slice.
+        site: Where they are taken, which says which one at which size of a slice.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: Node, row: Row) -> None:
-        self._comm = comm
+    def __init__(self, site: Site) -> None:
+        node, self._comm, self._row = site.node, site.comm, site.between_nodes
         self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
         self._position = node.topology.node_index
-        self._row = row
         self._made: dict[tuple[str, str | None], Wire] = {}
 
     def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
@@ -81,7 +74,7 @@ class Wires:
         return name, self._made[key]
 
 
-class TwoLevel:
+class TwoLevel(Algorithm):
     """All-reduces in two levels, one after the other.
 
     Args:
@@ -90,7 +83,7 @@ class TwoLevel:
 
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
-        self._wires = Wires(site.comm, site.node, site.between_nodes)
+        self._wires = Wires(site)
         self.takes_replicas = site.node.is_alone and site.node.core is not None
 
     @classmethod
@@ -257,9 +250,6 @@ class TwoLevel:
         for target, (_, _, count, offset) in zip(targets, parts, strict=True):
             target[:] = flat[offset - start : offset - start + count]
 
-    def close(self) -> None:
-        """Free nothing: the memory is the node's."""
-
 
 class _InFlight:
     """The slices of one reduction on their way between the nodes.
@@ -303,14 +293,14 @@ class _InFlight:
 
     def move(self) -> list[int]:
         """Move all on; return the chunks that have come since, in order."""
-        self._parts = deque((chunk, steps and _moved(steps)) for chunk, steps in self._parts)
+        self._parts = deque((chunk, steps and moved(steps)) for chunk, steps in self._parts)
         arrived = []
         while self._parts and self._parts[0][1] is None:
             arrived.append(self._parts.popleft()[0])
         return arrived
 
 
-def _moved(steps: Steps[None]) -> Steps[None] | None:
+def moved(steps: Steps[None]) -> Steps[None] | None:
     """Take one more step; return the steps, or None when there are no more."""
     return None if next(steps, steps) is steps else steps
 
