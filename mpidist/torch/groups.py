@@ -17,7 +17,7 @@ _default: list[ref[Communicator]] = []
 def communicator_for(ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions) -> Communicator:
     """Return the communicator of a new group (collective over its ranks alone).
 
-    That of some ranks has the options of the default group.
+    That of some ranks alone has the options of the default group.
 
     Args:
         ranks: Its ranks among all; none for all of them.
@@ -41,4 +41,6 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
     base = _default[0]() if _default else None
     if base is None:
         raise LaunchError("a group of mpidist is made of the ranks of a default group that is mpidist's")
+    if len(ranks) == base.size:
+        return Communicator(options=options)
     return base.group(list(ranks))
