@@ -1,4 +1,4 @@
-"""The backend of torch 2.14 and newer: a subclass of Backend, which mixes with those of other devices.
+"""The backend of torch 2.14 and newer, which mixes with those of other devices.
 
 Written after torch's sources and not tried: torch 2.13, which the tests run with, has no Backend to be subclassed.
 """

@@ -335,6 +335,11 @@ class Operations:
 
         return self._do("recv", event, tensors, None, finish, array, source, tag)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the calls that have none of their own."""
+        options = CommunicationOptions() if self._options is None else self._options
+        self._options = options.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))
+
     # The end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

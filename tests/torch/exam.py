@@ -25,6 +25,7 @@ _CANNOT = {
     "cuda|nccl|gpu": "they need GPUs",
     "monitored_barrier": "torch.distributed refuses it for groups that are not gloo",
     "accumulate_gradients": "they have no model for backends of other names than mpi, gloo and nccl",
+    "SyncBatchNorm_process_group": "it needs torchvision",
     "batch_isend_irecv_(mixed|op)": "they need GPUs, and have no rule that says so",
 }
 _HERE = Path(__file__).parent
