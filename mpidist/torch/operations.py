@@ -20,6 +20,7 @@ from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.profiling import begin_event
 from mpidist.torch.reductions import Reduction
+from mpidist.torch.results import Finish, bringing, filling, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
 from mpidist.torch.tensors import array_of, fill, target_of, targets_of
 from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
@@ -31,11 +32,6 @@ _log = logging.getLogger("mpidist")
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
-Finish = Callable[[Any], int | None]
-
-
-def _nothing(_: object) -> None:
-    return None
 
 
 class Operations:
@@ -94,7 +90,7 @@ class Operations:
         tensors, opts = listed(tensors), options_of(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         arrays, bring = targets_of(tensors)
         one = arrays[0] if len(arrays) == 1 else arrays
-        return self._do("broadcast", "broadcast", tensors, opts, _bringing(bring), one, opts.rootRank, out=one)
+        return self._do("broadcast", "broadcast", tensors, opts, bringing(bring), one, opts.rootRank, out=one)
 
     def reduce(
         self,
@@ -122,7 +118,7 @@ class Operations:
 
     def barrier(self, opts: Foreign = None, timeout: timedelta | None = None) -> Foreign:
         """Return once all ranks have come."""
-        return self._do("barrier", "barrier", [], options_of(c10d.BarrierOptions, opts, timeout), _nothing)
+        return self._do("barrier", "barrier", [], options_of(c10d.BarrierOptions, opts, timeout), nothing)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; the error after the timeout names the others."""
@@ -142,7 +138,7 @@ class Operations:
     ) -> Foreign:
         """Give all ranks the tensors of all."""
         (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(c10d.AllgatherOptions, opts, timeout)
-        row, finish = _gathered(tensor, parts)
+        row, finish = gathered_parts(tensor, parts)
         return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
 
     def allgather_coalesced(
@@ -179,7 +175,7 @@ class Operations:
         arrays, bring = targets_of(outputs)
         outs = [self._dealt(array, row.shape[1:]) for array, row in zip(arrays, rows, strict=True)]
         one, out = (rows[0], outs[0]) if len(rows) == 1 else (rows, outs)
-        return self._do("all_gather", event, list(outputs), opts, _bringing(bring), one, out=out)
+        return self._do("all_gather", event, list(outputs), opts, bringing(bring), one, out=out)
 
     def gather(
         self,
@@ -193,9 +189,9 @@ class Operations:
         """Give one rank the tensors of all."""
         (tensor,), opts = listed(inputs), options_of(c10d.GatherOptions, opts, timeout, rootRank=root)
         if self.comm.rank != opts.rootRank:
-            return self._do("gather", "gather", [], opts, _nothing, array_of(tensor)[None], opts.rootRank)
+            return self._do("gather", "gather", [], opts, nothing, array_of(tensor)[None], opts.rootRank)
         (parts,) = nested(outputs)
-        row, finish = _gathered(tensor, parts)
+        row, finish = gathered_parts(tensor, parts)
         return self._do("gather", "gather", list(parts), opts, finish, row, opts.rootRank)
 
     # Dealing ----------------------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ class Operations:
             value = np.stack([array_of(part).reshape(array.shape) for part in parts])
         else:
             value = np.empty((0, *array.shape), array.dtype)
-        return self._do("scatter", "scatter", [output], opts, _bringing(bring), value, opts.rootRank, out=array[None])
+        return self._do("scatter", "scatter", [output], opts, bringing(bring), value, opts.rootRank, out=array[None])
 
     def reduce_scatter(
         self,
@@ -274,11 +270,11 @@ class Operations:
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
         if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
-            return self._do("all_to_all", "all_to_all", list(outputs), opts, _filling(outputs), np.stack(given))
+            return self._do("all_to_all", "all_to_all", list(outputs), opts, filling(outputs), np.stack(given))
         flat = np.concatenate([array.reshape(-1) for array in given])
         out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
         counts = [array.size for array in given]
-        finish = _filling_flat(outputs)
+        finish = filling_flat(outputs)
         return self._do("all_to_all", "all_to_all", list(outputs), opts, finish, flat, counts=counts, out=out)
 
     def all_to_all_single(
@@ -298,7 +294,7 @@ class Operations:
         if not input_counts and len(given) % size:
             raise ValueError(f"the tensor has {len(given)} rows; expected a multiple of {size}, or split sizes")
         counts = list(input_counts) or [len(given) // size] * size
-        return self._do("all_to_all", "all_to_all", [output], opts, _bringing(bring), given, counts=counts, out=array)
+        return self._do("all_to_all", "all_to_all", [output], opts, bringing(bring), given, counts=counts, out=array)
 
     alltoall_base = all_to_all_single
 
@@ -314,7 +310,7 @@ class Operations:
     def send(self, tensors: Sequence[Tensor], dest: int, tag: int) -> Foreign:
         """Send a tensor to a rank."""
         (tensor,) = tensors
-        return self._do("send", "send", tensors, None, _nothing, array_of(tensor), dest, tag)
+        return self._do("send", "send", tensors, None, nothing, array_of(tensor), dest, tag)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Foreign:
         """Receive a tensor from a rank."""
@@ -406,39 +402,3 @@ class Operations:
         if not work.advance():
             self._works.add(work)
         return work
-
-
-def _bringing(bring: Callable[[], None] | None) -> Finish:
-    if bring is None:
-        return _nothing
-    return lambda _: bring()
-
-
-def _filling(tensors: Sequence[Tensor]) -> Finish:
-    def finish(rows: Array) -> None:
-        for tensor, row in zip(tensors, rows, strict=True):
-            fill(tensor, row)
-
-    return finish
-
-
-def _filling_flat(tensors: Sequence[Tensor]) -> Finish:
-    def finish(flat: Array) -> None:
-        borders = np.cumsum([tensor.numel() for tensor in tensors])
-        if len(flat) != borders[-1]:
-            raise ValueError(f"{len(flat)} elements came; expected {borders[-1]}, as the tensors for them have")
-        for tensor, part in zip(tensors, np.split(flat, borders[:-1]), strict=True):
-            fill(tensor, part)
-
-    return finish
-
-
-def _gathered(tensor: Tensor, parts: Sequence[Tensor]) -> tuple[Array, Finish]:
-    """Return the array of a tensor to gather, and the function that fills the results.
-
-    Where they have the shape of the tensor, ranks compare their shapes.
-    """
-    array = array_of(tensor)
-    if {part.shape for part in parts} == {tensor.shape}:
-        return array[None], _filling(parts)
-    return array.reshape(-1), _filling_flat(parts)
