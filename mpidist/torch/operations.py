@@ -71,12 +71,12 @@ class Operations:
         reduction = Reduction(opts.reduceOp, self.comm.size)
         if len(tensors) == 1 and tensors[0].is_sparse:
             elements, add_up = gathered_elements(tensors[0], reduction.op)
-            return self._do("all_gather", "all_reduce", tensors, opts, add_up, elements)
+            return self._do("all_gather", "all_reduce", tensors, tensors, opts, add_up, elements)
         arrays, bring = targets_of(tensors)
         value = [reduction.opened(array) for array in arrays]
         one = value[0] if len(value) == 1 else value
         finish = reduction.finisher(arrays, bring)
-        return self._do("all_reduce", "all_reduce", tensors, opts, finish, reduction.op, one, out=one)
+        return self._do("all_reduce", "all_reduce", tensors, tensors, opts, finish, reduction.op, one, out=one)
 
     def broadcast(
         self,
@@ -90,7 +90,7 @@ class Operations:
         tensors, opts = listed(tensors), options_of(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         arrays, bring = targets_of(tensors)
         one = arrays[0] if len(arrays) == 1 else arrays
-        return self._do("broadcast", "broadcast", tensors, opts, bringing(bring), one, opts.rootRank, out=one)
+        return self._do("broadcast", "broadcast", tensors, tensors, opts, bringing(bring), one, opts.rootRank, out=one)
 
     def reduce(
         self,
@@ -114,11 +114,11 @@ class Operations:
                 opened[...] = result
                 close(result)
 
-        return self._do("reduce", "reduce", tensors, opts, finish, reduction.op, opened, opts.rootRank)
+        return self._do("reduce", "reduce", tensors, tensors, opts, finish, reduction.op, opened, opts.rootRank)
 
     def barrier(self, opts: Foreign = None, timeout: timedelta | None = None) -> Foreign:
         """Return once all ranks have come."""
-        return self._do("barrier", "barrier", [], options_of(c10d.BarrierOptions, opts, timeout), nothing)
+        return self._do("barrier", "barrier", [], [], options_of(c10d.BarrierOptions, opts, timeout), nothing)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; the error after the timeout names the others."""
@@ -139,7 +139,7 @@ class Operations:
         """Give all ranks the tensors of all."""
         (parts,), (tensor,), opts = nested(outputs), listed(inputs), options_of(c10d.AllgatherOptions, opts, timeout)
         row, finish = gathered_parts(tensor, parts)
-        return self._do("all_gather", "all_gather", list(parts), opts, finish, row)
+        return self._do("all_gather", "all_gather", [tensor], list(parts), opts, finish, row)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Foreign = None
@@ -153,7 +153,7 @@ class Operations:
                 for part, rows_of_one in zip(parts, gathered, strict=True):
                     fill(part, rows_of_one[rank])
 
-        return self._do("all_gather", "all_gather", list(chain(*outputs)), opts, finish, rows)
+        return self._do("all_gather", "all_gather", inputs, list(chain(*outputs)), opts, finish, rows)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Foreign = None) -> Foreign:
         """Give all ranks the tensors of all, as one."""
@@ -175,7 +175,7 @@ class Operations:
         arrays, bring = targets_of(outputs)
         outs = [self._dealt(array, row.shape[1:]) for array, row in zip(arrays, rows, strict=True)]
         one, out = (rows[0], outs[0]) if len(rows) == 1 else (rows, outs)
-        return self._do("all_gather", event, list(outputs), opts, bringing(bring), one, out=out)
+        return self._do("all_gather", event, inputs, list(outputs), opts, bringing(bring), one, out=out)
 
     def gather(
         self,
@@ -189,10 +189,10 @@ class Operations:
         """Give one rank the tensors of all."""
         (tensor,), opts = listed(inputs), options_of(c10d.GatherOptions, opts, timeout, rootRank=root)
         if self.comm.rank != opts.rootRank:
-            return self._do("gather", "gather", [], opts, nothing, array_of(tensor)[None], opts.rootRank)
+            return self._do("gather", "gather", [tensor], [], opts, nothing, array_of(tensor)[None], opts.rootRank)
         (parts,) = nested(outputs)
         row, finish = gathered_parts(tensor, parts)
-        return self._do("gather", "gather", list(parts), opts, finish, row, opts.rootRank)
+        return self._do("gather", "gather", [tensor], list(parts), opts, finish, row, opts.rootRank)
 
     # Dealing ----------------------------------------------------------------------------------------------------
 
@@ -212,8 +212,9 @@ class Operations:
             (parts,) = nested(inputs)
             value = np.stack([array_of(part).reshape(array.shape) for part in parts])
         else:
-            value = np.empty((0, *array.shape), array.dtype)
-        return self._do("scatter", "scatter", [output], opts, bringing(bring), value, opts.rootRank, out=array[None])
+            parts, value = [], np.empty((0, *array.shape), array.dtype)
+        finish, root = bringing(bring), opts.rootRank
+        return self._do("scatter", "scatter", parts, [output], opts, finish, value, root, out=array[None])
 
     def reduce_scatter(
         self,
@@ -237,7 +238,9 @@ class Operations:
             given = np.concatenate([array_of(part).reshape(-1) for part in parts])
             counts, out = [part.numel() for part in parts], out.reshape(-1)
         value, op = reduction.opened(given), reduction.op
-        return self._do("reduce_scatter", "reduce_scatter", [output], opts, finish, op, value, counts=counts, out=out)
+        return self._do(
+            "reduce_scatter", "reduce_scatter", parts, [output], opts, finish, op, value, counts=counts, out=out
+        )
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Foreign = None) -> Foreign:
         """Reduce a tensor over all ranks; each rank keeps a part of it."""
@@ -246,7 +249,7 @@ class Operations:
         array, bring = target_of(output)
         value, out = reduction.opened(self._dealt(array_of(tensor), array.shape)), reduction.opened(array[None])
         finish, op = reduction.finisher([array], bring), reduction.op
-        return self._do("reduce_scatter", "_reduce_scatter_base", [output], opts, finish, op, value, out=out)
+        return self._do("reduce_scatter", "_reduce_scatter_base", [tensor], [output], opts, finish, op, value, out=out)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -270,12 +273,12 @@ class Operations:
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
         if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
-            return self._do("all_to_all", "all_to_all", list(outputs), opts, filling(outputs), np.stack(given))
+            return self._do("all_to_all", "all_to_all", inputs, list(outputs), opts, filling(outputs), np.stack(given))
         flat = np.concatenate([array.reshape(-1) for array in given])
         out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
         counts = [array.size for array in given]
         finish = filling_flat(outputs)
-        return self._do("all_to_all", "all_to_all", list(outputs), opts, finish, flat, counts=counts, out=out)
+        return self._do("all_to_all", "all_to_all", inputs, list(outputs), opts, finish, flat, counts=counts, out=out)
 
     def all_to_all_single(
         self,
@@ -294,7 +297,9 @@ class Operations:
         if not input_counts and len(given) % size:
             raise ValueError(f"the tensor has {len(given)} rows; expected a multiple of {size}, or split sizes")
         counts = list(input_counts) or [len(given) // size] * size
-        return self._do("all_to_all", "all_to_all", [output], opts, bringing(bring), given, counts=counts, out=array)
+        return self._do(
+            "all_to_all", "all_to_all", [tensor], [output], opts, bringing(bring), given, counts=counts, out=array
+        )
 
     alltoall_base = all_to_all_single
 
@@ -310,7 +315,7 @@ class Operations:
     def send(self, tensors: Sequence[Tensor], dest: int, tag: int) -> Foreign:
         """Send a tensor to a rank."""
         (tensor,) = tensors
-        return self._do("send", "send", tensors, None, nothing, array_of(tensor), dest, tag)
+        return self._do("send", "send", tensors, tensors, None, nothing, array_of(tensor), dest, tag)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Foreign:
         """Receive a tensor from a rank."""
@@ -329,7 +334,7 @@ class Operations:
                 bring()
             return source
 
-        return self._do("recv", event, tensors, None, finish, array, source, tag)
+        return self._do("recv", event, tensors, tensors, None, finish, array, source, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the calls that have none of their own."""
@@ -353,13 +358,22 @@ class Operations:
     # Inside -----------------------------------------------------------------------------------------------------
 
     def _do(
-        self, name: str, event: str, tensors: Sequence[Tensor], opts: Foreign, finish: Finish, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        event: str,
+        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        opts: Foreign,
+        finish: Finish,
+        *args: Any,
+        **kwargs: Any,
     ) -> Foreign:
         """Carry out or start the method ``name`` of the Communicator.
 
         Args:
             name: Of the method.
             event: Its name for profilers.
+            given: The tensors that go in, for profilers.
             tensors: For the result.
             opts: Of the call, from torch; None for messages, which are always started.
             finish: Brings the result into the tensors.
@@ -372,7 +386,7 @@ class Operations:
             kwargs["options"] = options.merge(CommunicationOptions(timeout_seconds=seconds))
         elif self._options is not None:
             kwargs["options"] = self._options
-        ended = begin_event(f"{self.backend_name}:{event}", tensors)
+        ended = begin_event(f"{self.backend_name}:{event}", given)
         if opts is None or opts.asyncOp:
             return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
         try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpidist.core.daemon_thread import start_daemon
 from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:
@@ -22,4 +23,9 @@ def begin_event(name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | No
     if not _is_enabled():
         return None
     handle = _enter(name, *tensors)
-    return lambda: _exit(handle)
+
+    def end() -> None:
+        # In another thread, by which profilers tell events of a backend from calls of the program.
+        start_daemon("event", lambda: _exit(handle)).join()
+
+    return end
