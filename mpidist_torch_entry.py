@@ -9,6 +9,7 @@ module of the package imports ``mpidist``, which prepares the environment for MP
 import os
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 # Of the launchers in mpidist/topology/environments.py, which reads them properly.
@@ -30,17 +31,24 @@ def register() -> None:
 
         if not dist.is_available():
             return
-        dist.Backend.register_backend("mpidist", _create, extended_api=True, devices=["cpu"])
+        for name in _names(dist):
+            dist.Backend.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu"])
         if _started_by_a_launcher():
             _meet_by_mpi()
     except Exception as error:
         warnings.warn(f"mpidist is no backend of torch.distributed here: {error!r}", RuntimeWarning, stacklevel=2)
 
 
-def _create(options: object, given: object) -> object:
+def _names(dist: Any) -> list[str]:
+    # From 2.14 on torch leaves the name "mpi" to those who register it, where it was built without.
+    is_free = hasattr(sys.modules["torch._C._distributed_c10d"].Backend, "supports_reconfigure")
+    return ["mpidist", "mpi"] if is_free and not dist.is_mpi_available() else ["mpidist"]
+
+
+def _create(name: str, options: Any, given: Any) -> Any:
     from mpidist.torch.process_group import create
 
-    return create(options, given)
+    return create(name, options, given)
 
 
 def _started_by_a_launcher() -> bool:

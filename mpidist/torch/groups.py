@@ -28,19 +28,18 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
     Raises:
         LaunchError: torch and MPI do not agree on the ranks.
     """
-    if not ranks:
-        world = world_topology()
-        if (rank, size) not in ((world.rank, world.size), (-1, -1)):
-            raise LaunchError(
-                f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; "
-                "expected the same: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
-            )
+    world = world_topology()
+    if not ranks and (rank, size) not in ((world.rank, world.size), (-1, -1)):
+        raise LaunchError(
+            f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; "
+            "expected the same: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
+        )
+    if not ranks or len(ranks) == world.size:
         comm = Communicator(options=options)
-        _default[:] = [ref(comm)]
+        if not ranks:
+            _default[:] = [ref(comm)]
         return comm
     base = _default[0]() if _default else None
     if base is None:
-        raise LaunchError("a group of mpidist is made of the ranks of a default group that is mpidist's")
-    if len(ranks) == base.size:
-        return Communicator(options=options)
+        raise LaunchError("a group of some ranks is made of a default group that is mpidist's; this one is not")
     return base.group(list(ranks))

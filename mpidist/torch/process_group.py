@@ -71,10 +71,11 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         self.close()
 
 
-def create(given: Foreign, options: Foreign) -> Foreign:
+def create(name: str, given: Foreign, options: Foreign) -> Foreign:
     """Return the process group, or the backend, that torch asks for (collective over its ranks).
 
     Args:
+        name: Of the backend, as it was asked for.
         given: torch's _DistributedBackendOptions.
         options: The ``pg_options`` of the program: CommunicationOptions, or None.
     """
@@ -83,8 +84,8 @@ def create(given: Foreign, options: Foreign) -> Foreign:
     # Calls without options are the fastest, and those of the default group are in its communicator.
     own = chosen if ranks and chosen != CommunicationOptions() else None
     if can_be_used:
-        return MpidistBackend(comm, "mpidist", own)
-    return MpidistProcessGroup(comm, "mpidist", given.store, own)
+        return MpidistBackend(comm, name, own)
+    return MpidistProcessGroup(comm, name, given.store, own)
 
 
 def _options(given: Foreign, options: Foreign) -> CommunicationOptions:

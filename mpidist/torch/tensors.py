@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mpidist.arrays.convert import to_array
+from mpidist.arrays.convert import fill_torch, to_array
 from mpidist.arrays.dtypes import Array
 
 if TYPE_CHECKING:
@@ -26,10 +26,8 @@ def array_of(tensor: Tensor) -> Array:
     if tensor.layout is not torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
     tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    if not _is_plain(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _OPAQUE:
         tensor = tensor.view(torch.uint8)
     return to_array(tensor, "tensor")
@@ -40,7 +38,7 @@ def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
 
     The function is None where the array lies over the tensor's own memory.
     """
-    if tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if _is_plain(tensor):
         return array_of(tensor), None
     array = np.array(array_of(tensor))
     return array, lambda: fill(tensor, array)
@@ -59,14 +57,21 @@ def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], Non
 
 
 def fill(tensor: Tensor, array: Array) -> None:
-    """Copy the elements of an array, which has as many, into a tensor."""
-    if not tensor.numel():
-        return
-    target = tensor.detach()
-    if array.dtype.name == "bfloat16":
-        source = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    """Copy the elements of an array, which has as many, into a tensor of the same dtype."""
+    array = array.reshape(tensor.shape)
+    if tensor.dtype in _OPAQUE:
+        tensor = tensor.view(torch.uint8)
+    if _is_plain(tensor):
+        target = array_of(tensor)
+        if target.dtype != array.dtype:
+            raise TypeError(f"the tensor for the result is of dtype {target.dtype}; expected {array.dtype}")
+        target[...] = array
     else:
-        source = torch.from_numpy(array)
-        if tensor.dtype in _OPAQUE:
-            source = source.view(tensor.dtype)
-    target.copy_(source.view(tensor.shape))
+        fill_torch(tensor, array)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the elements lie one behind the other in memory, as they are."""
+    return bool(
+        tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    )

@@ -124,3 +124,50 @@ def test_an_error_in_the_entry_point_is_a_warning() -> None:
 def _without_a_launcher(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=jobs.child_environment(), capture_output=True, text=True, check=True)
+
+
+def test_a_program_that_ends_without_a_farewell() -> None:
+    program = "dist.all_reduce(torch.ones(3), async_op=True).wait(); print('end')"
+    done = jobs.run_script(START + program, 2)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["end", "end"], "")
+
+
+def test_a_group_of_mpidist_beside_gloo() -> None:
+    program = """
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="mpidist")
+    for each in (None, group):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=each)
+        assert tensor[0] == size
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_timeout_of_a_group() -> None:
+    program = """
+    from datetime import timedelta
+    from mpidist.errors import CollectiveTimeoutError
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        try:
+            dist.barrier(group)
+        except CollectiveTimeoutError as error:
+            assert "init_process_group or new_group" in str(error)
+            print("late")
+        store.set("late", "yes")
+    else:
+        store.wait(["late"])
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert "late" in done.stdout, done.stderr
+
+
+def test_the_example() -> None:
+    done = jobs.run_script(jobs.ROOT / "examples" / "torch_ddp.py", 2, "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert float(last.split(", ")[1].split()[0]) > 90, last
