@@ -48,9 +48,14 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
     >>> reduction_dtypes(np.dtype("int64"), ReduceOp.MEAN)
     (dtype('float64'), dtype('float64'))
     """
+    if op.is_bitwise:
+        if dtype.kind not in "biu":
+            raise TypeError(f"{op.name} of {dtype} is not defined; expected whole numbers or bool")
+        return dtype, dtype
     if dtype.kind == "b":
         raise TypeError(
-            f"{op.name} of bool is not defined; cast it first: value.astype('int32'), or 'float32' for a share"
+            f"{op.name} of bool is not defined; cast it first: value.astype('int32'), or 'float32' for a share; or "
+            "take BAND, BOR or BXOR"
         )
     check_transportable(dtype, op.name)
     if dtype.name in HALF:

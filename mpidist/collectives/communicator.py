@@ -136,7 +136,7 @@ class Communicator(ArrayCollectives):
         """Reduce element by element over all ranks; every rank gets the same bits (collective; MPI_Allreduce).
 
         Args:
-            op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
+            op: SUM, MEAN, MIN, MAX or PROD, of whole numbers and bool BAND, BOR or BXOR; a ReduceOp or its name.
             value: Array, number, or nest of them; equal structure, shapes and dtypes on all ranks.
             out: Where to put the result, of the same structure, shapes and dtypes; a new array by default.
             options: Laid over those of the communicator.

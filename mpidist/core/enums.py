@@ -31,8 +31,9 @@ class VariableAggregation(IntEnum):
 class ReduceOp(Enum):
     """The way to make one value of several replicas' values (tf.distribute.ReduceOp).
 
-    ``SUM`` and ``MEAN`` are TensorFlow's; ``MIN``, ``MAX`` and ``PROD`` are extensions. Wherever an operation is
-    taken its name will do, in any case.
+    ``SUM`` and ``MEAN`` are TensorFlow's; ``MIN``, ``MAX`` and ``PROD`` are extensions, and so are ``BAND``, ``BOR``
+    and ``BXOR`` of whole numbers, bit by bit, and of bool, for which they are the logical operations. Wherever an
+    operation is taken its name will do, in any case.
 
     >>> ReduceOp.of("mean")
     <ReduceOp.MEAN: 'MEAN'>
@@ -43,9 +44,17 @@ class ReduceOp(Enum):
     MIN = "MIN"
     MAX = "MAX"
     PROD = "PROD"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
 
     # Members are singletons; Enum's own hash is Python code on the way of every reduction.
     __hash__ = object.__hash__
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether it combines bits. Extension."""
+        return self in _BITWISE
 
     @staticmethod
     def of(op: object) -> ReduceOp:
@@ -85,6 +94,7 @@ class ReduceOp(Enum):
 
 # Looked up at every reduction; Enum's own __members__ makes a new proxy each time.
 _REDUCE_OPS = dict(ReduceOp.__members__)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 class CommunicationImplementation(Enum):

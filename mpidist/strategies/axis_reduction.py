@@ -20,6 +20,9 @@ _ALONG: dict[ReduceOp, Callable[..., object]] = {
     ReduceOp.MIN: np.min,
     ReduceOp.MAX: np.max,
     ReduceOp.PROD: np.prod,
+    ReduceOp.BAND: np.bitwise_and.reduce,
+    ReduceOp.BOR: np.bitwise_or.reduce,
+    ReduceOp.BXOR: np.bitwise_xor.reduce,
 }
 
 

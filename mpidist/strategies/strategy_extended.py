@@ -38,6 +38,8 @@ from mpidist.values.variable import changing, update_components
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+# Of values that are equal on all replicas, what these give depends on how many there are.
+_COUNTING = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.BXOR)
 
 
 class StrategyExtended(ABC):
@@ -325,7 +327,7 @@ class StrategyExtended(ABC):
         """Return the PerReplica to be reduced, or a value that is its own result."""
         value = self.distributed(value)
         if isinstance(value, Mirrored):
-            if op in (ReduceOp.SUM, ReduceOp.PROD) and self.num_replicas_in_sync > 1:
+            if op in _COUNTING and self.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"{op.name} of a Mirrored value, which is equal on all {self.num_replicas_in_sync} replicas, is "
                     "ambiguous; use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
@@ -341,7 +343,7 @@ class StrategyExtended(ABC):
             return value if isinstance(value, PerReplica) else PerReplica(value.values, value.replica_ids)
         if self.communicator is not None:
             return PerReplica((value,), self.local_replica_ids[:1])
-        if op in (ReduceOp.SUM, ReduceOp.PROD) and self.num_replicas_in_sync > 1:
+        if op in _COUNTING and self.num_replicas_in_sync > 1:
             array = None if isinstance(value, IndexedSlices) else to_array(value)
             if array is None or op is ReduceOp.PROD or array.any():
                 raise ValueError(

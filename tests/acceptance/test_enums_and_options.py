@@ -28,7 +28,7 @@ def test_numbers_of_the_enumerations() -> None:
         ("ONLY_FIRST_REPLICA", 3),
     ]
     assert VariableAggregation.ONLY_FIRST_TOWER is VariableAggregation.ONLY_FIRST_REPLICA
-    assert {op.name for op in ReduceOp} == {"SUM", "MEAN", "MIN", "MAX", "PROD"}
+    assert {op.name for op in ReduceOp} == {"SUM", "MEAN", "MIN", "MAX", "PROD", "BAND", "BOR", "BXOR"}
     assert mpidist.get_loss_reduction() is ReduceOp.SUM
     assert mpidist.v1.get_loss_reduction() is ReduceOp.SUM
     policies = [(m.name, m.value) for m in mpidist.AutoShardPolicy]

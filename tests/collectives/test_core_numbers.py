@@ -49,6 +49,9 @@ def test_the_header() -> None:
         assert core._OPS[op] == c["NC_SUM" if op is ReduceOp.MEAN else f"NC_{op.name}"]
     names = {"i": "I", "u": "U", "f": "F", "c": "C"}
     for (kind, size), code in core._DTYPES.items():
+        if kind == "b":
+            assert code == c["NC_BOOL"]
+            continue
         is_long = size * (1 if kind == "f" else 0.5) > 8 and kind in "fc"
         assert code == c[("NC_LONG" if kind == "f" else "NC_CLONG") if is_long else f"NC_{names[kind]}{8 * size}"]
     assert (c["NC_U8"], c["NC_BF16"]) == (core._BYTE, core._BFLOAT16)

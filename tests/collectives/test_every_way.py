@@ -14,7 +14,6 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.core.enums import ReduceOp
 from mpidist.core.settings import RANKS_PER_NODE
 from tests.support.ranks.cores import needs_core
 
@@ -54,7 +53,9 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 COMBINE = {"SUM": np.add, "MEAN": np.add, "PROD": _product, "MIN": np.minimum, "MAX": np.maximum}
+BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 CASES = [(d, op) for d in REALS for op in COMBINE] + [(d, op) for d in COMPLEX for op in ("SUM", "MEAN", "PROD")]
+CASES += [(d, op) for d in ["bool", *(name for name in REALS if "int" in name)] for op in BITWISE]
 # Bytes: on a page, in the small slots of 4, 3 and 2 ranks, read by others or in one chunk, in several.
 SWITCHES = (96, 8 << 10, 32 << 10, 64 << 10, 256 << 10 if SIZE == 1 else (256 << 10) // SIZE, 128 << 10, 700_000)
 
@@ -64,6 +65,9 @@ def inputs(count: int, dtype: np.dtype[Any]) -> list[np.ndarray]:
     random = np.random.default_rng(count)
     given = []
     for _ in range(SIZE):
+        if dtype.kind == "b":
+            given.append(random.random(count) < 0.7)
+            continue
         if dtype.kind in "iu":
             info = np.iinfo(dtype)
             given.append(random.integers(info.min, info.max, count, dtype, endpoint=True))
@@ -82,7 +86,7 @@ def expected(op: str, given: list[np.ndarray]) -> np.ndarray:
     )
     result = formed if _is_mean_of_ints(op, dtype) else dtype
     with np.errstate(all="ignore"):
-        total = reduce(COMBINE[op], [array.astype(formed) for array in given])
+        total = reduce((COMBINE | BITWISE)[op], [array.astype(formed) for array in given])
         return (total / SIZE if op == "MEAN" else total).astype(result)
 
 
@@ -180,7 +184,7 @@ def test_it_is_what_numpy_makes_of_the_arrays_in_rank_order(comm: Any, dtype: st
                 same_bits(op, way(comm, op, given[comm.rank], wanted.dtype), wanted)
 
 
-@pytest.mark.parametrize("op", [op.name for op in ReduceOp])
+@pytest.mark.parametrize("op", COMBINE)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_at_every_switch(comm: Any, op: str, way: Any) -> None:
     for nbytes in SWITCHES:

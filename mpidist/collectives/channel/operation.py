@@ -1,4 +1,7 @@
-"""Operation: one collective, which is carried out now or later, and its description, which all ranks compare."""
+"""Operation: one collective, which is carried out now or later, and its description.
+
+All ranks compare descriptions.
+"""
 
 from __future__ import annotations
 

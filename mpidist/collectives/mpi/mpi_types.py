@@ -25,6 +25,9 @@ NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PROD: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 """The NumPy functions of the operations; a mean is a sum, divided afterwards."""
 
@@ -39,7 +42,8 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
     """
     mpi = import_mpi()
     keeps_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
-    wraps = dtype.kind in "iu" and dtype.itemsize < 4 and op not in (ReduceOp.MIN, ReduceOp.MAX)
+    adds = not op.is_bitwise and op not in (ReduceOp.MIN, ReduceOp.MAX)
+    wraps = dtype.kind in "iu" and dtype.itemsize < 4 and adds
     if keeps_nan or wraps:
         return _made_op(NUMPY_OPS[op], dtype)
     operations: dict[ReduceOp, MPI.Op] = {
@@ -48,6 +52,9 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
         ReduceOp.MIN: mpi.MIN,
         ReduceOp.MAX: mpi.MAX,
         ReduceOp.PROD: mpi.PROD,
+        ReduceOp.BAND: mpi.LAND if dtype.kind == "b" else mpi.BAND,
+        ReduceOp.BOR: mpi.LOR if dtype.kind == "b" else mpi.BOR,
+        ReduceOp.BXOR: mpi.LXOR if dtype.kind == "b" else mpi.BXOR,
     }
     return operations[op]
 

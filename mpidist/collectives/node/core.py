@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = 1, 2, 3, 4
 _KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
+_OPS |= {ReduceOp.BAND: 7, ReduceOp.BOR: 8, ReduceOp.BXOR: 9}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
 _IS_MEAN = 16
 _BYTE, _BFLOAT16 = 4, 9
 _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for power in range(4)}
-_DTYPES |= {("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
+_DTYPES |= {("b", 1): 16, ("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
 _DTYPES |= {("f", np.dtype(np.longdouble).itemsize): 12, ("c", np.dtype(np.clongdouble).itemsize): 15}
 # ... its flags, ...
 _STOP, _SHARE, _UNWANTED, _WATCH = 1, 2, 4, 8

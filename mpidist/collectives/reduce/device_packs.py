@@ -63,6 +63,8 @@ def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
         raise TypeError(f"NCCL reduces numbers in native byte order, and was given dtype {dtype!r}")
     if op is ReduceOp.MEAN:
         raise TypeError("NCCL was asked for a MEAN; expected a SUM, to be divided afterwards")
+    if op.is_bitwise:
+        raise TypeError(f"NCCL has no {op.name}")
     if name in _COMPLEX and op is ReduceOp.SUM:
         return NcclCode(_COMPLEX[name], _OPS[op], 2)
     if name in _FLOATS:
