@@ -127,7 +127,10 @@ def test_the_metadata(wheel: zipfile.ZipFile, metadata: Message) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
     entry_points = wheel.read(f"mpidist-{__version__}.dist-info/entry_points.txt").decode()
-    assert entry_points.split("\n", 1) == ["[console_scripts]", "mpidist = mpidist.__main__:main\n"]
+    assert entry_points.split("\n\n") == [
+        "[console_scripts]\nmpidist = mpidist.__main__:main",
+        "[torch.backends]\nmpidist = mpidist_torch_entry:register\n",
+    ]
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     license_text = wheel.read(f"mpidist-{__version__}.dist-info/licenses/LICENSE").decode()
     assert "Apache License" in license_text
