@@ -57,7 +57,7 @@ def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], Non
 
 
 def fill(tensor: Tensor, array: Array) -> None:
-    """Copy the elements of an array into a tensor with as many, of the same dtype."""
+    """Copy the elements of an array into a tensor of the same dtype and size."""
     array = array.reshape(tensor.shape)
     if tensor.dtype in _OPAQUE:
         tensor = tensor.view(torch.uint8)

@@ -21,8 +21,7 @@ PACKAGE = Path(ROOT, "mpidist")
 def _modules() -> list[str]:
     """All modules but some.
 
-    Errors of the commands and of the build end as lines of their output; torch, which has no errors of its own here, may
-    be missing.
+    Errors of the commands and of the build end as lines of their output; torch may be missing, and its room has none.
     """
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
     found = [path for path in paths if path.parts[0] not in ("cli", "native", "torch") and path.stem != "__main__"]
