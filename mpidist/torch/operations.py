@@ -69,12 +69,13 @@ class Operations:
 
     def _reduce_in_place(self, tensors: Sequence[Tensor], opts: Foreign) -> Foreign:
         reduction = Reduction(opts.reduceOp, self.comm.size)
-        if len(tensors) == 1 and tensors[0].is_sparse:
+        if tensors[0].is_sparse:
             elements, add_up = gathered_elements(tensors[0], reduction.op)
             return self._do("all_gather", "all_reduce", tensors, tensors, opts, add_up, elements)
         arrays, bring = targets_of(tensors)
-        value = [reduction.opened(array) for array in arrays]
-        one = value[0] if len(value) == 1 else value
+        one: Any = reduction.opened(arrays[0])
+        if len(arrays) > 1:
+            one = [one, *[reduction.opened(array) for array in arrays[1:]]]
         finish = reduction.finisher(arrays, bring)
         return self._do("all_reduce", "all_reduce", tensors, tensors, opts, finish, reduction.op, one, out=one)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mpidist.arrays.dtypes import Array
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.results import nothing
 
 _Kind: Foreign = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -37,10 +38,11 @@ class Reduction:
     """
 
     def __init__(self, op: Foreign, size: int) -> None:
-        kind = op.op if hasattr(op, "op") else op
-        name = _NAMES.get(kind)
+        name = _NAMES.get(op.op)
         if name is None:
-            raise ValueError(f"mpidist has no reduction {kind}; expected one of SUM, AVG, PRODUCT, MIN, MAX, BAND, ...")
+            raise ValueError(
+                f"mpidist has no reduction {op.op}; expected one of SUM, AVG, PRODUCT, MIN, MAX, BAND, ..."
+            )
         self.op, self._asked = name, name
         self._size, self._divides = size, False
 
@@ -61,6 +63,9 @@ class Reduction:
 
     def finisher(self, arrays: Sequence[Array], bring: Callable[[], None] | None) -> Callable[[object], None]:
         """Return the function that brings the results in ``arrays`` into the tensors."""
+
+        if bring is None and not self._divides:
+            return nothing
 
         def finish(_: object) -> None:
             if self._divides:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # NumPy has nothing for them, and to move them is to move their bytes.
 _OPAQUE = tuple(dtype for name, dtype in vars(torch).items() if name.startswith("float8"))
+# Those that NumPy has, too.
+_OF_NUMPY = {torch.from_numpy(np.empty(0, code)).dtype for code in "?bhilBefdFD"}
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -25,12 +27,9 @@ def array_of(tensor: Tensor) -> Array:
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
-    tensor = tensor.detach()
     if not _is_plain(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype in _OPAQUE:
-        tensor = tensor.view(torch.uint8)
-    return to_array(tensor, "tensor")
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return _plain_array(tensor)
 
 
 def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
@@ -39,13 +38,16 @@ def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
     The function is None where the array lies over the tensor's own memory.
     """
     if _is_plain(tensor):
-        return array_of(tensor), None
+        return _plain_array(tensor), None
     array = np.array(array_of(tensor))
     return array, lambda: fill(tensor, array)
 
 
 def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], None] | None]:
     """Return arrays of several tensors for results, and the function that brings these there."""
+    if len(tensors) == 1:
+        array, bring_one = target_of(tensors[0])
+        return [array], bring_one
     opened = [target_of(tensor) for tensor in tensors]
     bringing = [bring for _, bring in opened if bring is not None]
 
@@ -62,12 +64,21 @@ def fill(tensor: Tensor, array: Array) -> None:
     if tensor.dtype in _OPAQUE:
         tensor = tensor.view(torch.uint8)
     if _is_plain(tensor):
-        target = array_of(tensor)
+        target = _plain_array(tensor)
         if target.dtype != array.dtype:
             raise TypeError(f"the tensor for the result is of dtype {target.dtype}; expected {array.dtype}")
         target[...] = array
     else:
         fill_torch(tensor, array)
+
+
+def _plain_array(tensor: Tensor) -> Array:
+    tensor = tensor.detach()
+    if tensor.dtype in _OF_NUMPY and tensor.is_cpu:
+        # The way of most tensors, without the questions that arrays of all libraries are asked.
+        array: Array = tensor.numpy()
+        return array
+    return to_array(tensor.view(torch.uint8) if tensor.dtype in _OPAQUE else tensor, "tensor")
 
 
 def _is_plain(tensor: Tensor) -> bool:
