@@ -150,14 +150,14 @@ TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/strategies/test
   tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py \
   tests/checkpoint/test_arrays_of_others.py tests/values/test_models_as_variables.py
 
-TORCH_PYTEST = sh -c 'ranks=$$0 && exec $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $$ranks $(TORCH_VENV)/bin/python \
-  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $$ranks "$$@"'
+TORCH_PYTEST = $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $1 $(TORCH_VENV)/bin/python \
+  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $1
 
 test-torch: export MPIRUN = $(TORCH_VENV)/bin/mpirun
 test-torch: $(TORCH_VENV)/.done $(NATIVE)
 	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) tests/torch < /dev/null
-	$(TORCH_PYTEST) 2 $(TORCH_TESTS) tests/torch < /dev/null
-	MPIDIST_RANKS_PER_NODE=2 $(TORCH_PYTEST) 4 tests/torch < /dev/null
+	$(call TORCH_PYTEST,2) $(TORCH_TESTS) tests/torch < /dev/null
+	MPIDIST_RANKS_PER_NODE=2 $(call TORCH_PYTEST,4) tests/torch < /dev/null
 	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam < /dev/null
 	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --backend mpi < /dev/null
 
