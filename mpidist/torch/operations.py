@@ -17,6 +17,7 @@ from mpidist.collectives import Communicator
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.arguments import listed, nested, options_of
+from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.profiling import begin_event
 from mpidist.torch.reductions import Reduction
@@ -417,3 +418,6 @@ class Operations:
         if not work.advance():
             self._works.add(work)
         return work
+
+
+keep_compiler_out(Operations)

@@ -211,3 +211,20 @@ def test_a_pipeline(dist: Any) -> None:
     if rank == size - 1:
         torch.testing.assert_close(out, nn.Sequential(*layers)(given))
     dist.barrier()
+
+
+def test_compiled_ddp(dist: Any) -> None:
+    model = torch.compile(nn.parallel.DistributedDataParallel(network()), backend="aot_eager")
+    found = train(model, dist.get_rank())
+    for mine, expected in zip(found, trained_alone(dist.get_world_size()), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_collectives(dist: Any) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    def doubled_sum(tensor: Any) -> Any:
+        return functional.all_reduce(2 * tensor, "sum", dist.group.WORLD) + 1
+
+    compiled = torch.compile(doubled_sum, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [2 * dist.get_world_size() + 1] * 3
