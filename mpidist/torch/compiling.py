@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of this room: a collective is no part of a graph, and none of its calls is to be traced."""
+"""Keeps torch.compile out of this room: none of its calls is to be traced."""
 
 from __future__ import annotations
 
