@@ -11,7 +11,10 @@ _frames: Foreign = torch._C._dynamo.eval_frame
 
 
 def keep_compiler_out(kind: type) -> None:
-    """Have the compiler skip the methods of a class, and all that they call, where this torch can be told so."""
+    """Have the compiler skip the methods of a class, and all that they call.
+
+    Only where this torch can be told so.
+    """
     if not hasattr(_frames, "set_code_exec_strategy"):
         return
     skip = _frames._FrameAction.SKIP
