@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_the_end
@@ -26,6 +26,7 @@ from mpidist.torch.foreign import Foreign
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+dist: Foreign = torch.distributed
 _Store: Foreign = dist.Store
 # Requests come in rows; between them the thread leaves the core to the program.
 _BUSY_SECONDS, _IDLE_SECONDS, _BUSY_FOR_SECONDS = 2e-4, 1e-2, 0.2

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed.distributed_c10d
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
@@ -29,6 +29,7 @@ from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, adv
 if TYPE_CHECKING:
     from torch import Tensor
 
+c10d: Foreign = torch.distributed.distributed_c10d
 _log = logging.getLogger("mpidist")
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)

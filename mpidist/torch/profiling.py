@@ -13,9 +13,10 @@ from mpidist.torch.foreign import Foreign
 if TYPE_CHECKING:
     from torch import Tensor
 
-_is_enabled: Foreign = torch.autograd._profiler_enabled
-_enter: Foreign = torch.autograd._record_function_with_args_enter
-_exit: Foreign = torch.autograd._record_function_with_args_exit
+_autograd: Foreign = torch.autograd
+_is_enabled = _autograd._profiler_enabled
+_enter = _autograd._record_function_with_args_enter
+_exit = _autograd._record_function_with_args_exit
 
 
 def begin_event(name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
