@@ -534,6 +534,24 @@ _COMPAT = (
     ),
 )
 
+# Of the parts that tests see without torch, which is not in the environment of these; see make test-torch for the others.
+_TORCH = (
+    Fault(
+        "a rank on its node is told as one among all",
+        "mpidist/torch/variables.py",
+        '"LOCAL_RANK": info.local_rank,',
+        '"LOCAL_RANK": info.rank,',
+        ("tests/torch/test_launchers.py",),
+    ),
+    Fault(
+        "a place that the program was given is mixed with the launcher's",
+        "mpidist/torch/variables.py",
+        'if info is None or info.size is None or "RANK" in os.environ or "WORLD_SIZE" in os.environ:',
+        "if info is None or info.size is None:",
+        ("tests/torch/test_launchers.py",),
+    ),
+)
+
 _CLI = (
     Fault(
         "launch replaces what the user has set",
@@ -585,6 +603,7 @@ FAULTS: tuple[Fault, ...] = (
     *_ELASTIC,
     *_ESTIMATOR,
     *_COMPAT,
+    *_TORCH,
     *_CLI,
     *_FACADES_FAULTS,
 )
