@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
-
 from mpidist.core.errors import PeerError
 from mpidist.core.protocols import StrategyLike
 from mpidist.core.wording import ranks_text
@@ -121,13 +119,11 @@ class Agreement:
             answer = {"result": None if work is None else work()}
         except Exception as error:
             answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
-        item = np.frombuffer(json.dumps(answer).encode() + b",", np.uint8)
-        comm, note = self.extended.communicator, f"a checkpoint ({self._action})"
-        gathered = item if comm is None else comm.gather_arrays([item], 0, options=None, note=note)[0]
+        comm, text = self.extended.communicator, json.dumps(answer)
+        texts = [text] if comm is None else comm.gather_objects(text, f"a checkpoint ({self._action})")
         if failure is not None:
             raise failure
-        answers: list[dict[str, Any]] = json.loads(b"[" + gathered.tobytes()[:-1] + b"]")
-        return answers
+        return [json.loads(each) for each in texts]
 
 
 def digest(names: Sequence[str]) -> int:

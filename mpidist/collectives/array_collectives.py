@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -281,6 +282,14 @@ class ArrayCollectives:
             return operation.then(bring_back)
         call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
         return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
+
+    def gather_objects(self, value: T, note: str = "") -> list[T]:
+        """Return the picklable objects of all ranks, in rank order (collective)."""
+        description = describe("all_gather_object", note, operation="all_gather_object")
+        with self.shared_errors(description.text):
+            pickled = pickle.dumps(value)
+        steps: Steps[list[bytes]] = self._engine.on_host.all_gather_bytes(description, pickled)
+        return self._now(Operation(steps, description).then(lambda parts: [*map(pickle.loads, parts)]))
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""

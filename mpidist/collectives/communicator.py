@@ -505,15 +505,7 @@ class Communicator(ArrayCollectives):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
-        description = describe("all_gather_object", operation="all_gather_object")
-        with self.shared_errors(description.text):
-            pickled = pickle.dumps(value)
-
-        def steps() -> Steps[list[T]]:
-            yield from self._channel.open(description)
-            return (yield from objects.gather_pickles(self._channel.comm, pickled))
-
-        return self._now(Operation(steps(), description))
+        return self.gather_objects(value)
 
     def broadcast_object(self, value: object, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""

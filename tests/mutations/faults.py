@@ -534,7 +534,7 @@ _COMPAT = (
     ),
 )
 
-# Of the parts that tests see without torch, which is not in the environment of these; see make test-torch for the others.
+# Of the parts that tests see without torch, which is not in their environment.
 _TORCH = (
     Fault(
         "a rank on its node is told as one among all",

@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
-    return (yield from gather_pickles(comm, pickle.dumps(value)))
-
-
-def gather_pickles(comm: Comm, pickled: bytes) -> Steps[list[Any]]:
-    """Return the objects of all ranks as :func:`gather_objects`, given one that is pickled already."""
+    pickled = pickle.dumps(value)
     rows = yield from gather_lengths(comm, [len(pickled)])
     lengths = [length for (length,) in rows]
     everything = np.empty(sum(lengths), np.uint8)

@@ -47,6 +47,7 @@ class Node:
         topology: Of ``comm``.
         comm: The ranks of the node.
         rank, size: In the node.
+        is_alone: Whether it holds all ranks of ``comm``.
         ranks: Of every node, its ranks in ``comm``.
         rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
         core: Where the ranks of the node meet; None for a rank that is alone there but not in the communicator.
@@ -62,6 +63,7 @@ class Node:
         self.topology = _shared_topology(comm, functions)
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
+        self.is_alone: bool = self.topology.num_nodes == 1
         self.ranks: list[list[int]] = [[] for _ in range(self.topology.num_nodes)]
         for rank, index in enumerate(self.topology.node_of_rank):
             self.ranks[index].append(rank)
@@ -81,11 +83,6 @@ class Node:
         self.slice_bytes = 0
         self.slots: Array | None = None
         self._has_room: bool | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether it holds all ranks of the communicator."""
-        return self.topology.num_nodes == 1
 
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
         """Make the slots, unless that was tried before; return whether all nodes have room (collective).
